@@ -1,0 +1,1 @@
+"""QuRL: reinforcement learning with quantised rollouts on Megatron-core and SGLang."""

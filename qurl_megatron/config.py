@@ -1,0 +1,293 @@
+"""What a run is made of: dataclasses with one default a field, unit and meaning beside each.
+
+A recipe is a function that returns a `Config`. `with_overrides` applies `field=value` words to it,
+`validate` names the first field that does not fit; both raise `ConfigError`, whose text is the one
+line a user sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from annotated_types import Ge, Gt, Lt
+
+from qurl_megatron.architecture import Architecture, ArchitectureError
+
+Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
+Aggregation = Literal["sequence_mean", "token_mean"]
+WeightFormat = Literal["bf16", "int8", "fp8"]
+Reward = Literal["reasoning_gym", "math", "exact"]
+
+Count = Annotated[int, Ge(1)]
+CountOrNone = Annotated[int, Ge(0)]  # 0 switches off what it counts
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Gt(0), Lt(1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the text says what is wrong and what would be right."""
+
+
+@dataclasses.dataclass
+class LearnerConfig:
+    """The full-precision policy in Megatron-core."""
+
+    tensor_parallel_size: Count = 1  # ranks that share every layer
+    pipeline_parallel_size: Count = 1  # stages that share the layers
+    data_parallel_size: Count = 1  # copies of the model, each with its part of a batch
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass; masters are float32
+    micro_batch_size: Count = 8  # sequences in one forward pass
+    threads_per_rank: Count = 1  # CPU threads of each learner process
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """Megatron's Adam with its scheduler and gradient clipping."""
+
+    learning_rate: NonNegative = 1e-6
+    warmup_steps: CountOrNone = 0  # optimizer steps over which the learning rate rises from 0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_grad: NonNegative = 1.0  # global gradient norm
+    minibatches_per_step: Count = 1  # optimizer steps made of one rollout batch
+
+
+@dataclasses.dataclass
+class ObjectiveConfig:
+    """The policy objective (QuRL Eq. 1, 3, 4, 5, 9)."""
+
+    objective: Objective = "acr"
+    eps_low: NonNegative = 0.2
+    eps_high: NonNegative = 0.28
+    ratio_cap: Positive = 2.0  # C of Eq. 5 and 9, on proximal / behaviour
+    aggregation: Aggregation = "sequence_mean"
+
+
+@dataclasses.dataclass
+class QuantizationConfig:
+    """How the rollout copy of the policy is made."""
+
+    format: WeightFormat = "int8"
+    uaq_scale: Positive = 1.5  # s of Eq. 11; 1 leaves the weights as they are
+    bucket_bytes: Annotated[int, Ge(1024 * 1024)] = 512 * 1024 * 1024  # most bytes sent at once
+
+
+@dataclasses.dataclass
+class ServerConfig:
+    """One set of SGLang servers; every server of a set holds the same weights."""
+
+    tensor_parallel_size: Count = 1
+    mem_fraction_static: Fraction = 0.85  # of device memory, for weights and KV cache
+    max_running_requests: Count = 256
+    max_total_tokens: Count | None = None  # KV cache slots; None lets SGLang fill its memory
+    threads: Count = 2  # CPU threads of the server, on a machine without a GPU
+    start_timeout_s: Positive = 600.0
+
+
+@dataclasses.dataclass
+class RolloutConfig:
+    """What is sampled at each step."""
+
+    prompts_per_step: Count = 64
+    completions_per_prompt: Annotated[int, Ge(2)] = 8  # the group of GRPO
+    temperature: Positive = 1.0
+    top_p: float = 1.0  # must stay 1: SGLang does not renormalise its log-probs
+    top_k: int = -1  # must stay off, likewise
+    max_prompt_length: Count = 1024  # tokens; longer prompts are refused when read
+    max_response_length: Count = 1024  # tokens
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+
+
+@dataclasses.dataclass
+class WarmupConfig:
+    """A short supervised phase before RL, through the same learner; `max_steps` 0 leaves it out."""
+
+    max_steps: CountOrNone = 0
+    target_accuracy: Fraction = 0.35  # stops here, on warm-up problems of its own
+    batch_size: Count = 128  # sequences
+    learning_rate: NonNegative = 2e-3
+    check_every_steps: Count = 10
+
+
+@dataclasses.dataclass
+class EvaluationConfig:
+    """Held-out accuracy, greedy, on a BF16 server that is sent the full-precision weights."""
+
+    problems: CountOrNone = 512  # held-out problems at most; 0 leaves evaluation out
+    held_out_fraction: Fraction = 0.1  # of the data, by a hash of the question
+    every_steps: CountOrNone = 0  # 0: only before the first step and after the last
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+
+
+@dataclasses.dataclass
+class Config:
+    """A run."""
+
+    model: str = ""  # Hugging Face directory: config.json, tokenizer, safetensors
+    data: str = ""  # jsonl file, or reasoning_gym:TASK
+    data_options: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of the reasoning-gym task
+    reward: Reward = "math"
+    name: str = ""  # of the run's directory; empty: recipe and time
+    output_dir: str = "runs"
+    seed: int = 0
+    steps: Count = 100  # rollout steps
+    time_limit_s: Positive | None = None  # RL ends after the step that passes it
+    learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+
+_CONFIG = pydantic.TypeAdapter(Config)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def with_overrides(config: Config, words: list[str]) -> Config:
+    """`config` with each `field=value` word applied; a part is named `rollout.top_k=-1`.
+
+    Raises:
+        ConfigError: a word without `=`, an unknown field, or a value of the wrong type.
+    """
+    tree = dataclasses.asdict(config)
+    for word in words:
+        path, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word}: not of the form field=value")
+        *parents, leaf = path.split(".")
+        node, known = tree, True
+        for parent in parents:
+            known = known and isinstance(node.get(parent), dict)
+            node = node[parent] if known else node
+        free_form = parents == ["data_options"]
+        if not known or (leaf not in node and not free_form) or isinstance(node.get(leaf), dict):
+            raise ConfigError(f"{path}: no such field{_suggestion(path, tree)}")
+        node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
+    return from_tree(tree)
+
+
+def from_tree(tree: dict[str, Any]) -> Config:
+    """A `Config` from nested dicts, every value converted to its field's type."""
+    try:
+        return _CONFIG.validate_python(tree)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise ConfigError(f"{path}={first['input']}: {message}") from None
+
+
+def save(config: Config, path: Path) -> None:
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def load(path: Path) -> Config:
+    return from_tree(yaml.safe_load(path.read_text()))
+
+
+def validate(config: Config) -> Architecture:
+    """Check that the fields fit each other, the model and its layout; returns the model's shape.
+
+    Raises:
+        ConfigError: the first thing that does not fit: `field=value: what is wrong`.
+    """
+    rollout, learner, optimizer = config.rollout, config.learner, config.optimizer
+    if rollout.top_p != 1 or rollout.top_k != -1:
+        field = "top_p" if rollout.top_p != 1 else "top_k"
+        raise ConfigError(
+            f"rollout.{field}={getattr(rollout, field)}: training wants top_p=1 and top_k=-1,"
+            " because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
+        )
+    if config.warmup.max_steps and not config.evaluation.problems:
+        raise ConfigError(
+            "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
+            "server; ask for problems, or set warmup.max_steps=0"
+        )
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    parts = optimizer.minibatches_per_step * learner.data_parallel_size
+    if rows % parts:
+        raise ConfigError(
+            f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's {rows} "
+            "completions (rollout.prompts_per_step x completions_per_prompt) do not divide into "
+            f"minibatches x {learner.data_parallel_size} data-parallel ranks"
+        )
+    if not config.data:
+        raise ConfigError("data=: missing; give a .jsonl file or reasoning_gym:TASK")
+    return _validate_model(config)
+
+
+def _validate_model(config: Config) -> Architecture:
+    if not config.model:
+        raise ConfigError(
+            "model=: missing; give a Hugging Face directory (config.json, safetensors)"
+        )
+    directory = Path(config.model)
+    try:
+        architecture = Architecture.from_directory(directory)
+        architecture.check_layout(
+            config.learner.tensor_parallel_size, config.learner.pipeline_parallel_size
+        )
+    except ArchitectureError as error:
+        raise ConfigError(str(error)) from None
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model={directory}: has no .safetensors file")
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    for part, server in (
+        ("rollout", config.rollout.server),
+        ("evaluation", config.evaluation.server),
+    ):
+        if architecture.num_attention_heads % server.tensor_parallel_size:
+            raise ConfigError(
+                f"{part}.server.tensor_parallel_size={server.tensor_parallel_size}: must divide "
+                f"the model's {architecture.num_attention_heads} attention heads"
+            )
+    length = config.rollout.max_prompt_length + config.rollout.max_response_length
+    if length > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"rollout.max_response_length={config.rollout.max_response_length}: with "
+            f"rollout.max_prompt_length={config.rollout.max_prompt_length} it exceeds the model's "
+            f"{architecture.max_position_embeddings} positions"
+        )
+    return architecture
+
+
+def _plain(value: str) -> str | None:
+    return None if value in ("null", "none", "None") else value
+
+
+def _suggestion(path: str, tree: dict[str, Any]) -> str:
+    """`; did you mean ...?` with the closest field names, or nothing."""
+
+    def leaves(node: dict[str, Any], prefix: str) -> list[str]:
+        names = []
+        for key, value in node.items():
+            nested = isinstance(value, dict) and key != "data_options"
+            names += leaves(value, f"{prefix}{key}.") if nested else [prefix + key]
+        return names
+
+    fields = leaves(tree, "")
+    leaf = path.rpartition(".")[2]
+    close = [name for name in fields if name.rpartition(".")[2] == leaf]
+    close = close or difflib.get_close_matches(path, fields, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

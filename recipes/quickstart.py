@@ -1,0 +1,87 @@
+"""The whole loop on a laptop: a 1.2M-parameter Qwen2 learns to spell words backward.
+
+Nothing is downloaded. The model starts from random weights, a short supervised phase brings it to
+about a third of the words, and QuRL takes it on from there. Task and verifier are reasoning-gym's
+`spell_backward`; held-out words are never trained on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qurl_megatron.config import (
+    Config,
+    EvaluationConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    RolloutConfig,
+    ServerConfig,
+    WarmupConfig,
+)
+
+# The words every question has in common are a token each; any other byte is a token of its own.
+_TEMPLATE = ["Spell ", "this ", "word ", "backward ", "(example: ", "sun ", "-> ", "nus): "]
+
+
+def recipe() -> Config:
+    server = ServerConfig(
+        mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768, threads=2
+    )
+    return Config(
+        data="reasoning_gym:spell_backward",
+        data_options={"min_word_len": 3, "max_word_len": 8, "size": 20000},
+        reward="reasoning_gym",
+        steps=120,
+        learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=256),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
+        ),
+        quantization=QuantizationConfig(format="int8", uaq_scale=1.5),
+        rollout=RolloutConfig(
+            prompts_per_step=64,
+            completions_per_prompt=8,
+            max_prompt_length=24,
+            max_response_length=10,
+            server=server,
+        ),
+        warmup=WarmupConfig(max_steps=400, target_accuracy=0.35),
+        evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
+    )
+
+
+def build_model(directory: Path, seed: int) -> None:
+    """Write a randomly initialised Qwen2 and its tokenizer as a Hugging Face directory."""
+    import torch
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    special = ["<pad>", "<eos>"]
+    byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(special + byte_tokens)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token=None,
+    )
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in _TEMPLATE])
+    tokenizer.save_pretrained(directory)
+
+    torch.manual_seed(seed)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.05,  # of a narrow model: 0.02 leaves it flat for hundreds of steps
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    ).save_pretrained(directory)

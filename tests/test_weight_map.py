@@ -1,0 +1,169 @@
+"""The weight map: every operation is exact and has its inverse, for every layout at once.
+
+All sizes are unequal, so that a transposed or misplaced tensor cannot fit by accident.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from qurl_megatron import weight_map
+from qurl_megatron.architecture import Architecture
+from qurl_megatron.weight_map import Rule
+
+# 12 query heads over 4 key-value heads: an odd ratio of 3; a vocabulary that 2 and 4 do not divide.
+QWEN2 = Architecture(
+    family="qwen2",
+    num_layers=3,
+    hidden_size=40,
+    intermediate_size=56,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=6,
+    vocab_size=131,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    eos_token_ids=(0,),
+)
+QWEN3 = dataclasses.replace(
+    QWEN2, family="qwen3", qkv_bias=False, qk_norm=True, tie_word_embeddings=True
+)
+LLAMA = dataclasses.replace(QWEN2, family="llama", qkv_bias=False)
+LAYER = 2
+
+
+def full_tensors(rule: Rule, architecture: Architecture) -> list[Tensor]:
+    """Tensors whose every element is different, one for each part of the rule."""
+    shapes = [weight_map.full_shape(part, architecture) for part in rule.parts]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    numbers = torch.arange(sum(sizes), dtype=torch.float64)
+    return [run.view(shape) for run, shape in zip(numbers.split(sizes), shapes, strict=True)]
+
+
+def shards(rule: Rule, architecture: Architecture, tp_size: int) -> list[Tensor]:
+    tensors = full_tensors(rule, architecture)
+    return [
+        weight_map.merge(
+            rule,
+            [
+                full[weight_map.part_index(part, architecture, rank, tp_size)]
+                for part, full in zip(rule.parts, tensors, strict=True)
+            ],
+            architecture,
+            tp_size,
+        )
+        for rank in range(tp_size)
+    ]
+
+
+@pytest.mark.parametrize("architecture", [QWEN2, QWEN3, LLAMA], ids=lambda a: a.family)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_shards_split_and_concatenated_are_the_checkpoint_bit_for_bit(architecture, tp_size):
+    for rule in weight_map.rules(architecture):
+        by_rank = [
+            weight_map.split(rule, shard, architecture, LAYER, rank, tp_size)
+            for rank, shard in enumerate(shards(rule, architecture, tp_size))
+        ]
+        for full, *parts in zip(full_tensors(rule, architecture), *by_rank, strict=True):
+            dim = parts[0].dim
+            if dim is None:
+                assert all(torch.equal(part.tensor, full) for part in parts)
+            else:
+                assert torch.equal(torch.cat([part.tensor for part in parts], dim), full)
+                ends = [part.offset + part.tensor.shape[dim] for part in parts]
+                assert [part.offset for part in parts] == [0, *ends[:-1]]
+            assert all(part.full_shape == full.shape for part in parts)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_shards_have_the_shape_megatron_gives_its_parameters(tp_size):
+    shapes = {
+        rule.megatron[0].split("{layer}.")[-1]: shards(rule, QWEN2, tp_size)[-1].shape
+        for rule in weight_map.rules(QWEN2)
+    }
+    assert shapes["embedding.word_embeddings.weight"] == (-(-131 // tp_size), 40)
+    assert shapes["self_attention.linear_qkv.weight"] == ((12 + 2 * 4) * 6 // tp_size, 40)
+    assert shapes["self_attention.linear_qkv.bias"] == ((12 + 2 * 4) * 6 // tp_size,)
+    assert shapes["self_attention.linear_proj.weight"] == (40, 12 * 6 // tp_size)
+    assert shapes["mlp.linear_fc1.weight"] == (2 * 56 // tp_size, 40)
+    assert shapes["mlp.linear_fc2.weight"] == (40, 56 // tp_size)
+
+
+def test_qkv_rows_go_by_key_value_head_with_its_queries_first():
+    rule, _ = weight_map.find_megatron("decoder.layers.0.self_attention.linear_qkv.bias")
+    query, key, value = full_tensors(rule, QWEN2)
+    shard = shards(rule, QWEN2, 4)[1]  # rank 1 of 4 holds key-value head 1: query heads 3 to 5
+    expected = torch.cat([query[3 * 6 : 6 * 6], key[6:12], value[6:12]])
+    assert torch.equal(shard, expected)
+
+
+def test_vocabulary_padding_is_zero_and_only_in_the_last_shard():
+    rule, _ = weight_map.find_megatron("embedding.word_embeddings.weight")
+    (full,) = full_tensors(rule, QWEN2)
+    last = shards(rule, QWEN2, 4)[3]
+    assert last.shape[0] == 33
+    assert torch.equal(last[:32], full[99:])
+    assert not last[32:].any()
+
+
+def test_parts_share_the_shards_memory_where_the_layout_allows_it():
+    for rule in weight_map.rules(QWEN2):
+        if rule.merge is weight_map.Merge.GROUPED_QKV:
+            continue
+        shard = shards(rule, QWEN2, 2)[0]
+        for part in weight_map.split(rule, shard, QWEN2, LAYER, 0, 2):
+            storage = part.tensor.untyped_storage().data_ptr()
+            assert storage == shard.untyped_storage().data_ptr()
+
+
+def test_names_are_those_of_the_checkpoint():
+    names = weight_map.hugging_face_names(QWEN2)
+    assert len(names) == 3 + 3 * 12
+    assert "model.layers.2.self_attn.k_proj.bias" in names and "lm_head.weight" in names
+    names = weight_map.hugging_face_names(QWEN3)
+    assert len(names) == 2 + 3 * 11
+    assert "model.layers.0.self_attn.q_norm.weight" in names and "lm_head.weight" not in names
+
+
+def test_both_spellings_of_a_norm_are_one_rule():
+    local = weight_map.find_megatron("decoder.layers.1.input_layernorm.weight")
+    fused = weight_map.find_megatron("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight")
+    assert local == fused
+    assert local[0].hugging_face_names(1) == ("model.layers.1.input_layernorm.weight",)
+
+
+def test_linear_layers_of_blocks_are_quantised_and_those_after_a_norm_name_it():
+    def last_word(name: str) -> str:
+        return name.removesuffix(".weight").split(".")[-1]
+
+    quantised = {last_word(p.name) for r in weight_map.RULES if r.quantised for p in r.parts}
+    assert quantised == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    feeds = {
+        last_word(part.name): last_word(rule.fed_by)
+        for rule in weight_map.RULES
+        if rule.norm_fed
+        for part in rule.parts
+    }
+    assert feeds == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
+        **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+    }
+
+
+def test_an_unknown_name_is_refused_by_name():
+    with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
+        weight_map.find_megatron("decoder.layers.0.mlp.router.weight")
+    with pytest.raises(KeyError, match=r"model\.vision\.weight"):
+        weight_map.find_hugging_face("model.vision.weight")
