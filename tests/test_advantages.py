@@ -1,0 +1,32 @@
+"""Group-normalised advantages against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from qurl_megatron.advantages import grpo_advantages
+
+
+def test_advantages_are_rewards_normalised_within_their_group() -> None:
+    """Mean 1/4, sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2."""
+    [advantages] = grpo_advantages([[1.0, 0.0, 0.0, 0.0]], epsilon=0.0)
+    assert advantages == [1.5, -0.5, -0.5, -0.5]
+
+
+def test_epsilon_is_added_to_the_standard_deviation() -> None:
+    [advantages] = grpo_advantages([[1.0, 0.0]], epsilon=0.5)
+    assert advantages == pytest.approx(
+        [0.5 / (math.sqrt(0.5) + 0.5), -0.5 / (math.sqrt(0.5) + 0.5)]
+    )
+
+
+@pytest.mark.parametrize("group", [[0.0] * 8, [1.0] * 8, [0.1] * 3, [1.0]])
+def test_group_of_equal_rewards_gives_exact_zeros(group: list[float]) -> None:
+    assert grpo_advantages([group], epsilon=0.0) == [[0.0] * len(group)]
+
+
+def test_groups_do_not_see_each_other() -> None:
+    groups = [[1.0, 0.0], [5.0, 5.0], [3.0, 1.0, 2.0]]
+    together = grpo_advantages(groups, epsilon=1e-6)
+    assert together == [grpo_advantages([group], epsilon=1e-6)[0] for group in groups]
+    assert together[2] == pytest.approx([1, -1, 0], abs=1e-5)

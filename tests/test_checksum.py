@@ -1,0 +1,79 @@
+"""The checksum adds up over shards and sees every way a tensor has been known to arrive wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurl_megatron.checksum import checksum, combine, part_key
+
+DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
+SIZES = st.integers(1, 17)
+
+
+def random_tensor(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * 50).to(dtype)
+
+
+@given(SIZES, SIZES, st.sampled_from(DTYPES), st.data())
+def test_shards_of_rows_and_of_columns_add_up_to_the_whole(
+    rows: int, columns: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    tensor = random_tensor(rows, columns, dtype)
+    row, column = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
+    by_rows = {
+        part_key("w", 0, 0): checksum(tensor[:row]),
+        part_key("w", rows, 0): checksum(tensor[row:], row_offset=row),
+    }
+    by_columns = {
+        part_key("w", 0, 0): checksum(tensor[:, :column]),
+        part_key("w", 0, columns): checksum(tensor[:, column:], column_offset=column),
+    }
+    assert combine([by_rows]) == combine([by_columns]) == {"w": checksum(tensor)}
+
+
+@given(SIZES, SIZES, st.sampled_from(DTYPES), st.data())
+def test_one_flipped_bit_changes_it(
+    rows: int, columns: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    tensor = random_tensor(rows, columns, dtype)
+    spoilt = tensor.clone()
+    memory = spoilt.view(-1).view(torch.uint8)
+    memory[data.draw(st.integers(0, len(memory) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(spoilt) != checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_misplaced_elements_change_it(dtype: torch.dtype) -> None:
+    exact = random_tensor(6, 6, torch.float32)
+    tensor = exact.to(dtype)
+    right = checksum(tensor)
+    for moved in (exact.t(), exact.flip(0), exact.flip(1), exact.roll(1, 0), exact[:5]):
+        assert checksum(moved.to(dtype)) != right
+    assert checksum(tensor, row_offset=1) != right
+    assert checksum(tensor, column_offset=1) != right
+
+
+def test_it_does_not_depend_on_strides_or_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random_tensor(9, 7, torch.float32)
+    right = checksum(tensor)
+    assert checksum(tensor.t().contiguous().t()) == right
+    monkeypatch.setattr("qurl_megatron.checksum.CHUNK_ELEMENTS", 10)
+    assert checksum(tensor) == right
+
+
+def test_vectors_count_as_one_column() -> None:
+    vector = random_tensor(8, 1, torch.bfloat16)
+    assert checksum(vector.squeeze(1)) == checksum(vector)
+
+
+def test_parts_are_added_and_copies_of_a_part_compared() -> None:
+    first = {part_key("norm", 0, 0): 5, part_key("w", 0, 0): 1}
+    second = {part_key("norm", 0, 0): 5, part_key("w", 8, 0): 2}
+    assert combine([first, second]) == {"norm": 5, "w": 3}
+    second[part_key("norm", 0, 0)] = 6
+    with pytest.raises(ValueError, match="different copies of norm"):
+        combine([first, second])

@@ -1,0 +1,128 @@
+"""A configuration is typed, every wrong word is one clear line, and every recipe builds."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import recipes
+from qurl_megatron.config import Config, ConfigError, load, save, validate, with_overrides
+from tiny import build_tiny_model
+
+RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    build_tiny_model(directory)
+    return directory
+
+
+def runnable(model_dir: Path, *overrides: str) -> Config:
+    """A configuration that is right but for `overrides`."""
+    words = [
+        f"model={model_dir}",
+        "data=problems.jsonl",
+        "rollout.max_prompt_length=8",
+        "rollout.max_response_length=8",
+    ]
+    return with_overrides(Config(), [*words, *overrides])
+
+
+def test_overrides_take_the_type_of_their_field() -> None:
+    config = with_overrides(
+        Config(),
+        ["steps=7", "rollout.temperature=0.6", "learner.dtype=float32", "time_limit_s=none"],
+    )
+    assert (config.steps, config.rollout.temperature) == (7, 0.6)
+    assert (config.learner.dtype, config.time_limit_s) == ("float32", None)
+
+
+def test_task_options_may_be_new_and_keep_their_own_types() -> None:
+    config = with_overrides(Config(), ["data_options.min_word_len=3", "data_options.mode=easy"])
+    assert config.data_options == {"min_word_len": 3, "mode": "easy"}
+
+
+def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
+    config = with_overrides(Config(), ["seed=3", "data_options.size=9", "time_limit_s=60"])
+    save(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("steps", "steps: not of the form field=value"),
+        ("rollout.temprature=1", "rollout.temprature: no such field; did you mean rollout.temper"),
+        ("temperature=1", "temperature: no such field; did you mean rollout.temperature?"),
+        ("rollout=1", "rollout: no such field"),
+        ("rollout.server.threads.x=1", "no such field"),
+        ("steps=many", "steps=many: input should be a valid integer"),
+        ("steps=0", "steps=0: input should be greater than or equal to 1"),
+        ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
+        ("rollout.completions_per_prompt=1", "greater than or equal to 2"),
+        ("evaluation.held_out_fraction=1", "should be less than 1"),
+        ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
+        ("quantization.format=int4", "'bf16', 'int8' or 'fp8'"),
+    ],
+)
+def test_a_wrong_word_is_named(word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with_overrides(Config(), [word])
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
+    assert validate(runnable(model_dir)).family == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rollout.top_p=0.9", "training wants top_p=1 and top_k=-1"),
+        ("rollout.top_k=50", "training wants top_p=1 and top_k=-1"),
+        ("optimizer.minibatches_per_step=3", "do not divide into minibatches"),
+        ("data=", "data=: missing"),
+        ("model=", "model=: missing"),
+        ("model=/no/such/directory", "/no/such/directory"),
+        ("learner.tensor_parallel_size=3", "3"),
+        ("learner.pipeline_parallel_size=5", "5"),
+        ("rollout.server.tensor_parallel_size=3", "must divide the model's"),
+        ("rollout.max_response_length=1000000", "positions"),
+    ],
+)
+def test_what_does_not_fit_is_named(model_dir: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(runnable(model_dir, word))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_warm_up_needs_evaluation_problems(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="evaluation.problems=0"):
+        validate(runnable(model_dir, "warmup.max_steps=5", "evaluation.problems=0"))
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", "safetensors"])
+def test_an_incomplete_model_directory_is_named(tmp_path: Path, missing: str) -> None:
+    build_tiny_model(tmp_path)
+    for path in tmp_path.iterdir():
+        if missing in path.name or (missing == "tokenizer" and path.name == "vocab.json"):
+            path.unlink()
+    with pytest.raises(ConfigError, match=missing):
+        validate(runnable(tmp_path))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_a_typed_configuration(name: str, tmp_path: Path) -> None:
+    recipe = importlib.import_module(f"recipes.{name}")
+    config = with_overrides(recipe.recipe(), [f"output_dir={tmp_path}"])
+    if hasattr(recipe, "build_model"):
+        recipe.build_model(tmp_path / "model", seed=0)
+        config.model = str(tmp_path / "model")
+        validate(config)

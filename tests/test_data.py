@@ -1,0 +1,271 @@
+"""Prompts: reading, refusing, splitting, tokenising and serving them."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qurl_megatron.batch import Prompt
+from qurl_megatron.data import (
+    DataError,
+    PromptStream,
+    load_prompts,
+    read_problems,
+    split,
+    tokenise,
+)
+from qurl_megatron.rewards import score
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token an ASCII character; the three roles are tokens of their own."""
+    vocabulary = {chr(code): code for code in range(127)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0)))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    tokenizer.add_tokens(["<user>", "<assistant>"], special_tokens=True)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def write(path: Path, *lines: Any) -> str:
+    """A file of these lines: bytes as they are, everything else as JSON."""
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(encoded) + b"\n")
+    return str(path)
+
+
+GOOD = {"question": "1 + 1?", "answer": "2"}
+
+
+def test_jsonl_is_read_with_each_name_of_the_question(tmp_path: Path) -> None:
+    data = write(
+        tmp_path / "a.jsonl",
+        GOOD,
+        b"",
+        {"prompt": "2 + 2?", "answer": 4, "level": "easy"},
+        {"problem": "caf\u00e9\u2028au lait?", "answer": "yes", "metadata": {"source": "menu"}},
+    )
+    problems = read_problems(data, {}, "exact")
+    assert [(p.question, p.answer, p.metadata) for p in problems] == [
+        ("1 + 1?", "2", {}),
+        ("2 + 2?", "4", {}),
+        ("caf\u00e9\u2028au lait?", "yes", {"source": "menu"}),
+    ]
+    assert problems[1].where == f"{data} line 3"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"question": "1 + 1?", ', "line 3: not JSON"),
+        (b'{"question": "\xff", "answer": "2"}', "line 3: not JSON"),
+        ([1, 2], "line 3: a JSON list; an object is wanted"),
+        ({"question": "3 + 3?"}, "line 3: answer is missing or empty"),
+        ({"question": "3 + 3?", "answer": " "}, "line 3: answer is missing or empty"),
+        ({"question": "3 + 3?", "answer": None}, "line 3: answer is missing or empty"),
+        ({"question": "3 + 3?", "answer": ["6"]}, "line 3: answer is a list; a string is wanted"),
+        ({"answer": "6"}, "line 3: question is missing or empty"),
+        ({"prompt": "", "answer": "6"}, "line 3: prompt is missing or empty"),
+        ({"prompt": [{"role": "user"}], "answer": "6"}, "line 3: prompt is a list"),
+        ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "line 3: metadata is a str"),
+    ],
+)
+def test_broken_line_is_refused_with_its_number(tmp_path: Path, bad: Any, message: str) -> None:
+    data = write(tmp_path / "a.jsonl", GOOD, {"question": "2 + 2?", "answer": "4"}, bad)
+    with pytest.raises(DataError, match=re.escape(message)) as refusal:
+        read_problems(data, {}, "exact")
+    assert "a.jsonl" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing.jsonl", tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    for data, options, message in [
+        (str(missing), {}, "missing.jsonl: no such file"),
+        (str(empty), {}, "empty.jsonl: no problems"),
+        ("prompts.csv", {}, "'prompts.csv': unsupported; a .jsonl file or reasoning_gym:TASK"),
+        (write(tmp_path / "a.jsonl", GOOD), {"size": 3}, "data_options.size"),
+    ]:
+        with pytest.raises(DataError, match=re.escape(message)):
+            read_problems(data, options, "exact")
+
+
+def test_line_that_reasoning_gym_cannot_score_is_refused_with_its_number(tmp_path: Path) -> None:
+    entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
+    data = write(tmp_path / "a.jsonl", entry, GOOD)
+    with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
+        read_problems(data, {}, "reasoning_gym")
+    stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
+    data = write(tmp_path / "b.jsonl", stripped)
+    with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
+        read_problems(data, {}, "reasoning_gym")
+
+
+def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path: Path) -> None:
+    entries = list(reasoning_gym.create_dataset("chain_sum", size=520, seed=3))
+    data = write(tmp_path / "chain_sum.jsonl", *entries)
+    prompts, held_out = load_prompts(
+        data,
+        {},
+        character_tokenizer(),
+        reward="reasoning_gym",
+        held_out_fraction=0.1,
+        max_prompt_length=256,
+        seed=0,
+    )
+    assert len(prompts) + len(held_out) == len({entry["question"] for entry in entries}) >= 500
+    for prompt in prompts + held_out:
+        right = f"I add.\n<answer>{prompt.answer}</answer>"
+        assert score("reasoning_gym", right, prompt) == (1.0, False)
+        assert score("reasoning_gym", f"{prompt.answer}1", prompt) == (0.0, False)
+
+
+SPELL_BACKWARD = "reasoning_gym:spell_backward"
+SHORT_WORDS = {"min_word_len": 3, "max_word_len": 8}
+
+
+def test_task_is_generated_with_its_options_and_without_repeated_questions() -> None:
+    problems = read_problems(SPELL_BACKWARD, {**SHORT_WORDS, "size": 3000}, "reasoning_gym")
+    assert len({problem.question for problem in problems}) == len(problems)
+    assert 2900 < len(problems) < 3000  # 3,000 draws out of 88,186 words repeat about 50
+    for problem in problems:
+        assert problem.question.endswith(f": {problem.answer[::-1]}")
+        assert 3 <= len(problem.answer) <= 8
+
+
+def test_same_seed_gives_the_same_problems_and_another_one_others() -> None:
+    def questions(seed: int, options: dict[str, int]) -> list[str]:
+        options = {"size": 50, **options}
+        return [p.question for p in read_problems(SPELL_BACKWARD, options, "exact", seed=seed)]
+
+    assert questions(0, {}) == questions(0, {}) != questions(1, {})
+    assert questions(1, {"seed": 0}) == questions(0, {})  # the task's own option wins
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("reasoning_gym:spel_backward", {}, "no such task; did you mean spell_backward"),
+        (SPELL_BACKWARD, {"max_word_length": 8}, "data_options.max_word_length.*max_word_len"),
+        (SPELL_BACKWARD, {"min_word_len": 9, "max_word_len": 8}, "max_word_len must be >="),
+        ("reasoning_gym:rubiks_cube", {"size": 2}, "entry 0: answer is missing"),
+    ],
+)
+def test_wrong_task_or_option_is_refused_in_one_line(
+    data: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as refusal:
+        read_problems(data, options, "reasoning_gym")
+    assert "\n" not in str(refusal.value)
+
+
+def prompts(*questions: str) -> list[Prompt]:
+    return [Prompt(question, question, "answer", [1]) for question in questions]
+
+
+def test_no_question_is_on_both_sides_whatever_else_is_in_the_data() -> None:
+    everything = prompts(*(f"What is {n}?" for n in range(2000)))
+    train, held_out = split(everything, 0.1)
+    assert len(train) + len(held_out) == 2000
+    assert 150 < len(held_out) < 250  # 0.1 of 2000, standard deviation 13
+    held_out_questions = {prompt.question for prompt in held_out}
+    again = split(everything[::-3], 0.1).held_out
+    assert {p.question for p in again} <= held_out_questions
+    wider = {p.question for p in split(everything, 0.2).held_out}
+    assert held_out_questions < wider
+
+
+def test_questions_that_differ_in_case_or_spacing_are_on_the_same_side() -> None:
+    for n in range(100):
+        sides = split(prompts("anchor", f"Spell  POLISH {n}", f"spell polish\n{n}"), 0.0)
+        assert len(sides.train) == 3
+    both = prompts(*(f"Spell POLISH {n}" for n in range(200)))
+    lower = prompts(*(f" spell  polish {n}" for n in range(200)))
+    upper_held_out = [p.question.casefold().split() for p in split(both, 0.5).held_out]
+    lower_held_out = [p.question.split() for p in split(lower, 0.5).held_out]
+    assert upper_held_out == lower_held_out
+
+
+def test_split_is_the_same_on_every_machine() -> None:
+    """Written down once: a different hash would move questions over to the other side."""
+    held_out = split(prompts(*(f"What is {n}?" for n in range(20))), 0.2).held_out
+    assert [p.question for p in held_out] == ["What is 15?", "What is 16?", "What is 18?"]
+
+
+def test_split_that_leaves_a_side_empty_is_refused() -> None:
+    with pytest.raises(DataError, match="leaves none to hold out"):
+        split(prompts("What is 1?"), 1e-9)
+    with pytest.raises(DataError, match="leaves none to train on"):
+        split(prompts("What is 1?"), 1.0)
+    assert split(prompts("What is 1?"), 0.0).held_out == []
+
+
+def test_question_is_tokenised_as_it_stands_without_a_chat_template(tmp_path: Path) -> None:
+    problems = read_problems(write(tmp_path / "a.jsonl", GOOD), {}, "exact")
+    [prompt] = tokenise(problems, character_tokenizer(), max_prompt_length=6)
+    assert prompt.token_ids == [ord(character) for character in "1 + 1?"]
+    assert (prompt.question, prompt.answer, prompt.metadata) == ("1 + 1?", "2", {})
+
+
+def test_chat_template_makes_it_the_users_turn_and_opens_the_assistants(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(CHAT_TEMPLATE)
+    user = tokenizer.convert_tokens_to_ids("<user>")
+    assistant = tokenizer.convert_tokens_to_ids("<assistant>")
+    problems = read_problems(write(tmp_path / "a.jsonl", GOOD), {}, "exact")
+    [prompt] = tokenise(problems, tokenizer, max_prompt_length=8)
+    assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
+
+
+def test_prompt_that_is_too_long_is_refused_with_its_line_and_length(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
+    problems = read_problems(data, {}, "exact")
+    with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
+        tokenise(problems, character_tokenizer(), max_prompt_length=39)
+    assert len(tokenise(problems, character_tokenizer(), max_prompt_length=40)) == 2
+
+
+def test_stream_serves_each_prompt_once_an_epoch_in_a_new_order() -> None:
+    stream = PromptStream(prompts(*"abcdefghijklm"), seed=0)
+    served = [prompt.question for _ in range(13) for prompt in stream.next(3)]
+    epochs = ["".join(served[start : start + 13]) for start in (0, 13, 26)]
+    assert all(sorted(epoch) == list("abcdefghijklm") for epoch in epochs)
+    assert len(set(epochs)) == 3
+
+
+def test_stream_serves_more_than_an_epoch_at_once() -> None:
+    served = PromptStream(prompts(*"abc"), seed=0).next(8)
+    counts = Counter(prompt.question for prompt in served)
+    assert set(counts) == set("abc") and max(counts.values()) == 3
+
+
+def test_stream_goes_on_where_it_was_saved() -> None:
+    def fresh(seed: int) -> PromptStream:
+        return PromptStream(prompts(*"abcdefghij"), seed)
+
+    stream = fresh(0)
+    stream.next(17)
+    state = json.loads(json.dumps(stream.state()))
+    resumed = fresh(5)
+    resumed.restore(state)
+    assert resumed.next(40) == stream.next(40)
+    assert fresh(5).next(10) != fresh(0).next(10)
+
+
+def test_stream_refuses_a_cursor_over_other_prompts() -> None:
+    state = PromptStream(prompts(*"abc"), seed=0).state()
+    with pytest.raises(DataError, match="other prompts"):
+        PromptStream(prompts(*"abd"), seed=0).restore(state)
+    with pytest.raises(DataError, match="at least one"):
+        PromptStream([], seed=0)

@@ -1,0 +1,344 @@
+"""The objectives of QuRL Eq. 1, 3, 4, 5 and 9 against numbers worked out by hand.
+
+All hand-worked cases use eps_low 0.2, eps_high 0.28 (clip to [0.8, 1.28]) and C = 2.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from qurl_megatron.objective import (
+    OBJECTIVES,
+    ObjectiveOutput,
+    policy_objective,
+    rollout_statistics,
+    token_weights,
+)
+
+torch.set_num_threads(1)
+SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
+
+
+def one_token(
+    objective: str, current: float, proximal: float, behaviour: float, advantage: float
+) -> tuple[ObjectiveOutput, torch.Tensor]:
+    """J and dJ/d(log current) of one token of weight 1, from plain probabilities."""
+    current_logprobs = torch.tensor([[current]]).log().requires_grad_()
+    output = policy_objective(
+        current_logprobs,
+        torch.tensor([[proximal]]).log(),
+        torch.tensor([[behaviour]]).log(),
+        torch.tensor([[advantage]]),
+        torch.ones(1, 1),
+        objective=objective,
+        **SETTINGS,
+    )
+    output.loss.backward()
+    assert current_logprobs.grad is not None
+    return output, -current_logprobs.grad
+
+
+# current, proximal, behaviour, advantage -> J of each objective, by hand. With p and b for proximal
+# and behaviour: R = current / p, rho = p / b, and naive's ratio is current / b.
+HAND_WORKED = {
+    # R = 1.1, rho = 1.25, naive ratio 1.375 > 1.28: only naive clips
+    "rho below C, positive": (
+        (0.275, 0.25, 0.2, 1.0),
+        {"naive": 1.28, "on_policy": 1.1, "decoupled": 1.375, "tis": 1.375, "acr": 1.375},
+    ),
+    # R = 1.5 is clipped to 1.28; rho = 1.25
+    "rho below C, positive, R above the bound": (
+        (0.375, 0.25, 0.2, 2.0),
+        {"naive": 2.56, "on_policy": 2.56, "decoupled": 3.2, "tis": 3.2, "acr": 3.2},
+    ),
+    # R = 0.6 is clipped to 0.8; rho = 1.25; naive ratio 0.75 clipped to 0.8
+    "rho below C, negative, R below the bound": (
+        (0.15, 0.25, 0.2, -1.0),
+        {"naive": -0.8, "on_policy": -0.8, "decoupled": -1.0, "tis": -1.0, "acr": -1.0},
+    ),
+    # R = 1.5 with a negative advantage is never clipped; rho = 0.5, naive ratio 0.75 clipped to 0.8
+    "rho below 1, negative, R above the bound": (
+        (0.375, 0.25, 0.5, -1.0),
+        {"naive": -0.8, "on_policy": -1.5, "decoupled": -0.75, "tis": -0.75, "acr": -0.75},
+    ),
+    # rho = 4, r = 1/2: acr's bound is 2.56, so R = 1.5 passes there and is clipped elsewhere
+    "rho above C, positive, R between the bounds": (
+        (0.6, 0.4, 0.1, 1.0),
+        {"naive": 1.28, "on_policy": 1.28, "decoupled": 5.12, "tis": 2.56, "acr": 3.0},
+    ),
+    # rho = 5, r = 0.4: acr's bound is 3.2, R = 4 is past it too
+    "rho above C, positive, R above both bounds": (
+        (0.8, 0.2, 0.04, 1.0),
+        {"naive": 1.28, "on_policy": 1.28, "decoupled": 6.4, "tis": 2.56, "acr": 6.4},
+    ),
+    # rho = 4, R = 0.5: acr's lower bound stays 0.8
+    "rho above C, negative, R below the bound": (
+        (0.2, 0.4, 0.1, -1.0),
+        {"naive": -2.0, "on_policy": -0.8, "decoupled": -3.2, "tis": -1.6, "acr": -1.6},
+    ),
+    # rho = 4, R = 1.5, advantage -1: nothing clips
+    "rho above C, negative, R above the bound": (
+        (0.6, 0.4, 0.1, -1.0),
+        {"naive": -6.0, "on_policy": -1.5, "decoupled": -6.0, "tis": -3.0, "acr": -3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("case", HAND_WORKED)
+def test_objective_gives_the_value_worked_out_by_hand(case: str, objective: str) -> None:
+    probabilities, expected = HAND_WORKED[case]
+    output, _ = one_token(objective, *probabilities)
+    assert -output.loss.item() == pytest.approx(expected[objective], rel=1e-6)
+
+
+# Where a token's clip took its gradient away, by hand from the same cases.
+CLIPPED = {
+    "rho below C, positive": {"naive"},
+    "rho below C, positive, R above the bound": set(OBJECTIVES),
+    "rho below C, negative, R below the bound": set(OBJECTIVES),
+    "rho below 1, negative, R above the bound": {"naive"},
+    "rho above C, positive, R between the bounds": set(OBJECTIVES) - {"acr"},
+    "rho above C, positive, R above both bounds": set(OBJECTIVES),
+    "rho above C, negative, R below the bound": set(OBJECTIVES) - {"naive"},
+    "rho above C, negative, R above the bound": set(),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("case", HAND_WORKED)
+def test_clipped_tokens_are_counted_and_have_no_gradient(case: str, objective: str) -> None:
+    probabilities, expected = HAND_WORKED[case]
+    output, gradient = one_token(objective, *probabilities)
+    is_clipped = objective in CLIPPED[case]
+    assert output.stats["clipped"].item() == is_clipped
+    # Unclipped, J is proportional to R, so its gradient in log R is J itself.
+    wanted = 0.0 if is_clipped else expected[objective]
+    assert gradient.item() == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", HAND_WORKED)
+def test_acr_widened_counts_what_acr_lets_through_and_tis_clips(case: str) -> None:
+    probabilities, _ = HAND_WORKED[case]
+    widened = {
+        name: one_token(name, *probabilities)[0].stats["acr_widened"].item() for name in OBJECTIVES
+    }
+    assert widened["acr"] == (case == "rho above C, positive, R between the bounds")
+    assert not any(widened[name] for name in OBJECTIVES if name != "acr")
+
+
+def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A batch in which every case of clipping and truncation occurs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(std: float) -> torch.Tensor:
+        return std * torch.randn(8, 16, generator=generator, dtype=torch.float64)
+
+    proximal = -1.5 + normal(0.5)
+    loss_mask = torch.rand(8, 16, generator=generator) < 0.7
+    batch = {
+        "current_logprobs": proximal + normal(0.4),
+        "proximal_logprobs": proximal,
+        "behaviour_logprobs": proximal + normal(0.8),
+        "advantages": normal(1.0),
+        "loss_weights": token_weights(loss_mask, "sequence_mean"),
+    }
+    return {name: value.to(dtype) for name, value in batch.items()}
+
+
+def test_acr_equals_tis_where_no_ratio_exceeds_the_cap() -> None:
+    batch = random_batch(seed=1)
+    rho = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).exp()
+    highest = rho.max().item()
+
+    def loss_and_gradient(objective: str, ratio_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+        current = batch["current_logprobs"].clone().requires_grad_()
+        loss = policy_objective(
+            **{**batch, "current_logprobs": current},
+            objective=objective,
+            **{**SETTINGS, "ratio_cap": ratio_cap},
+        ).loss
+        loss.backward()
+        assert current.grad is not None
+        return loss.detach(), current.grad
+
+    for tis, acr in zip(
+        loss_and_gradient("tis", highest), loss_and_gradient("acr", highest), strict=True
+    ):
+        assert torch.equal(tis, acr)
+    # ... and they part as soon as some do.
+    for tis, acr in zip(loss_and_gradient("tis", 1.0), loss_and_gradient("acr", 1.0), strict=True):
+        assert not torch.equal(tis, acr)
+
+
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.3])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradient_agrees_with_finite_differences(objective: str, kl_coefficient: float) -> None:
+    batch = random_batch(seed=2, dtype=torch.float64)
+    reference = batch["proximal_logprobs"] + 0.3
+
+    def loss(current: torch.Tensor) -> torch.Tensor:
+        return policy_objective(
+            **{**batch, "current_logprobs": current},
+            objective=objective,
+            kl_coefficient=kl_coefficient,
+            reference_logprobs=reference,
+            **SETTINGS,
+        ).loss
+
+    assert torch.autograd.gradcheck(
+        loss, batch["current_logprobs"].clone().requires_grad_(), eps=1e-6, atol=1e-8, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_masked_positions_never_contribute_whatever_they_hold(
+    objective: str, garbage: float
+) -> None:
+    clean = random_batch(seed=3)
+    clean["reference_logprobs"] = clean["proximal_logprobs"] - 0.1
+    masked = clean["loss_weights"] == 0
+    assert masked.any() and not masked.all()
+    dirty = {
+        name: value if name == "loss_weights" else value.masked_fill(masked, garbage)
+        for name, value in clean.items()
+    }
+
+    def run(batch: dict[str, Any]) -> tuple[ObjectiveOutput, torch.Tensor]:
+        current = batch["current_logprobs"].clone().requires_grad_()
+        output = policy_objective(
+            **{**batch, "current_logprobs": current},
+            objective=objective,
+            kl_coefficient=0.1,
+            **SETTINGS,
+        )
+        output.loss.backward()
+        assert current.grad is not None
+        return output, current.grad
+
+    (clean_output, clean_gradient), (dirty_output, dirty_gradient) = run(clean), run(dirty)
+    assert torch.equal(clean_output.loss, dirty_output.loss)
+    assert torch.equal(clean_gradient, dirty_gradient)
+    assert clean_output.stats == dirty_output.stats
+    assert clean_output.stats["tokens"] == (~masked).sum()
+
+
+def test_nan_of_a_trained_token_reaches_the_loss() -> None:
+    output, _ = one_token("acr", math.nan, 0.2, 0.2, 1.0)
+    assert output.loss.isnan()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_ratios_beyond_float32_stay_finite(objective: str, advantage: float) -> None:
+    for current, proximal, behaviour in [(0.0, -90.0, -180.0), (-180.0, -90.0, 0.0)]:
+        logprobs = torch.tensor([[current]], requires_grad=True)
+        output = policy_objective(
+            logprobs,
+            torch.tensor([[proximal]]),
+            torch.tensor([[behaviour]]),
+            torch.tensor([[advantage]]),
+            torch.ones(1, 1),
+            objective=objective,
+            **SETTINGS,
+        )
+        output.loss.backward()
+        assert output.loss.isfinite()
+        assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+def test_kl_penalty_is_k3_of_current_against_the_reference() -> None:
+    """current 0.5, reference 0.25: x = 1/2, k3 = 1/2 - 1 + log 2."""
+    k3 = 0.5 - 1 + math.log(2)
+    half = torch.tensor([[0.5]]).log()
+    output = policy_objective(
+        half,
+        half,
+        half,
+        torch.tensor([[3.0]]),
+        torch.tensor([[1.0]]),
+        objective="acr",
+        kl_coefficient=0.1,
+        reference_logprobs=torch.tensor([[0.25]]).log(),
+        **SETTINGS,
+    )
+    assert output.loss.item() == pytest.approx(-3.0 + 0.1 * k3, rel=1e-6)
+    assert output.stats["kl_reference"].item() == pytest.approx(k3, rel=1e-6)
+
+
+def test_unknown_objective_is_named_with_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match="'ppo'.*naive, on_policy, decoupled, tis, acr"):
+        one_token("ppo", 0.5, 0.5, 0.5, 1.0)
+
+
+def test_kl_without_a_reference_is_refused() -> None:
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        policy_objective(**random_batch(seed=4), objective="acr", kl_coefficient=0.1, **SETTINGS)
+
+
+MASK = torch.tensor([[False, True, True, False], [True, True, True, True], [False] * 4])
+
+
+def test_sequence_mean_gives_every_sequence_the_same_weight() -> None:
+    weights = token_weights(MASK, "sequence_mean")
+    expected = torch.tensor([[0, 1 / 4, 1 / 4, 0], [1 / 8] * 4, [0.0] * 4])
+    torch.testing.assert_close(weights, expected, rtol=1e-7, atol=0)
+
+
+def test_token_mean_gives_every_token_the_same_weight() -> None:
+    torch.testing.assert_close(
+        token_weights(MASK, "token_mean"), MASK.float() / 6, rtol=1e-7, atol=0
+    )
+
+
+def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_whole() -> None:
+    batch = random_batch(seed=5, dtype=torch.float64)
+
+    def loss(rows: slice) -> float:
+        part = {name: value[rows] for name, value in batch.items()}
+        return policy_objective(**part, objective="acr", **SETTINGS).loss.item()
+
+    assert loss(slice(0, 3)) + loss(slice(3, 8)) == pytest.approx(loss(slice(0, 8)), rel=1e-12)
+
+
+def test_weights_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="no token"):
+        token_weights(torch.zeros(2, 3, dtype=torch.bool), "token_mean")
+    with pytest.raises(ValueError, match="'batch_mean'.*sequence_mean, token_mean"):
+        token_weights(MASK, "batch_mean")
+
+
+def test_rollout_statistics_are_those_worked_out_by_hand() -> None:
+    """Ratios proximal / behaviour of 2.5, 0.5 and 1, and a masked NaN."""
+    proximal = torch.tensor([[0.5, 0.25, 0.3, math.nan]]).log()
+    behaviour = torch.tensor([[0.2, 0.5, 0.3, 0.1]]).log()
+    statistics = rollout_statistics(
+        proximal, behaviour, torch.tensor([[True, True, True, False]]), ratio_cap=2.0
+    )
+    log_up, log_down = math.log(2.5), math.log(0.5)
+    assert statistics == pytest.approx(
+        {
+            "kl_behaviour_proximal": -(log_up + log_down) / 3,
+            "kl_behaviour_proximal_k3": (1.5 - log_up - 0.5 - log_down) / 3,
+            "logprob_abs_diff": (log_up - log_down) / 3,
+            "ratio_proximal_behaviour_max": 2.5,
+            "tis_truncated_fraction": 1 / 3,
+        },
+        rel=1e-6,
+    )
+
+
+def test_k1_and_k3_both_estimate_the_kl_of_behaviour_from_proximal() -> None:
+    """Weighing each token by how often behaviour samples it gives the exact KL, by both."""
+    behaviour = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    proximal = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    sampled = torch.tensor([[0] * 7 + [1] * 2 + [2]])
+    statistics = rollout_statistics(
+        proximal.log()[sampled], behaviour.log()[sampled], sampled >= 0, ratio_cap=2.0
+    )
+    exact = (behaviour * (behaviour / proximal).log()).sum().item()
+    assert statistics["kl_behaviour_proximal"] == pytest.approx(exact, rel=1e-12)
+    assert statistics["kl_behaviour_proximal_k3"] == pytest.approx(exact, rel=1e-12)

@@ -1,0 +1,157 @@
+"""Invariant scaling (QuRL Eq. 11) on real transformers models; what it does to codes (Eq. 12)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qurl_megatron import uaq
+from qurl_megatron.quantize import code_flips, quantise
+
+torch.set_num_threads(1)
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+SCALED_DOWN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+SCALED_UP = ("input_layernorm", "post_attention_layernorm")
+
+
+def tiny_model(architecture: str) -> Any:
+    """Two layers, hidden 64, float32; biases and norms are random, so that a wrong one is seen."""
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        rms_norm_eps=1e-6,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.randint(0, 97, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def apply(model: Any, transform: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    model.load_state_dict(
+        {name: transform(name, weight) for name, weight in model.state_dict().items()}
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_exactly_the_norm_fed_weights_and_their_norms_change(architecture: str) -> None:
+    for name, weight in tiny_model(architecture).state_dict().items():
+        module, kind = name.split(".")[-2:]
+        factor = 1.0
+        if kind == "weight" and "layers" in name:
+            factor = 0.5 if module in SCALED_DOWN else 2.0 if module in SCALED_UP else 1.0
+        assert torch.equal(uaq.transform(2.0)(name, weight), weight * factor), name
+
+
+def test_every_kind_of_weight_was_there_to_be_tested() -> None:
+    names = [name for kind in ARCHITECTURES for name in tiny_model(kind).state_dict()]
+    for module in (*SCALED_DOWN, *SCALED_UP, "o_proj", "down_proj", "q_norm", "k_norm"):
+        assert any(f".{module}.weight" in name for name in names), module
+    assert any(name.endswith("q_proj.bias") for name in names)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scale", [1.5, 3.0, 0.7])
+def test_logits_are_invariant_to_rounding(architecture: str, scale: float) -> None:
+    model = tiny_model(architecture)
+    before = logits(model)
+    apply(model, uaq.transform(scale))
+    after = logits(model)
+    assert before.abs().max() > 1  # a model with opinions
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_bit_equal_for_a_power_of_two(architecture: str) -> None:
+    model = tiny_model(architecture)
+    before = logits(model)
+    apply(model, uaq.transform(2.0))
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0, 0.25])
+def test_undo_returns_the_original_exactly_for_powers_of_two(scale: float) -> None:
+    model = tiny_model("qwen2")
+    transform, inverse = uaq.transform(scale), uaq.inverse(scale)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(inverse(name, transform(name, weight)), weight), name
+
+
+def test_undo_is_within_a_rounding_for_any_other_scale() -> None:
+    transform, inverse = uaq.transform(1.5), uaq.inverse(1.5)
+    for name, weight in tiny_model("qwen2").state_dict().items():
+        error = (inverse(name, transform(name, weight)) - weight).abs()
+        assert (error <= weight.abs() * 2.0**-22).all(), name
+
+
+def test_scale_1_is_the_identity() -> None:
+    for name, weight in tiny_model("qwen3").state_dict().items():
+        assert torch.equal(uaq.transform(1.0)(name, weight), weight), name
+
+
+def matrix(dtype: torch.dtype) -> torch.Tensor:
+    return 0.02 * torch.randn(512, 1024, generator=torch.Generator().manual_seed(3), dtype=dtype)
+
+
+def test_codes_of_the_scaled_weight_are_those_of_the_weight() -> None:
+    """In exact arithmetic all of them; in float32 all but those a rounding carries over a half."""
+    for_float64 = [
+        (weight / (weight.abs().amax(dim=1, keepdim=True) / 127)).round()
+        for weight in (matrix(torch.float64), matrix(torch.float64) / 1.5)
+    ]
+    assert torch.equal(*for_float64)
+
+    weight = matrix(torch.float32)
+    plain, scaled = quantise(weight, "int8"), quantise(weight / 1.5, "int8")
+    assert code_flips(plain.codes, scaled.codes) <= 1e-5 * weight.numel()
+    torch.testing.assert_close(scaled.scale, plain.scale / 1.5, rtol=2.0**-22, atol=0)
+
+
+def test_same_update_flips_more_codes_of_the_scaled_weight() -> None:
+    """Eq. 12: steps of the same size, as Adam's are, cross 1.5 times as many code boundaries."""
+    weight = matrix(torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    step = 1e-6 * torch.randn(weight.shape, generator=generator).sign()
+
+    def flips(scale: float) -> int:
+        before, after = weight / scale, weight / scale + step
+        return code_flips(quantise(before, "int8").codes, quantise(after, "int8").codes)
+
+    assert flips(1.5) / flips(1.0) == pytest.approx(1.5, rel=0.1)
+
+
+def test_weight_to_be_scaled_must_be_float32() -> None:
+    """A BF16 weight divided by 1.5 would be rounded a second time."""
+    weight = torch.ones(4, 4, dtype=torch.bfloat16)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(ValueError, match=rf"{name} is torch.bfloat16"):
+        uaq.transform(1.5)(name, weight)
+    assert uaq.transform(1.5)("lm_head.weight", weight) is weight
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5, float("nan"), float("inf")])
+def test_scale_must_be_positive_and_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match="positive finite"):
+        uaq.transform(scale)
+    with pytest.raises(ValueError, match="positive finite"):
+        uaq.inverse(scale)

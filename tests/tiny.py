@@ -1,0 +1,74 @@
+"""Tiny random models in the Hugging Face layout, for every test that needs a real directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+VOCAB_SIZE = 256
+EOS_TOKEN_ID = 1
+
+
+def build_tiny_model(
+    directory: Path,
+    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2",
+    tied: bool = False,
+    seed: int = 0,
+    **dims: Any,
+) -> Path:
+    """Write config.json, model.safetensors and a byte-like tokenizer into `directory`.
+
+    Weights are bfloat16 and large enough for the model to have opinions (standard deviation 0.1;
+    biases and norms are perturbed too, so that a lost one is seen). `dims` override any field of
+    the architecture's transformers config. Returns `directory`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": 0,
+        "tie_word_embeddings": tied,
+        **dims,
+    }
+    config = AutoConfig.for_model(architecture, **fields)
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+    model.save_pretrained(directory)
+    _build_tokenizer(fields["vocab_size"]).save_pretrained(directory)
+    return directory
+
+
+def _build_tokenizer(vocab_size: int) -> Any:
+    """One token a character: `<pad>`, `<eos>`, printable ASCII and newline, then unused places.
+
+    A byte-level BPE without merges, because transformers loads every `qwen2` directory as a
+    byte-level BPE, whatever its tokenizer.json describes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(33, 127)] + ["\u0120", "\u010a"]  # space, newline
+    words = ["<pad>", "<eos>", *characters]
+    words += [f"<unused{index}>" for index in range(vocab_size - len(words))]
+    vocabulary = {word: index for index, word in enumerate(words[:vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
