@@ -101,7 +101,9 @@ class Architecture:
             )
         for name in ("attention_bias", "mlp_bias"):
             if config.get(name):
-                raise ArchitectureError(f"{config_file}: '{name}' true is not supported, only false")
+                raise ArchitectureError(
+                    f"{config_file}: '{name}' true is not supported, only false"
+                )
         if config.get("hidden_act", "silu") != "silu":
             raise ArchitectureError(
                 f"{config_file}: hidden_act '{config['hidden_act']}' is not supported, only 'silu'"

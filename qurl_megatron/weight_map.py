@@ -246,9 +246,7 @@ def part_index(
     return tuple(index)
 
 
-def merge(
-    rule: Rule, parts: Sequence[Tensor], architecture: Architecture, tp_size: int
-) -> Tensor:
+def merge(rule: Rule, parts: Sequence[Tensor], architecture: Architecture, tp_size: int) -> Tensor:
     """This rank's parts -> its shard; missing vocabulary rows are zero. Inverse of `split`."""
     if rule.merge is Merge.STACKED:
         return torch.cat(list(parts))
@@ -281,15 +279,11 @@ def split(
         queries = architecture.num_attention_heads // architecture.num_key_value_heads
         rest = shard.shape[1:]
         grouped = shard.view(-1, queries + 2, architecture.head_dim, *rest)
-        tensors = [
-            heads.reshape(-1, *rest) for heads in grouped.split((queries, 1, 1), dim=1)
-        ]
+        tensors = [heads.reshape(-1, *rest) for heads in grouped.split((queries, 1, 1), dim=1)]
     else:
         tensors = [shard]
     parts = []
-    for part, name, tensor in zip(
-        rule.parts, rule.hugging_face_names(layer), tensors, strict=True
-    ):
+    for part, name, tensor in zip(rule.parts, rule.hugging_face_names(layer), tensors, strict=True):
         dim = part.shared_dim
         offset = 0
         if dim is not None:

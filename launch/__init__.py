@@ -1,0 +1,1 @@
+"""Launchers: where a run's servers and learner ranks are started."""

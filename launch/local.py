@@ -1,0 +1,141 @@
+"""Starts a run on this machine, watches it, and leaves no process behind.
+
+The launcher owns every process of the run: the servers and the learner ranks. It ends them all when
+the learner is done, when any of them dies, on Ctrl-C and on SIGTERM; if the launcher itself is
+killed, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from qurl_megatron.rollout import (
+    Server,
+    die_with_parent,
+    free_port,
+    log_tail,
+    save_servers,
+    start_server,
+)
+
+from qurl_megatron.config import Config
+
+POLL_S = 0.2
+STOP_TIMEOUT_S = 20.0
+
+
+def run(config: Config) -> int:
+    """Run `config`, whose directory holds its config.yaml, to its end; returns an exit code.
+
+    0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 1 when one of its processes
+    died; the last lines of that process's log are then printed.
+    """
+    signal.signal(signal.SIGTERM, _exit_on_terminate)
+    logs = config.run_dir / "logs"
+    logs.mkdir()
+    servers: dict[str, list[Server]] = {}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        _start_servers(config, logs, servers)
+        save_servers(servers, config.run_dir / "servers.json")
+        _start_ranks(config, logs, ranks)
+        return _watch(ranks, [server for members in servers.values() for server in members], logs)
+    except KeyboardInterrupt:
+        print("\ninterrupted: stopping the learner and the servers", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave some behind
+        _stop_ranks(ranks)
+        for members in servers.values():
+            for server in members:
+                server.stop()
+
+
+def _start_servers(config: Config, logs: Path, servers: dict[str, list[Server]]) -> None:
+    """Fill `servers` as they start, so that those already there are ended if one does not."""
+    sets = {"rollout": (config.rollout.server, config.quantization.format)}
+    if config.evaluation.problems:
+        sets["evaluation"] = (config.evaluation.server, "bf16")
+    for name, (server, weight_format) in sets.items():
+        servers[name] = [
+            start_server(
+                Path(config.model),
+                server,
+                weight_format,
+                context_length=config.rollout.max_prompt_length
+                + config.rollout.max_response_length,
+                log_file=logs / f"server_{name}.log",
+                seed=config.seed,
+            )
+        ]
+
+
+def _start_ranks(config: Config, logs: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+    world_size = config.learner.world_size
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": str(config.learner.threads_per_rank),
+    }
+    for rank in range(world_size):
+        with _rank_log(logs, rank).open("wb") as log:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "qurl_megatron.train", str(config.run_dir)],
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else log,  # rank 0 shows the run's progress
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is the launcher's to handle
+                    preexec_fn=die_with_parent,
+                )
+            )
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], servers: list[Server], logs: Path) -> int:
+    """Wait until every rank is done, or any process of the run has died."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        dead = next((server for server in servers if not server.alive()), None)
+        if dead is not None:
+            return _report(f"server {dead.url} died", dead.log_file)
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            return _report(
+                f"learner rank {failed} ended with code {codes[failed]}", _rank_log(logs, failed)
+            )
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(POLL_S)
+
+
+def _report(what: str, log_file: Path) -> int:
+    print(f"\nqurl: {what}; the end of {log_file}:\n{log_tail(log_file)}", file=sys.stderr)
+    return 1
+
+
+def _stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _rank_log(logs: Path, rank: int) -> Path:
+    return logs / f"learner_rank{rank}.log"
+
+
+def _exit_on_terminate(*_: object) -> None:
+    sys.exit(128 + signal.SIGTERM)

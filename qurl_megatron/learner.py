@@ -1,0 +1,463 @@
+"""The full-precision policy: a Megatron-core model that scores tokens and takes optimizer steps.
+
+Every rank makes the same calls with the same global batch; what each of them computes follows from
+its place in tensor, pipeline and data parallelism. Invariants:
+
+- A call's result is the same on every rank.
+- `update` follows the gradient of the sum of the loss over all rows, whatever the number of micro
+  batches and data-parallel ranks: nothing is averaged behind the loss function's back.
+- Masters are float32 and are the checkpoint's values after `transform`, never rounded; the forward
+  pass uses them rounded to the compute dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from qurl_megatron import device, weight_map
+from qurl_megatron.architecture import Architecture, ArchitectureError
+from qurl_megatron.batch import TrainBatch
+from qurl_megatron.config import LearnerConfig, OptimizerConfig
+from qurl_megatron.huggingface import Weights
+from qurl_megatron.logprobs import logprobs_and_entropy
+from qurl_megatron.weight_map import Rule
+
+LossFunction = Callable[[Tensor, Tensor, TrainBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(current_logprobs [rows, time], entropy [rows, time], micro batch, loss_weights [rows, time]) ->
+(loss summed over tokens, named sums over tokens). Only masked-in positions hold log-probs and
+entropies; the others are 0."""
+
+Transform = Callable[[str, Tensor], Tensor]
+"""(Hugging Face name, this rank's float32 part of the tensor) -> its new values, element-wise."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did; the same on every rank."""
+
+    loss: float  # summed over all rows
+    grad_norm: float  # before clipping
+    learning_rate: float
+    stats: dict[str, float]  # the loss function's sums, summed over all rows
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    rows: TrainBatch  # trimmed after the last masked-in token, on this rank's device
+    loss_weights: Tensor  # [rows, time] float32
+    index: Tensor  # [rows] int64, row numbers in the global batch
+
+
+class Learner:
+    """The policy, its optimizer, and this rank's part in both.
+
+    `model`, `optimizer` and `scheduler` are Megatron's own objects, for checkpoints to read; touch
+    them within `device.megatron_runtime()`.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig,
+        *,
+        transform: Transform | None = None,
+    ) -> None:
+        """Build the model over all ranks and load `model_dir` into it.
+
+        Joins the default process group if the caller has made one, or else makes it.
+
+        Raises:
+            ArchitectureError: the model or the layout does not fit; one line.
+        """
+        self.architecture = Architecture.from_directory(model_dir)
+        self.architecture.check_layout(learner.tensor_parallel_size, learner.pipeline_parallel_size)
+        weights = Weights(model_dir, self.architecture)
+        device.limit_threads(learner.threads_per_rank)
+        self._owns_world = not dist.is_initialized()
+        if self._owns_world:
+            device.initialise_distributed()
+        if dist.get_world_size() != learner.world_size:
+            raise ArchitectureError(
+                f"{dist.get_world_size()} learner ranks, but tensor x pipeline x data parallel "
+                f"sizes are {learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
+                f"{learner.data_parallel_size}; start {learner.world_size} ranks"
+            )
+        self._micro_batch_size = learner.micro_batch_size
+        with device.megatron_runtime():
+            parallel_state.initialize_model_parallel(
+                learner.tensor_parallel_size,
+                learner.pipeline_parallel_size,
+                create_gloo_process_groups=False,
+            )
+            self._dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+            self.model = self._build_model()
+            self._policy: _Policy = self.model.module
+            self._make_optimizer(optimizer)
+            self._load(weights, transform)
+
+    def logprobs_and_entropy(
+        self, tokens: Tensor, *, temperature: float, loss_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score `tokens` [batch, time] with the current weights, without gradients.
+
+        Args:
+            temperature: divides the logits.
+            loss_mask: [batch, time] bool, the positions to score; None scores all but the first.
+
+        Returns:
+            Log-probs and entropies [batch, time] float32 on the CPU, position t of token t given
+            those before it, 0 where not scored.
+        """
+        if loss_mask is None:
+            loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+        nothing = torch.zeros(tokens.shape)
+        result = torch.zeros(2, *tokens.shape, device=device.device())
+
+        def keep(micro: _MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
+            if self._reports:
+                result[0, micro.index, : logprobs.shape[1]] = logprobs
+                result[1, micro.index, : entropy.shape[1]] = entropy
+
+        micro_batches = self._micro_batches(
+            TrainBatch(tokens, loss_mask, nothing, nothing), loss_weights=nothing
+        )
+        with torch.no_grad(), device.megatron_runtime():
+            self._run(micro_batches, keep, temperature, forward_only=True)
+        dist.all_reduce(result)  # one rank filled each row, so the sum is exact
+        logprobs, entropy = result.cpu()
+        return logprobs, entropy
+
+    def update(
+        self,
+        batch: TrainBatch,
+        loss_weights: Tensor,
+        loss_function: LossFunction,
+        *,
+        temperature: float,
+    ) -> Update:
+        """One optimizer step on the sum of `loss_function` over the rows of `batch`.
+
+        Args:
+            loss_weights: [batch, time] float32, handed to `loss_function` row by row; they carry
+                the normalisation over the whole batch.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite; the weights are then spoilt.
+        """
+        sums: dict[str, Tensor] = {}
+
+        def loss(
+            micro: _MicroBatch, logprobs: Tensor, entropy: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, stats = loss_function(logprobs, entropy, micro.rows, micro.loss_weights)
+            for name, value in {"loss": total, **stats}.items():
+                sums[name] = sums.get(name, 0) + value.detach().double()
+            # No token counted: with calculate_per_token_loss Megatron then divides by nothing.
+            return total, torch.zeros((), dtype=torch.int, device=device.device()), {}
+
+        with device.megatron_runtime():
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            micro_batches = self._micro_batches(batch, loss_weights)
+            self._run(micro_batches, loss, temperature, forward_only=False)
+            self.scheduler.step(increment=1)
+            learning_rate = self.optimizer.param_groups[0]["lr"]
+            _, grad_norm, _ = self.optimizer.step()
+        stats = self._sum_over_copies(sums)
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"gradient norm is {grad_norm} at loss {stats['loss']}; the update is spoilt"
+            )
+        return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
+
+    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        """This rank's shards: rule, layer number in the whole model, parameter.
+
+        Parameters are those of the forward pass, in its dtype; not to be written to. The output
+        layer of a tied model is its embedding and does not come a second time.
+        """
+        for name, parameter in self._policy.named_parameters():
+            rule, layer = self._find(name)
+            if name == "output_layer.weight" and self.architecture.tie_word_embeddings:
+                continue
+            yield rule, layer, parameter.detach()
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Start over with fresh moments and another schedule; the weights stay."""
+        masters = {name: self._master(p) for name, p in self._policy.named_parameters()}
+        with device.megatron_runtime():
+            self._make_optimizer(optimizer)
+        for name, parameter in self._policy.named_parameters():
+            self._master(parameter).copy_(masters[name])
+
+    def close(self) -> None:
+        """Leave no Megatron state and no process group of the learner's making."""
+        groups = parallel_state._global_process_group_list or []
+        parallel_state.destroy_model_parallel()
+        for group in groups:
+            if group is not None:  # stands for the default group
+                dist.destroy_process_group(group)
+        if self._owns_world:
+            dist.destroy_process_group()
+
+    # Building
+
+    def _build_model(self) -> DistributedDataParallel:
+        architecture = self.architecture
+        pipeline_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+        config = TransformerConfig(
+            num_layers=architecture.num_layers,
+            hidden_size=architecture.hidden_size,
+            ffn_hidden_size=architecture.intermediate_size,
+            num_attention_heads=architecture.num_attention_heads,
+            num_query_groups=architecture.num_key_value_heads,
+            kv_channels=architecture.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=architecture.rms_norm_eps,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            add_qkv_bias=architecture.qkv_bias,
+            qk_layernorm=architecture.qk_norm,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline_model_parallel_size=pipeline_parallel_size,
+            params_dtype=self._dtype,
+            pipeline_dtype=self._dtype,
+            bf16=self._dtype == torch.bfloat16,
+            perform_initialization=False,
+            variable_seq_lengths=pipeline_parallel_size > 1,  # each micro batch has its own time
+            moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists, also when dense
+            calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
+            finalize_model_grads_func=finalize_model_grads,
+            **device.transformer_config_fields(),
+        )
+        # No dropout and no random initialisation: no random state to fork.
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        policy = _Policy(config, architecture).to(device.device())
+        for name, parameter in policy.named_parameters():
+            # Megatron marks them as it initialises them; unmarked, they count once in the norm.
+            rule, _ = weight_map.find_megatron(name)
+            parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return DistributedDataParallel(config, ddp, policy)
+
+    def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
+        config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.learning_rate,
+            min_lr=0.0,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.epsilon,
+            clip_grad=optimizer.clip_grad,
+            bf16=self._dtype == torch.bfloat16,
+            params_dtype=self._dtype,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.model], use_gloo_process_groups=False)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optimizer.learning_rate,
+            min_lr=0.0,
+            lr_warmup_steps=optimizer.warmup_steps,
+            lr_decay_steps=optimizer.warmup_steps + 1,  # unused by a constant schedule, but checked
+            lr_decay_style="constant",
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    @torch.no_grad()
+    def _load(self, weights: Weights, transform: Transform | None) -> None:
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        for name, parameter in self._policy.named_parameters():
+            rule, layer = self._find(name)
+            parts = []
+            for part, hf_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
+                master = weights.read(hf_name, part, tp_rank, tp_size).float()
+                parts.append(transform(hf_name, master) if transform else master)
+            shard = weight_map.merge(rule, parts, self.architecture, tp_size)
+            parameter.copy_(shard)
+            self._master(parameter).copy_(shard)
+
+    @staticmethod
+    def _master(parameter: Tensor) -> Tensor:
+        """The float32 tensor the optimizer steps: a copy beside a bfloat16 parameter."""
+        return getattr(parameter, "main_param", parameter).detach()
+
+    def _find(self, name: str) -> tuple[Rule, int | None]:
+        """The rule of a parameter of this stage and its layer number in the whole model."""
+        if name == "output_layer.weight" and self.architecture.tie_word_embeddings:
+            name = "embedding.word_embeddings.weight"  # the last stage's copy of the embedding
+        rule, layer = weight_map.find_megatron(name)
+        if layer is not None:
+            layer = self._policy.decoder.layers[layer].layer_number - 1  # Megatron counts from 1
+        return rule, layer
+
+    # Running
+
+    @property
+    def _reports(self) -> bool:
+        """True on the one rank of each data-parallel copy that speaks for it."""
+        return (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    def _sum_over_copies(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Named sums of each data-parallel copy's last stage -> their totals, on every rank."""
+        mine = {name: float(value) for name, value in sums.items()} if self._reports else {}
+        by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+        names = dict.fromkeys(name for rank in by_rank for name in rank)
+        return {name: sum(rank.get(name, 0.0) for rank in by_rank) for name in names}
+
+    def _micro_batches(self, batch: TrainBatch, loss_weights: Tensor) -> list[_MicroBatch]:
+        """This data-parallel rank's rows, cut into micro batches, each as long as it needs.
+
+        Rows are dealt out by length, so that ranks get even shares and neighbours are alike.
+        """
+        mask = batch.loss_mask.clone()
+        mask[:, 0] = False  # nothing precedes the first token
+        times = (mask * torch.arange(mask.shape[1])).amax(1) + 1
+        ranks = parallel_state.get_data_parallel_world_size()
+        rows = times.argsort(stable=True)[parallel_state.get_data_parallel_rank() :: ranks]
+        if not len(rows):  # fewer rows than ranks: take part in the collectives, add nothing
+            rows = torch.zeros(1, dtype=torch.int64)
+            mask = torch.zeros_like(mask)
+        micro_batches = []
+        for index in rows.split(self._micro_batch_size):
+            time = max(2, int(times[index].max()))
+
+            def cut(tensor: Tensor) -> Tensor:
+                return tensor[index, :time].to(device.device())  # noqa: B023
+
+            proximal = batch.proximal_logprobs
+            trimmed = TrainBatch(
+                tokens=cut(batch.tokens),
+                loss_mask=cut(mask),
+                behaviour_logprobs=cut(batch.behaviour_logprobs),
+                advantages=cut(batch.advantages),
+                proximal_logprobs=None if proximal is None else cut(proximal),
+            )
+            micro_batches.append(_MicroBatch(trimmed, cut(loss_weights), index))
+        return micro_batches
+
+    def _run(
+        self,
+        micro_batches: list[_MicroBatch],
+        consume: Callable[[_MicroBatch, Tensor, Tensor], Any],
+        temperature: float,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Megatron's schedule over the micro batches.
+
+        `consume` meets each micro batch's log-probs and entropy [rows, time] on the last pipeline
+        stage and returns what the schedule expects of a loss function.
+        """
+
+        def forward_step(
+            waiting: Iterator[_MicroBatch], model: DistributedDataParallel
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(waiting)
+            hidden = model(
+                input_ids=micro.rows.tokens[:, :-1], position_ids=None, attention_mask=None
+            )
+
+            def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                return consume(micro, *self._policy.score(hidden, micro.rows, temperature))
+
+            return hidden, finish
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[self.model],
+            num_microbatches=len(micro_batches),
+            seq_length=max(micro.loss_weights.shape[1] for micro in micro_batches) - 1,
+            micro_batch_size=self._micro_batch_size,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+class _Policy(GPTModel):
+    """GPTModel whose last stage ends in hidden states, to be scored without whole logits."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
+        super().__init__(
+            config,
+            device.block_spec(config),
+            vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+        )
+        self._architecture = architecture
+        if architecture.rope_scaling is not None:
+            rotary = self.rotary_pos_emb
+            rotary.inv_freq = rotary._apply_scaling(
+                rotary.inv_freq, **dataclasses.asdict(architecture.rope_scaling)
+            )
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy [rows, time] float32 of the masked-in tokens, elsewhere 0.
+
+        `hidden` [time - 1, rows, hidden] is the last stage's output; `loss_mask` excludes the
+        first token.
+        """
+        rule, _ = weight_map.find_megatron("output_layer.weight")
+        run = weight_map.part_index(
+            rule.parts[0], self._architecture, self.tp_group.rank(), self.tp_group.size()
+        )[0]
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self._architecture.tie_word_embeddings
+            else self.output_layer.weight
+        )
+        mask = rows.loss_mask
+        logprobs, entropy = logprobs_and_entropy(
+            hidden.transpose(0, 1)[mask[:, 1:]],
+            weight[: run.stop - run.start],
+            rows.tokens[mask],
+            temperature=temperature,
+            first_row=run.start,
+            group=self.tp_group,
+            chunk_elements=device.logit_chunk_elements(),
+        )
+        nothing = torch.zeros(mask.shape, device=mask.device)
+        return nothing.masked_scatter(mask, logprobs), nothing.masked_scatter(mask, entropy)

@@ -1,0 +1,172 @@
+"""What a run measures: one `StepMetrics` a step, written to metrics.jsonl and shown as it comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from qurl_megatron.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. Fractions are of sampled tokens unless they say otherwise."""
+
+    step: int  # from 1
+    weight_version: int  # published after this step's update
+    reward_mean: float
+    response_length_mean: float  # tokens
+    response_truncated_fraction: float  # of completions, ended by max_response_length
+    verifier_failures: int  # completions whose verifier raised or timed out; they score 0
+    kl_behaviour_proximal: float  # mean of log(behaviour / proximal)
+    kl_behaviour_proximal_k3: float  # k3 estimate of the same divergence
+    logprob_abs_diff: float  # mean |behaviour - proximal|
+    ratio_proximal_behaviour_max: float
+    tis_truncated_fraction: float  # proximal / behaviour above the cap C
+    acr_widened_fraction: float  # admitted by ACR's bound, clipped by TIS's
+    clip_fraction: float  # no gradient because of the clip
+    entropy: float  # nats, of the learner's policy before the update
+    loss: float  # mean over minibatches
+    grad_norm: float  # before clipping, mean over minibatches
+    learning_rate: float
+    current_proximal_abs_diff: float  # mean over the first minibatch: 0 up to rounding
+    weight_update_norm: float  # QuRL Eq. 13, over the quantised weights, since the last publish
+    weight_quant_error: float  # QuRL Eq. 14, over the quantised weights
+    code_flip_fraction: float  # quantised codes that changed since the last publish
+    time_rollout_s: float
+    time_proximal_s: float
+    time_update_s: float
+    time_publish_s: float
+    publish_bytes: int
+    rollout_tokens_per_s: float  # sampled tokens
+    held_out_accuracy: float | None = None  # on steps that evaluate
+
+
+class Clock:
+    """Wall-clock seconds of a step's phases, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+
+
+class RunLog:
+    """Writes metrics.jsonl and draws progress: live on a terminal, a line a step elsewhere.
+
+    Every learner rank has one; only the one that `writes` does anything.
+    """
+
+    def __init__(self, config: Config, *, writes: bool) -> None:
+        self._config = config
+        self._console = Console(quiet=not writes)
+        self._file = (config.run_dir / "metrics.jsonl").open("a", buffering=1) if writes else None
+        self._start = time.perf_counter()
+        self._accuracy_before: float | None = None
+        self._steps: list[StepMetrics] = []
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]} left"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(config.name, total=config.steps, left="")
+        self._live: Live | None = None
+
+    def say(self, text: str) -> None:
+        """One line outside the display."""
+        self._console.print(text, highlight=False)
+
+    def start(self, held_out_accuracy: float | None) -> None:
+        """RL begins now, with this accuracy."""
+        self._accuracy_before = held_out_accuracy
+        self._start = time.perf_counter()
+        if held_out_accuracy is not None:
+            self.say(f"held-out accuracy before RL {held_out_accuracy:.1%}")
+        if self._console.is_terminal and self._file:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def write(self, metrics: StepMetrics, held_out_accuracy: float | None) -> None:
+        if self._file is None:
+            return
+        metrics = dataclasses.replace(metrics, held_out_accuracy=held_out_accuracy)
+        self._steps.append(metrics)
+        self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        if self._live is None:
+            self.say(self._line(metrics))
+        else:
+            left = f"{self._left_s(metrics.step):.0f} s"
+            self._progress.update(self._task, completed=metrics.step, left=left)
+            self._live.update(self._panel(metrics))
+
+    def time_is_up(self) -> bool:
+        limit_s = self._config.time_limit_s
+        return limit_s is not None and time.perf_counter() - self._start > limit_s
+
+    def finish(self, held_out_accuracy: float | None) -> None:
+        """End the display with what the run came to."""
+        if self._file is None:
+            return
+        elapsed_s = time.perf_counter() - self._start
+        self.close()
+        table = Table(title=str(self._config.run_dir), show_header=False)
+        if held_out_accuracy is not None and self._accuracy_before is not None:
+            gained = 100 * (held_out_accuracy - self._accuracy_before)
+            table.add_row("held-out accuracy before RL", f"{self._accuracy_before:.1%}")
+            table.add_row(
+                "held-out accuracy after", f"{held_out_accuracy:.1%} ({gained:+.1f} points)"
+            )
+        table.add_row("steps, RL time", f"{len(self._steps)}, {elapsed_s:.0f} s")
+        table.add_row("weight versions published", f"{self._steps[-1].weight_version}")
+        publish_s = fmean(metrics.time_publish_s for metrics in self._steps)
+        table.add_row("mean publish time", f"{publish_s:.3f} s")
+        table.add_row("bytes a publish", f"{self._steps[-1].publish_bytes:,}")
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Leave the display's last state on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._file is not None:
+            self._file.close()
+
+    def _left_s(self, step: int) -> float:
+        elapsed_s = time.perf_counter() - self._start
+        left_s = elapsed_s / step * (self._config.steps - step)
+        if self._config.time_limit_s is not None:
+            left_s = min(left_s, self._config.time_limit_s - elapsed_s)
+        return max(left_s, 0.0)
+
+    def _line(self, metrics: StepMetrics) -> str:
+        shown = "  ".join(f"{name} {value}" for name, value in self._shown(metrics))
+        left_s = self._left_s(metrics.step)
+        return f"step {metrics.step}/{self._config.steps}  {shown}  {left_s:.0f} s left"
+
+    def _panel(self, metrics: StepMetrics) -> Group:
+        shown = "   ".join(f"{name} [bold]{value}[/]" for name, value in self._shown(metrics))
+        return Group(self._progress, shown)
+
+    @staticmethod
+    def _shown(metrics: StepMetrics) -> list[tuple[str, str]]:
+        return [
+            ("reward", f"{metrics.reward_mean:.3f}"),
+            ("KL(behaviour, proximal)", f"{metrics.kl_behaviour_proximal_k3:.1e}"),
+            ("tokens/s", f"{metrics.rollout_tokens_per_s:.0f}"),
+            ("version", f"{metrics.weight_version}"),
+        ]

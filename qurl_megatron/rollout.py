@@ -1,0 +1,347 @@
+"""SGLang servers: start, watch, sample from, control and stop them. The room that speaks HTTP.
+
+What SGLang 0.5.17 does that callers rely on, each tested against the real server:
+- `output_token_logprobs` are of the full vocabulary at the sampling temperature, whatever top_p is.
+- A weight update empties the prefix cache, also while the server is paused.
+- `weight_version` in an answer is the version set last; it is ours to set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from qurl_megatron import device
+from qurl_megatron.batch import Completion, Prompt
+from qurl_megatron.config import ServerConfig, WeightFormat
+
+HOST = "127.0.0.1"
+POLL_S = 0.2
+STOP_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
+LOG_TAIL_LINES = 20
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# SGLang leaves a request this many fewer tokens than its context has.
+CONTEXT_RESERVE = 2
+
+
+class ServerFailed(RuntimeError):
+    """A server that did not come up, died or refused; the text ends with its log's last lines."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A running server, as its starter and every other process of the run know it."""
+
+    url: str
+    pid: int  # of its main process, the root of its process tree
+    tensor_parallel_size: int
+    log_file: str
+
+    def alive(self) -> bool:
+        """Whether its main process runs, on this machine."""
+        try:
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def stop(self) -> None:
+        """End its whole process tree: first asked, then killed. Only its starter may."""
+        try:
+            main = psutil.Process(self.pid)
+            tree = [main, *main.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in tree:
+            _signal(process, signal.SIGTERM)
+        _, alive = psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
+        for process in alive:
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(alive)
+
+    def failed(self, what: str) -> ServerFailed:
+        """The exception for what went wrong, with the end of the log."""
+        return ServerFailed(f"server {self.url} {what}; {self.log_file} ends:\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        lines = Path(self.log_file).read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def start_server(
+    model_dir: Path,
+    server: ServerConfig,
+    weight_format: WeightFormat,
+    *,
+    context_length: int,
+    log_file: Path,
+    seed: int,
+) -> Server:
+    """Start a server with weights of zeros in `weight_format`; it comes up in the background.
+
+    `context_length` is prompt and response together, in tokens. The server listens on loopback and
+    ends when the calling process does.
+    """
+    port = free_port()
+    arguments = {
+        "model-path": model_dir,
+        "load-format": "dummy",  # the first publish brings the weights
+        "dtype": "bfloat16",
+        "host": HOST,
+        "port": port,
+        "nccl-port": free_port(),
+        "tensor-parallel-size": server.tensor_parallel_size,
+        "mem-fraction-static": server.mem_fraction_static,
+        "max-running-requests": server.max_running_requests,
+        "context-length": context_length + CONTEXT_RESERVE,
+        "random-seed": seed,
+    }
+    flags = ["--skip-tokenizer-init"]  # prompts and completions travel as tokens
+    if server.max_total_tokens is not None:
+        arguments["max-total-tokens"] = server.max_total_tokens
+    if weight_format != "bf16":
+        arguments["quantization"] = f"qurl_{weight_format}"
+    additions: dict[str, str] = {}
+    if device.accelerator() == "cpu":
+        arguments["device"] = "cpu"
+        # An idle scheduler would poll, and take a core from the learner.
+        flags += ["--disable-overlap-schedule", "--sleep-on-idle"]
+        additions["SGLANG_PLATFORM"] = "qurl_cpu"
+        additions["OMP_NUM_THREADS"] = str(server.threads)
+        if server.tensor_parallel_size > 1:
+            additions["SGLANG_CPU_OMP_THREADS_BIND"] = _a_core_a_rank(server)
+    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", *words, *flags],
+            env=device.child_environment(additions),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is its starter's to handle
+            preexec_fn=die_with_parent,
+        )
+    return Server(f"http://{HOST}:{port}", process.pid, server.tensor_parallel_size, str(log_file))
+
+
+def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
+    """Return when every server answers.
+
+    Raises:
+        ServerFailed: one died, or `timeout_s` is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    for server in servers:
+        while not _answers(server):
+            if not server.alive():
+                raise server.failed("died while starting")
+            if time.monotonic() > deadline:
+                raise server.failed(f"did not come up in {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+
+def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
+    """Write the server sets by name, for `load_servers` in the learner's processes."""
+    tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
+    path.write_text(json.dumps(tree, indent=2) + "\n")
+
+
+def load_servers(path: Path) -> dict[str, list[Server]]:
+    tree = json.loads(path.read_text())
+    return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
+
+
+class RolloutClient:
+    """Samples completions from a set of servers that all hold the same weights."""
+
+    def __init__(self, servers: Sequence[Server], tokenizer: Any, stop_token_ids: Sequence[int]):
+        self._servers = list(servers)
+        self._tokenizer = tokenizer
+        self._stop_token_ids = list(stop_token_ids)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        completions_per_prompt: int,
+        temperature: float,
+        max_response_length: int,
+    ) -> list[list[Completion]]:
+        """Completions of each prompt, in order; temperature 0 is greedy.
+
+        Raises:
+            ServerFailed: a server died or refused a request.
+        """
+        sampling = {
+            "n": completions_per_prompt,
+            "temperature": temperature,
+            "max_new_tokens": max_response_length,
+            "stop_token_ids": self._stop_token_ids,
+        }
+        return asyncio.run(self._generate(prompts, sampling))
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any]
+    ) -> list[list[Completion]]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+            requests = [
+                self._group(client, self._servers[index % len(self._servers)], prompt, sampling)
+                for index, prompt in enumerate(prompts)
+            ]
+            return await asyncio.gather(*requests)
+
+    async def _group(
+        self, client: httpx.AsyncClient, server: Server, prompt: Prompt, sampling: dict[str, Any]
+    ) -> list[Completion]:
+        body = {
+            "input_ids": prompt.token_ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        try:
+            response = await client.post(f"{server.url}/generate", json=body)
+        except httpx.TransportError as error:
+            raise server.failed(f"broke off while sampling ({error!r})") from None
+        if response.is_error:
+            raise server.failed(f"refused to sample: {response.text}")
+        answers = response.json()
+        return [self._completion(a) for a in (answers if isinstance(answers, list) else [answers])]
+
+    def _completion(self, answer: dict[str, Any]) -> Completion:
+        meta = answer["meta_info"]
+        token_ids = answer["output_ids"]
+        return Completion(
+            token_ids=token_ids,
+            behaviour_logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
+            text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
+            truncated=meta["finish_reason"]["type"] == "length",
+            weight_version=int(meta["weight_version"]),
+        )
+
+
+class ServerControl:
+    """What publishing asks of one server. Every call waits for its answer."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._client = httpx.Client(base_url=server.url, timeout=CONTROL_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """Stop sampling; requests that are running wait, and will be computed afresh."""
+        self._post("/pause_generation", {"mode": "retract"})
+
+    def resume(self, weight_version: int) -> None:
+        """Sample again; what is sampled from now on carries `weight_version`."""
+        version = {"new_version": str(weight_version), "abort_all_requests": False}
+        self._post("/update_weight_version", version)
+        self._post("/continue_generation", {})
+
+    def init_weights_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Join the process group weights come over, as ranks `rank_offset` and following."""
+        self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+        )
+
+    def update_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+    ) -> None:
+        """Receive one flat buffer of these tensors, broadcast by rank 0, and load them."""
+        self._post(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+            },
+        )
+
+    def checksums(self) -> list[dict[str, int]]:
+        """What each tensor-parallel rank holds; see `checksum.combine`."""
+        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
+        return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            response = self._client.post(path, json=body)
+        except httpx.TransportError as error:
+            raise self.server.failed(f"broke off in {path} ({error!r})") from None
+        if response.is_error:
+            raise self.server.failed(f"refused {path}: {response.text}")
+        answer = response.json()
+        if answer.get("success") is False:
+            raise self.server.failed(f"failed in {path}: {answer.get('message')}")
+        return answer
+
+
+def free_port() -> int:
+    """A port of this machine nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def die_with_parent() -> None:
+    """In a child before its program starts: have the kernel end it when its parent is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=5.0).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _a_core_a_rank(server: ServerConfig) -> str:
+    """SGLang binds each tensor-parallel rank's threads to cores of its own, or refuses to start."""
+    cores = psutil.cpu_count() or 1
+    return "|".join(str(rank % cores) for rank in range(server.tensor_parallel_size))
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass

@@ -1,0 +1,98 @@
+"""One step's data: prompts -> completions -> rewards -> advantages -> a training batch.
+
+Global rank 0 samples and scores, in its main thread (verifiers are limited in time by a signal);
+every rank is given the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from qurl_megatron import rewards
+from qurl_megatron.advantages import grpo_advantages
+from qurl_megatron.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.config import Config
+from qurl_megatron.data import PromptStream
+from qurl_megatron.device import from_rank_zero, rank
+from qurl_megatron.rollout import RolloutClient
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """What the completions of a step were like."""
+
+    reward_mean: float
+    response_length_mean: float  # tokens
+    response_truncated_fraction: float  # of completions
+    verifier_failures: int
+    sampled_tokens: int
+
+
+class Sampler:
+    """Serves training batches from an endless stream of prompts. Collective over learner ranks."""
+
+    def __init__(
+        self, config: Config, client: RolloutClient, prompts: list[Prompt], tokenizer: Any
+    ) -> None:
+        """`client`, `prompts` and `tokenizer` are used on global rank 0 only."""
+        self._config = config
+        self._client = client
+        self._tokenizer = tokenizer
+        if rank() == 0:
+            self._stream = PromptStream(prompts, config.seed)
+
+    def sample(self) -> tuple[TrainBatch, SampleSummary]:
+        """The next prompts' completions, scored and laid out, without proximal log-probs."""
+        return from_rank_zero(self._sample)
+
+    def answers(self) -> TrainBatch:
+        """The next prompts with their own answers as responses, for supervised training."""
+        return from_rank_zero(self._answers)
+
+    def _sample(self) -> tuple[TrainBatch, SampleSummary]:
+        rollout = self._config.rollout
+        prompts = self._stream.next(rollout.prompts_per_step)
+        answers = self._client.generate(
+            prompts,
+            completions_per_prompt=rollout.completions_per_prompt,
+            temperature=rollout.temperature,
+            max_response_length=rollout.max_response_length,
+        )
+        groups, failures = [], 0
+        for prompt, completions in zip(prompts, answers, strict=True):
+            scores = [
+                rewards.score(self._config.reward, completion.text, prompt)
+                for completion in completions
+            ]
+            groups.append(RolloutGroup(prompt, completions, [score.value for score in scores]))
+            failures += sum(score.failed for score in scores)
+        advantages = grpo_advantages([group.rewards for group in groups])
+        return pack(groups, advantages, self._pad_token_id), _summary(groups, failures)
+
+    def _answers(self) -> TrainBatch:
+        groups = []
+        for prompt in self._stream.next(self._config.warmup.batch_size):
+            token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
+            token_ids = [*token_ids, self._tokenizer.eos_token_id]
+            answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, 0)
+            groups.append(RolloutGroup(prompt, [answer], [1.0]))
+        return pack(groups, [[0.0]] * len(groups), self._pad_token_id)
+
+    @property
+    def _pad_token_id(self) -> int:
+        padding = self._tokenizer.pad_token_id
+        return self._tokenizer.eos_token_id if padding is None else padding
+
+
+def _summary(groups: list[RolloutGroup], verifier_failures: int) -> SampleSummary:
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    return SampleSummary(
+        reward_mean=fmean(reward for group in groups for reward in group.rewards),
+        response_length_mean=fmean(lengths),
+        response_truncated_fraction=fmean(completion.truncated for completion in completions),
+        verifier_failures=verifier_failures,
+        sampled_tokens=sum(lengths),
+    )

@@ -1,0 +1,51 @@
+"""What SGLang loads from this package, in every process of a server, through two entry points.
+
+`activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds the reloadable
+quantised linear layers `qurl_int8` and `qurl_fp8`, the attention backend `qurl_cpu` and the weight
+checksums. Importing this package does nothing.
+"""
+
+from typing import Any
+
+
+def activate_cpu_platform() -> str | None:
+    """The platform's class by name, or None where SGLang has a GPU to run on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return "qurl_megatron.sglang_plugin.platform.CpuPlatform"
+
+
+def register() -> None:
+    """Tell SGLang what this package adds. Called once a process, before a model is built."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
+    from sglang.srt.server_args import (
+        add_attention_backend_choices,
+        add_quantization_method_choices,
+    )
+
+    from qurl_megatron.sglang_plugin import linear
+
+    configs = {config.get_name(): config for config in (linear.Int8Config, linear.Fp8Config)}
+    BASE_QUANTIZATION_METHODS.update(configs)
+    QUANTIZATION_METHODS.update(configs)
+    add_quantization_method_choices(list(configs))
+
+    from sglang.srt.utils.weight_checker import WeightChecker
+
+    from qurl_megatron.sglang_plugin import verify
+
+    WeightChecker._compute_checksum = verify.compute_checksum
+
+    add_attention_backend_choices(["qurl_cpu"])
+    register_attention_backend("qurl_cpu")(build_attention_backend)
+
+
+def build_attention_backend(runner: Any) -> Any:
+    """The backend for `--attention-backend qurl_cpu`; imported only where it is asked for."""
+    from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
+
+    return BatchedAttentionBackend(runner)

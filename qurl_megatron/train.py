@@ -1,0 +1,247 @@
+"""The training loop; every learner rank runs it. Global rank 0 talks to the servers.
+
+Where it departs from the paper:
+- Rollouts are sampled by SGLang, not vLLM, and every publish is verified by checksums.
+- Eq. 13 and Eq. 14 are measured at every publish, over the quantised weights.
+- Full precision, when it comes to evaluation, is a BF16 server.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from qurl_megatron import device, uaq
+from qurl_megatron.batch import Prompt, TrainBatch
+from qurl_megatron.config import Config, ObjectiveConfig, load
+from qurl_megatron.data import load_prompts
+from qurl_megatron.evaluation import Evaluator
+from qurl_megatron.learner import Learner, Update
+from qurl_megatron.metrics import Clock, RunLog, StepMetrics
+from qurl_megatron.objective import policy_objective, rollout_statistics, token_weights
+from qurl_megatron.publish import Published, Publisher
+from qurl_megatron.rollout import RolloutClient, Server, load_servers, wait_ready
+from qurl_megatron.sampling import Sampler, SampleSummary
+from qurl_megatron.warmup import warm_up
+
+WARMUP_CHECK_PROBLEMS = 256  # of the training side, left out of all training
+
+
+def train(config: Config, servers: dict[str, list[Server]]) -> None:
+    """Run `config` to its end on `servers`, by set. Collective over all learner ranks."""
+    temperature = config.rollout.temperature
+    objective = Objective(config.objective)
+    with ExitStack() as stack:
+        parts = assemble(config, servers, stack)
+        learner, publisher, log = parts.learner, parts.publisher, parts.log
+
+        if config.warmup.max_steps:
+            warm_up(config, learner, parts.sampler.answers, parts.warmup_accuracy, log.say)
+        log.start(parts.held_out_accuracy())
+        publisher.publish()
+        for step in range(1, config.steps + 1):
+            clock = Clock()
+            with clock("rollout"):
+                batch, summary = parts.sampler.sample()
+            with clock("proximal"):
+                batch.proximal_logprobs, entropy = learner.logprobs_and_entropy(
+                    batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
+                )
+            with clock("update"):
+                updates = [
+                    learner.update(minibatch, weights, objective, temperature=temperature)
+                    for minibatch, weights in minibatches(config, batch)
+                ]
+            with clock("publish"):
+                published = publisher.publish()
+            metrics = step_metrics(config, step, batch, summary, entropy, updates, published, clock)
+            log.write(metrics, parts.held_out_accuracy() if is_evaluated(config, step) else None)
+            if device.from_rank_zero(log.time_is_up):
+                break
+        log.finish(parts.held_out_accuracy())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss function the learner minimises: QuRL's objective with a run's settings."""
+
+    config: ObjectiveConfig
+
+    def __call__(
+        self,
+        current_logprobs: Tensor,
+        entropy: Tensor,
+        batch: TrainBatch,
+        loss_weights: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.proximal_logprobs is not None
+        output = policy_objective(
+            current_logprobs,
+            batch.proximal_logprobs,
+            batch.behaviour_logprobs,
+            batch.advantages,
+            loss_weights,
+            objective=self.config.objective,
+            eps_low=self.config.eps_low,
+            eps_high=self.config.eps_high,
+            ratio_cap=self.config.ratio_cap,
+        )
+        moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
+        moved = moved.where(loss_weights > 0, 0).sum()
+        return output.loss, {**output.stats, "current_proximal_abs_diff": moved}
+
+
+def minibatches(config: Config, batch: TrainBatch) -> Iterator[tuple[TrainBatch, Tensor]]:
+    """Equal parts of the batch, in order, with their loss weights."""
+    rows = len(batch) // config.optimizer.minibatches_per_step
+    for start in range(0, len(batch), rows):
+        minibatch = batch.rows(slice(start, start + rows))
+        yield minibatch, token_weights(minibatch.loss_mask, config.objective.aggregation)
+
+
+def is_evaluated(config: Config, step: int) -> bool:
+    every = config.evaluation.every_steps
+    return every > 0 and step % every == 0
+
+
+def step_metrics(
+    config: Config,
+    step: int,
+    batch: TrainBatch,
+    summary: SampleSummary,
+    entropy: Tensor,
+    updates: list[Update],
+    published: Published,
+    clock: Clock,
+) -> StepMetrics:
+    assert batch.proximal_logprobs is not None
+    tokens = sum(update.stats["tokens"] for update in updates)
+    first = updates[0].stats
+    return StepMetrics(
+        step=step,
+        weight_version=published.version,
+        reward_mean=summary.reward_mean,
+        response_length_mean=summary.response_length_mean,
+        response_truncated_fraction=summary.response_truncated_fraction,
+        verifier_failures=summary.verifier_failures,
+        **rollout_statistics(
+            batch.proximal_logprobs,
+            batch.behaviour_logprobs,
+            batch.loss_mask,
+            config.objective.ratio_cap,
+        ),
+        acr_widened_fraction=sum(update.stats["acr_widened"] for update in updates) / tokens,
+        clip_fraction=sum(update.stats["clipped"] for update in updates) / tokens,
+        entropy=float(entropy[batch.loss_mask].mean()),
+        loss=fmean(update.loss for update in updates),
+        grad_norm=fmean(update.grad_norm for update in updates),
+        learning_rate=updates[-1].learning_rate,
+        current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
+        weight_update_norm=published.conversion.weight_update_norm,
+        weight_quant_error=published.conversion.weight_quant_error,
+        code_flip_fraction=published.conversion.code_flip_fraction,
+        time_rollout_s=clock.seconds["rollout"],
+        time_proximal_s=clock.seconds["proximal"],
+        time_update_s=clock.seconds["update"],
+        time_publish_s=clock.seconds["publish"],
+        publish_bytes=published.sent_bytes,
+        rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop works with. Prompts are on global rank 0 only."""
+
+    learner: Learner
+    publisher: Publisher
+    sampler: Sampler
+    evaluator: Evaluator | None
+    held_out: list[Prompt]
+    warmup_check: list[Prompt]
+    log: RunLog
+
+    def held_out_accuracy(self) -> float | None:
+        return self.evaluator.accuracy(self.held_out) if self.evaluator else None
+
+    def warmup_accuracy(self) -> float:
+        assert self.evaluator is not None  # `validate` refuses a warm-up without one
+        return self.evaluator.accuracy(self.warmup_check)
+
+
+def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack) -> Parts:
+    """Build every part; `stack` takes them down in the opposite order."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    training: list[Prompt] = []
+    held_out: list[Prompt] = []
+    if device.rank() == 0:
+        training, held_out = load_prompts(
+            config.data,
+            config.data_options,
+            tokenizer,
+            reward=config.reward,
+            held_out_fraction=config.evaluation.held_out_fraction,
+            max_prompt_length=config.rollout.max_prompt_length,
+            seed=config.seed,
+        )
+    check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
+    learner = Learner(
+        Path(config.model),
+        config.learner,
+        config.optimizer,
+        transform=uaq.transform(config.quantization.uaq_scale),
+    )
+    stack.enter_context(closing(learner))
+    log = RunLog(config, writes=device.rank() == 0)
+    stack.enter_context(closing(log))
+    if device.rank() == 0:
+        log.say("waiting for the servers")
+        for name, members in servers.items():
+            wait_ready(members, getattr(config, name).server.start_timeout_s)
+    clients = {name: RolloutClient(members, tokenizer) for name, members in servers.items()}
+
+    def publisher(name: str, weight_format: str) -> Publisher:
+        made = Publisher(
+            learner, servers[name], weight_format, config.quantization.bucket_bytes, name
+        )
+        return stack.enter_context(closing(made))
+
+    evaluator = None
+    if "evaluation" in servers:
+        evaluator = Evaluator(
+            publisher("evaluation", "bf16"),
+            clients["evaluation"],
+            config.reward,
+            config.rollout.max_response_length,
+        )
+    return Parts(
+        learner=learner,
+        publisher=publisher("rollout", config.quantization.format),
+        sampler=Sampler(config, clients["rollout"], training[check:], tokenizer),
+        evaluator=evaluator,
+        held_out=held_out[: config.evaluation.problems],
+        warmup_check=training[:check],
+        log=log,
+    )
+
+
+def main() -> None:
+    """`python -m qurl_megatron.train RUN_DIR`, once a learner rank, started by a launcher."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    run_dir = Path(sys.argv[1])
+    device.initialise_distributed()
+    train(load(run_dir / "config.yaml"), load_servers(run_dir / "servers.json"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Run a function on several ranks: real processes, gloo, one port of this call's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """`function(*args)` in `world_size` fresh processes; what each rank returned, in order.
+
+    The ranks find each other through torchrun's variables; `function` and its arguments travel by
+    pickle. The first rank that fails, fails the test with its traceback. No process outlives the
+    call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["qurl_megatron.learner"])  # seconds of imports, paid once
+    port = free_port()
+    receivers, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        process = context.Process(
+            target=_run, args=(sender, environment, function, args), daemon=True
+        )
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(receivers, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        pending = [r for rank, r in enumerate(receivers) if rank not in results]
+        ready = wait(pending, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            waiting = [rank for rank in range(len(receivers)) if rank not in results]
+            raise TimeoutError(f"ranks {waiting} did not finish within {timeout_s} s")
+        for receiver in ready:
+            rank = receivers.index(receiver)  # type: ignore[arg-type]
+            try:
+                failed, results[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if failed:
+                raise RuntimeError(f"rank {rank} failed:\n{results[rank]}")
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _run(
+    sender: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any
+) -> None:
+    os.environ.update(environment)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        # Plain pickle copies tensors; a Connection would share memory that dies with this process.
+        message = pickle.dumps((False, function(*args)))
+    except BaseException:
+        message = pickle.dumps((True, traceback.format_exc()))
+    sender.send_bytes(message)
