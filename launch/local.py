@@ -18,9 +18,9 @@ from qurl_megatron.rollout import (
     Server,
     die_with_parent,
     free_port,
-    log_tail,
     save_servers,
     start_server,
+    tail,
 )
 
 from qurl_megatron.config import Config
@@ -105,7 +105,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], servers: list[Server], logs: Pa
         codes = [rank.poll() for rank in ranks]
         dead = next((server for server in servers if not server.alive()), None)
         if dead is not None:
-            return _report(f"server {dead.url} died", dead.log_file)
+            return _report(f"server {dead.url} died", Path(dead.log_file))
         failed = next((rank for rank, code in enumerate(codes) if code), None)
         if failed is not None:
             return _report(
@@ -117,7 +117,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], servers: list[Server], logs: Pa
 
 
 def _report(what: str, log_file: Path) -> int:
-    print(f"\nqurl: {what}; the end of {log_file}:\n{log_tail(log_file)}", file=sys.stderr)
+    print(f"\nqurl: {what}; the end of {log_file}:\n{tail(log_file)}", file=sys.stderr)
     return 1
 
 

@@ -75,11 +75,8 @@ class Server:
 
     def failed(self, what: str) -> ServerFailed:
         """The exception for what went wrong, with the end of the log."""
-        return ServerFailed(f"server {self.url} {what}; {self.log_file} ends:\n{self.log_tail()}")
-
-    def log_tail(self) -> str:
-        lines = Path(self.log_file).read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        log = Path(self.log_file)
+        return ServerFailed(f"server {self.url} {what}; {log} ends:\n{tail(log)}")
 
 
 def start_server(
@@ -320,6 +317,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
+
+
+def tail(log_file: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
 def die_with_parent() -> None:

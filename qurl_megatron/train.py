@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device, uaq
 from qurl_megatron.batch import Prompt, TrainBatch
-from qurl_megatron.config import Config, ObjectiveConfig, load
+from qurl_megatron.config import Config, ObjectiveConfig, WeightFormat, load
 from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
 from qurl_megatron.learner import Learner, Update
@@ -207,9 +207,12 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         log.say("waiting for the servers")
         for name, members in servers.items():
             wait_ready(members, getattr(config, name).server.start_timeout_s)
-    clients = {name: RolloutClient(members, tokenizer) for name, members in servers.items()}
+    clients = {
+        name: RolloutClient(members, tokenizer, learner.architecture.eos_token_ids)
+        for name, members in servers.items()
+    }
 
-    def publisher(name: str, weight_format: str) -> Publisher:
+    def publisher(name: str, weight_format: WeightFormat) -> Publisher:
         made = Publisher(
             learner, servers[name], weight_format, config.quantization.bucket_bytes, name
         )

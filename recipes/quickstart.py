@@ -63,7 +63,7 @@ def build_model(directory: Path, seed: int) -> None:
         merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]  # every byte has a token
     )
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in _TEMPLATE])
     tokenizer.save_pretrained(directory)

@@ -2,12 +2,8 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds the reloadable
-quantised linear layers `qurl_int8` and `qurl_fp8`, the attention backend `qurl_cpu` and the weight
-checksums. Importing this package does nothing.
+quantised linear layers `qurl_int8` and `qurl_fp8` and the weight checksums. Importing this package does nothing.
 """
-
-from typing import Any
-
 
 def activate_cpu_platform() -> str | None:
     """The platform's class by name, or None where SGLang has a GPU to run on."""
@@ -20,12 +16,8 @@ def activate_cpu_platform() -> str | None:
 
 def register() -> None:
     """Tell SGLang what this package adds. Called once a process, before a model is built."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
-    from sglang.srt.server_args import (
-        add_attention_backend_choices,
-        add_quantization_method_choices,
-    )
+    from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.sglang_plugin import linear
 
@@ -39,13 +31,3 @@ def register() -> None:
     from qurl_megatron.sglang_plugin import verify
 
     WeightChecker._compute_checksum = verify.compute_checksum
-
-    add_attention_backend_choices(["qurl_cpu"])
-    register_attention_backend("qurl_cpu")(build_attention_backend)
-
-
-def build_attention_backend(runner: Any) -> Any:
-    """The backend for `--attention-backend qurl_cpu`; imported only where it is asked for."""
-    from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
-
-    return BatchedAttentionBackend(runner)

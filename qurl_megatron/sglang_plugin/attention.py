@@ -8,6 +8,7 @@ a sequence that has no queries, and decoding is a batch with one query a sequenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,19 +94,18 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
         self.runs = plan_runs(slots[:, : int(lengths.max())].long(), lengths, num_new)
 
-    def _run_sdpa(
-        self, query: Tensor, output: Tensor, keys: Tensor, values: Tensor, *_: Any, **options: Any
-    ) -> Tensor:
+    def _run_sdpa_forward_extend(self, *tensors: Tensor, **options: Any) -> Tensor:
+        return self._attend(super()._run_sdpa_forward_extend, *tensors, **options)
+
+    def _run_sdpa_forward_decode(self, *tensors: Tensor, **options: Any) -> Tensor:
+        return self._attend(super()._run_sdpa_forward_decode, *tensors, **options)
+
+    def _attend(self, one_by_one: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
         if options["is_cross_attn"] or options["sliding_window_size"] is not None:
-            raise NotImplementedError(
-                "qurl_cpu attention is causal over the whole sequence; for sliding windows and "
-                "cross-attention use --attention-backend torch_native"
-            )
+            return one_by_one(*tensors, **options)
+        query, output, keys, values, *_ = tensors
         for run in self.runs:
             output[run.tokens] = attend(
                 query[run.tokens], keys, values, run, options["scaling"]
             ).to(output.dtype)
         return output
-
-    _run_sdpa_forward_extend = _run_sdpa
-    _run_sdpa_forward_decode = _run_sdpa

@@ -158,9 +158,7 @@ class QurlConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> QurlConfig:
         return cls()
 
-    def get_quant_method(
-        self, layer: torch.nn.Module, prefix: str
-    ) -> QuantisedLinearMethod | None:
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod | None:
         """Linear layers are quantised; embeddings, norms and lm_head stay as they are."""
         return self.linear_method() if isinstance(layer, LinearBase) else None
 

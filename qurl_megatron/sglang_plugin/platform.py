@@ -22,6 +22,14 @@ class CpuPlatform(SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
+    def init_backend(self) -> None:
+        """Put this package's batched attention in the place of SGLang's loop over sequences."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
+
+        register_attention_backend("torch_native")(BatchedAttentionBackend)
+
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return psutil.virtual_memory().total
 
@@ -43,7 +51,7 @@ class CpuPlatform(SRTPlatform):
         return "gloo"
 
     def get_default_attention_backend(self) -> str:
-        return "qurl_cpu"
+        return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"  # a few helper functions; compiling them takes the first request 40 s

@@ -1,0 +1,183 @@
+"""What is read from config.json, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qurl_megatron.architecture import Architecture, ArchitectureError, Llama3RopeScaling
+
+OLD_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 7,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def written(directory: Path, **changes: Any) -> Path:
+    config = {k: v for k, v in {**OLD_LLAMA, **changes}.items() if v != "absent"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_an_old_config_is_read(tmp_path):
+    assert Architecture.from_directory(written(tmp_path)) == Architecture(
+        family="llama",
+        num_layers=6,
+        hidden_size=48,
+        intermediate_size=80,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=4,
+        vocab_size=131,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        qk_norm=False,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        eos_token_ids=(7,),
+    )
+
+
+def test_transformers_5_spelling_means_the_same(tmp_path):
+    old = Architecture.from_directory(written(tmp_path))
+    new = written(
+        tmp_path,
+        rope_theta="absent",
+        torch_dtype="absent",
+        dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        layer_types=["full_attention"] * 6,
+    )
+    assert Architecture.from_directory(new) == old
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_what_transformers_writes_is_read_back(tmp_path, family):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        family, num_attention_heads=12, num_key_value_heads=4, head_dim=20, hidden_size=96
+    )
+    config.architectures = [f"{family.capitalize()}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    architecture = Architecture.from_directory(tmp_path)
+    assert architecture.family == family
+    assert architecture.head_dim == 20
+    assert architecture.qkv_bias == (family == "qwen2")
+    assert architecture.qk_norm == (family == "qwen3")
+    assert architecture.rope_theta == config.rope_parameters["rope_theta"]
+    assert architecture.rms_norm_eps == config.rms_norm_eps
+    assert architecture.tie_word_embeddings == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_scaling": LLAMA3_SCALING},
+        {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 500000.0}, "rope_theta": "absent"},
+    ],
+    ids=["old", "transformers 5"],
+)
+def test_llama3_rope_scaling_is_read(tmp_path, spelling):
+    architecture = Architecture.from_directory(written(tmp_path, **spelling))
+    assert architecture.rope_theta == 500000.0
+    assert architecture.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
+
+
+def test_end_of_sequence_tokens_are_those_of_the_generation_config(tmp_path):
+    written(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
+    assert Architecture.from_directory(tmp_path).eos_token_ids == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'.*Qwen2ForCausalLM"),
+        ({"architectures": None}, r"\(none\)"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "low_freq_factor"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"hidden_size": "absent"}, "'hidden_size'"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "sliding window"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 5}, "sliding"),
+    ],
+)
+def test_what_the_learner_lacks_is_refused_by_name(tmp_path, changes, words):
+    with pytest.raises(ArchitectureError, match=words) as refusal:
+        Architecture.from_directory(written(tmp_path, **changes))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 5},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
+    ],
+)
+def test_a_sliding_window_no_layer_uses_is_accepted(tmp_path, unused):
+    Architecture.from_directory(written(tmp_path, **unused))
+
+
+def test_a_missing_or_broken_directory_is_named(tmp_path):
+    with pytest.raises(ArchitectureError, match="nowhere' does not exist"):
+        Architecture.from_directory(tmp_path / "nowhere")
+    with pytest.raises(ArchitectureError, match="no config.json"):
+        Architecture.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ArchitectureError, match="not JSON"):
+        Architecture.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "words"),
+    [
+        (5, 1, "12 attention heads .* tensor_parallel_size=5; .* 1, 2, 3, 4, 6, 12"),
+        (3, 1, "4 key-value heads .* tensor_parallel_size=3; .* 1, 2, 4$"),
+        (0, 1, "tensor_parallel_size=0"),
+        (1, 4, "6 layers .* pipeline_parallel_size=4; .* 1, 2, 3, 6$"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused_with_what_would(
+    tmp_path, tensor, pipeline, words
+):
+    with pytest.raises(ArchitectureError, match=words):
+        Architecture.from_directory(written(tmp_path)).check_layout(tensor, pipeline)
+
+
+def test_intermediate_channels_and_tiny_vocabularies_count_too(tmp_path):
+    with pytest.raises(ArchitectureError, match="82 intermediate channels"):
+        Architecture.from_directory(written(tmp_path, intermediate_size=82)).check_layout(4, 1)
+    with pytest.raises(ArchitectureError, match="vocabulary of 5"):
+        Architecture.from_directory(written(tmp_path, vocab_size=5)).check_layout(4, 1)
+
+
+def test_the_vocabulary_is_padded_to_equal_shares(tmp_path):
+    architecture = Architecture.from_directory(written(tmp_path))
+    assert [architecture.padded_vocab_size(n) for n in (1, 2, 4)] == [131, 132, 132]
