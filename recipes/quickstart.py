@@ -77,7 +77,7 @@ def build_model(directory: Path, seed: int) -> None:
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=64,
+            max_position_embeddings=2048,
             initializer_range=0.05,  # of a narrow model: 0.02 leaves it flat for hundreds of steps
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,

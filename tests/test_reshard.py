@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from qurl_megatron.checksum import checksum
 from safetensors.torch import load_file
 from torch import Tensor
 
 from distributed import run_ranks
 from qurl_megatron import quantize, uaq
+from qurl_megatron.checksum import checksum
 from qurl_megatron.config import LearnerConfig, OptimizerConfig
 from qurl_megatron.learner import Learner
 from qurl_megatron.quantize import NonFiniteWeight

@@ -1,0 +1,197 @@
+"""`qurl train` as a user runs it: the real learner, real servers, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import psutil
+import pytest
+import reasoning_gym
+
+from qurl_megatron.config import load
+from qurl_megatron.metrics import StepMetrics
+
+QURL = Path(sys.executable).with_name("qurl")
+SMALL = [
+    "name=run",
+    "steps=2",
+    "rollout.prompts_per_step=8",
+    "rollout.completions_per_prompt=4",
+    "warmup.max_steps=0",
+    "evaluation.problems=0",
+]
+TIMEOUT_S = 240.0
+
+
+class Run:
+    """A `qurl train` in a directory of its own, with every process it ever started."""
+
+    def __init__(self, directory: Path, *words: str) -> None:
+        self.run_dir = directory / "runs" / "run"
+        self.output = directory / "output"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [QURL, "train", *words], cwd=directory, stdout=output, stderr=subprocess.STDOUT
+            )
+        self.started: set[psutil.Process] = set()
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str) -> None:
+        """Return when the output matches; fail when the run ends before."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not re.search(pattern, self.text()):
+            assert self.poll() is None, f"ended before {pattern!r}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in time:\n{self.text()}"
+            time.sleep(0.1)
+
+    def poll(self) -> int | None:
+        if self.process.poll() is None:
+            main = psutil.Process(self.process.pid)
+            self.started.update(main.children(recursive=True))
+        return self.process.returncode
+
+    def exit_code(self) -> int:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"did not end:\n{self.text()}"
+            time.sleep(0.1)
+        return self.process.returncode
+
+    def survivors(self) -> list[psutil.Process]:
+        return [process for process in self.started if process.is_running()]
+
+    def find(self, word: str) -> psutil.Process:
+        """The process of this run with `word` in its name or command line."""
+        self.poll()
+        (found,) = [p for p in self.started if word in p.name() or word in " ".join(p.cmdline())]
+        return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    runs: list[Run] = []
+
+    def starter(*words: str) -> Run:
+        runs.append(Run(tmp_path, *words))
+        return runs[-1]
+
+    yield starter
+    for run in runs:
+        if run.poll() is None:
+            run.process.terminate()
+            run.process.wait(60)
+
+
+def metrics_of(run: Run) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
+    run = start(
+        "quickstart",
+        *SMALL,
+        "warmup.max_steps=4",
+        "warmup.check_every_steps=2",
+        "warmup.target_accuracy=0.99",
+        "evaluation.problems=32",
+        "evaluation.every_steps=2",
+    )
+    assert run.exit_code() == 0, run.text()
+    assert run.survivors() == []
+    assert load(run.run_dir / "config.yaml").steps == 2
+
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert [step["weight_version"] for step in steps] == [2, 3]
+    assert [step["held_out_accuracy"] is None for step in steps] == [True, False]
+    for step in steps:
+        assert step.keys() == {field.name for field in fields(StepMetrics)}
+        assert step["current_proximal_abs_diff"] < 1e-5
+        assert 0 < step["logprob_abs_diff"] < 0.1
+        assert 1e-6 < step["weight_quant_error"] < 1e-3
+        assert step["publish_bytes"] > 1_000_000
+    for shown in (
+        "warm-up step 4",
+        "held-out accuracy after",
+        "weight versions published",
+        "bytes",
+    ):
+        assert shown in run.text()
+
+
+def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -> None:
+    from recipes import quickstart
+
+    quickstart.build_model(tmp_path / "model", seed=0)
+    tasks = reasoning_gym.create_dataset("number_sorting", size=500, seed=0, max_numbers=3)
+    with (tmp_path / "problems.jsonl").open("w") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in tasks)
+    run = start(
+        "grpo",
+        f"model={tmp_path / 'model'}",
+        f"data={tmp_path / 'problems.jsonl'}",
+        "reward=reasoning_gym",
+        *SMALL,
+        "quantization.format=fp8",
+        "rollout.max_prompt_length=1024",
+        "rollout.max_response_length=8",
+        "rollout.server.mem_fraction_static=0.2",
+        "rollout.server.max_total_tokens=16384",
+    )
+    assert run.exit_code() == 0, run.text()
+    assert len(metrics_of(run)) == 2
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize("moment", ["waiting for the servers", r"step 1/"])
+def test_ctrl_c_ends_every_process(start, moment: str) -> None:
+    run = start("quickstart", *SMALL, "steps=1000")
+    run.wait_for(moment)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.exit_code() == 130
+    assert "interrupted" in run.text()
+    assert run.survivors() == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [("sglang::scheduler", "server http://127.0.0.1"), ("qurl_megatron.train", "learner rank")],
+)
+def test_a_crash_of_either_side_ends_the_run_with_its_reason(
+    start, victim: str, reason: str
+) -> None:
+    run = start("quickstart", *SMALL, "steps=1000", "learner.tensor_parallel_size=1")
+    run.wait_for(r"step 1/")
+    run.find(victim).kill()
+    assert run.exit_code() == 1
+    assert reason in run.text()
+    assert run.survivors() == []
+
+
+def test_the_kernel_ends_every_process_of_a_killed_launcher(start) -> None:
+    run = start("quickstart", *SMALL)
+    run.wait_for("waiting for the servers")
+    run.poll()
+    run.process.kill()
+    run.process.wait()
+    _, alive = psutil.wait_procs(run.survivors(), timeout=30)
+    assert alive == []
+
+
+def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(start) -> None:
+    run = start("quickstart", *SMALL, "rollout.server.mem_fraction_static=0.000001")
+    assert run.exit_code() == 1
+    assert "server_rollout.log" in run.text()
+    assert "memory" in run.text().lower()
+    assert run.survivors() == []
