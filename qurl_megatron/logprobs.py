@@ -90,7 +90,7 @@ class _LogProbs(torch.autograd.Function):
         if group.size() > 1:
             every = own.new_empty((4 * group.size(), len(targets)))
             dist.all_gather_into_tensor(every, own, group=group)
-        every = every.view(-1, *own.shape)
+        every = every.view(group.size(), *own.shape)
         maxima, sums, weighted_sums, target_logits = every.unbind(1)  # each [ranks, tokens]
         maximum = maxima.amax(0)
         below = maxima - maximum  # <= 0

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
+import secrets
 import shutil
 import signal
 import socket
@@ -36,6 +37,8 @@ HOST = "127.0.0.1"
 POLL_S = 0.2
 CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
 LOG_TAIL_LINES = 20
+LOG_LINE_LENGTH = 500
+PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # SGLang leaves a request this many fewer tokens than its context has.
 CONTEXT_RESERVE = 2
@@ -112,6 +115,8 @@ def start_server(
         "max-running-requests": server.max_running_requests,
         "context-length": context_length + CONTEXT_RESERVE,
         "random-seed": seed,
+        "weight-version": 0,
+        "log-level-http": "warning",
     }
     flags = ["--skip-tokenizer-init"]  # prompts and completions travel as tokens
     if server.max_total_tokens is not None:
@@ -119,11 +124,17 @@ def start_server(
     if weight_format != "bf16":
         arguments["quantization"] = f"qurl_{weight_format}"
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
-    additions = {"TMPDIR": scratch_dir}
+    additions = {
+        "TMPDIR": scratch_dir,
+        # A crashed server would diagnose itself for over a minute before it ends.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    }
     if device.accelerator() == "cpu":
         arguments["device"] = "cpu"
-        # An idle scheduler would poll, and take a core from the learner.
-        flags += ["--disable-overlap-schedule", "--sleep-on-idle"]
+        # An idle scheduler would poll, and take a core from the learner. Logits in float32 are
+        # faster than in bfloat16 here, and better.
+        flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--enable-fp32-lm-head"]
         additions["SGLANG_PLATFORM"] = "qurl_cpu"
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
@@ -326,15 +337,22 @@ class ServerControl:
 
 
 def free_port() -> int:
-    """A port of this machine nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """A port of this machine nobody uses now, drawn from those no outgoing connection will take.
+
+    A server binds its ports many seconds after they are chosen; the kernel could hand one it chose
+    itself to anybody else in between.
+    """
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def tail(log_file: Path) -> str:
-    """The last lines of a log."""
-    return "\n".join(log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    """The last lines of a log, shortened: SGLang prints all its settings on one."""
+    lines = log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join(line[:LOG_LINE_LENGTH] for line in lines)
 
 
 def die_with_parent() -> None:

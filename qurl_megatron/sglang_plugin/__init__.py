@@ -2,8 +2,10 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds the reloadable
-quantised linear layers `qurl_int8` and `qurl_fp8` and the weight checksums. Importing this package does nothing.
+quantised linear layers `qurl_int8` and `qurl_fp8` and the weight checksums. Importing this package
+does nothing.
 """
+
 
 def activate_cpu_platform() -> str | None:
     """The platform's class by name, or None where SGLang has a GPU to run on."""
@@ -17,17 +19,18 @@ def activate_cpu_platform() -> str | None:
 def register() -> None:
     """Tell SGLang what this package adds. Called once a process, before a model is built."""
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices
 
-    from qurl_megatron.sglang_plugin import linear
+    from qurl_megatron.sglang_plugin import linear, platform, verify
 
     configs = {config.get_name(): config for config in (linear.Int8Config, linear.Fp8Config)}
     BASE_QUANTIZATION_METHODS.update(configs)
     QUANTIZATION_METHODS.update(configs)
     add_quantization_method_choices(list(configs))
-
-    from sglang.srt.utils.weight_checker import WeightChecker
-
-    from qurl_megatron.sglang_plugin import verify
-
-    WeightChecker._compute_checksum = verify.compute_checksum
+    replacements = {
+        "utils.weight_checker.WeightChecker._compute_checksum": verify.compute_checksum,
+        "configs.update_config.adjust_config_with_unaligned_cpu_tp": platform.keep_model_config,
+    }
+    for name, function in replacements.items():
+        HookRegistry.register(f"sglang.srt.{name}", function, HookType.REPLACE)

@@ -100,7 +100,9 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
     def _run_sdpa_forward_decode(self, *tensors: Tensor, **options: Any) -> Tensor:
         return self._attend(super()._run_sdpa_forward_decode, *tensors, **options)
 
-    def _attend(self, one_by_one: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+    def _attend(
+        self, one_by_one: Callable[..., Tensor], *tensors: Tensor, **options: Any
+    ) -> Tensor:
         if options["is_cross_attn"] or options["sliding_window_size"] is not None:
             return one_by_one(*tensors, **options)
         query, output, keys, values, *_ = tensors

@@ -23,12 +23,17 @@ class CpuPlatform(SRTPlatform):
     device_type = "cpu"
 
     def init_backend(self) -> None:
-        """Put this package's batched attention in the place of SGLang's loop over sequences."""
+        """Replace what the native path is slowest at, and keep NCCL out of tensor parallelism."""
+        from sglang.srt.distributed.device_communicators import pynccl
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
+        from qurl_megatron.sglang_plugin.linear import apply_unquantised
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
+        UnquantizedLinearMethod.apply = apply_unquantised
+        pynccl.NCCLLibrary = no_nccl
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return psutil.virtual_memory().total
@@ -72,3 +77,16 @@ def build_allocator(size: int, page_size: int, **options: Any) -> Any:
     if page_size != 1:
         raise ValueError(f"page_size {page_size}: the qurl_cpu platform has pages of 1 token")
     return TokenToKVPoolAllocator(size, **options)
+
+
+def no_nccl(path: str | None = None) -> None:
+    """Stands in for the library, which is installed but of no use; its users then do without."""
+    raise OSError("NCCL needs a GPU")
+
+
+def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Stands in for what pads heads and widths that `tp_size` does not divide.
+
+    It runs on every CPU, but only SGLang's own CPU engine can load weights into the padded shapes.
+    """
+    return model_config

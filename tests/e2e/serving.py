@@ -1,0 +1,166 @@
+"""What the tests of a real server share: a sender of weights and a reference computation."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from qurl_megatron.config import WeightFormat
+from qurl_megatron.quantize import quantise
+from qurl_megatron.rollout import Server, ServerControl, free_port
+
+LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+Weights = dict[str, Tensor]
+
+
+def weights_of(model_dir: Path, weight_format: WeightFormat) -> Weights:
+    """A Hugging Face directory's tensors as they are sent: projections as codes and scales."""
+    sent: Weights = {}
+    for name, tensor in load_file(model_dir / "model.safetensors").items():
+        if weight_format != "bf16" and name.endswith("_proj.weight"):
+            sent[name], sent[f"{name}_scale"] = quantise(tensor, weight_format)
+        else:
+            sent[name] = tensor
+    return sent
+
+
+class Sender:
+    """Rank 0 of one server's process group for weights, as a learner would be."""
+
+    def __init__(self, server: Server) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        from sglang.srt.utils import init_custom_process_group
+
+        self.control = ServerControl(server)
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        port = free_port()
+        world_size = 1 + server.tensor_parallel_size
+        joining = self._thread.submit(
+            self.control.init_weights_group,
+            "127.0.0.1",
+            port,
+            rank_offset=1,
+            world_size=world_size,
+            group_name="test",
+            backend="gloo",
+        )
+        self._group = init_custom_process_group(
+            backend="gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=world_size,
+            rank=0,
+            group_name="test",
+        )
+        joining.result()
+
+    def send(self, weights: Weights, version: int = 1) -> None:
+        """Pause, replace these tensors, resume under `version`."""
+        # One flat buffer: wide elements first, so that each tensor begins at a multiple of its own.
+        ordered = sorted(weights.items(), key=lambda item: -item[1].element_size())
+        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for _, t in ordered])
+        self.control.pause()
+        receiving = self._thread.submit(
+            self.control.update_weights,
+            [name for name, _ in ordered],
+            [tensor.dtype for _, tensor in ordered],
+            [tensor.shape for _, tensor in ordered],
+            group_name="test",
+        )
+        torch.distributed.broadcast(flat, src=0, group=self._group)
+        receiving.result()
+        self.control.resume(version)
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group(self._group)
+        self._thread.shutdown()
+        self.control.close()
+
+
+class Reference:
+    """A Qwen2 in plain PyTorch on the very tensors a server was sent.
+
+    Activations are rounded to bfloat16 where the server rounds them: a difference there may flip an
+    activation's code, and then be seen in the log-probs as much as quantisation itself.
+    """
+
+    def __init__(self, model_dir: Path, weights: Weights, tensor_parallel_size: int = 1) -> None:
+        self._config = json.loads((model_dir / "config.json").read_text())
+        self._weights = weights
+        self._ranks = tensor_parallel_size
+
+    def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
+        """[response] float32, of the response's tokens over the full vocabulary."""
+        logits = self._logits(torch.tensor(prompt + response))[len(prompt) - 1 : -1]
+        scaled = (logits / temperature).log_softmax(-1)
+        return scaled.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """tokens [time] -> [time, vocabulary] float32."""
+        embedding = self._weights["model.embed_tokens.weight"]
+        stream, branch = torch.zeros((), dtype=torch.bfloat16), embedding[tokens]
+        for layer in range(self._config["num_hidden_layers"]):
+            path = f"model.layers.{layer}"
+            hidden, stream = self._add_and_norm(stream, branch, f"{path}.input_layernorm")
+            branch = self._attention(hidden, f"{path}.self_attn")
+            hidden, stream = self._add_and_norm(stream, branch, f"{path}.post_attention_layernorm")
+            gate = silu(self._linear(hidden, f"{path}.mlp.gate_proj"))
+            up = self._linear(hidden, f"{path}.mlp.up_proj")
+            branch = self._row_parallel(gate * up, f"{path}.mlp.down_proj")
+        hidden, _ = self._add_and_norm(stream, branch, "model.norm")
+        return hidden.float() @ self._weights.get("lm_head.weight", embedding).float().t()
+
+    def _add_and_norm(self, stream: Tensor, branch: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        total = stream.float() + branch.float()
+        variance = total.pow(2).mean(-1, keepdim=True)
+        normed = total * torch.rsqrt(variance + self._config["rms_norm_eps"])
+        return (normed * self._weights[f"{name}.weight"]).bfloat16(), total.bfloat16()
+
+    def _attention(self, hidden: Tensor, path: str) -> Tensor:
+        size = self._config["head_dim"]
+        query, key, value = (
+            self._linear(hidden, f"{path}.{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1)
+            for name in "qkv"
+        )
+        out = scaled_dot_product_attention(
+            self._rotate(query).float(),
+            self._rotate(key).float(),
+            value.float(),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return self._row_parallel(out.transpose(0, 1).flatten(1).bfloat16(), f"{path}.o_proj")
+
+    def _rotate(self, heads: Tensor) -> Tensor:
+        """heads [heads, time, head size], each turned by its position."""
+        size, theta = heads.shape[-1], self._config["rope_parameters"]["rope_theta"]
+        frequency = 1.0 / theta ** (torch.arange(0, size, 2) / size)
+        angle = torch.arange(heads.shape[1])[:, None] * frequency
+        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        left, right = heads.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+    def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
+        """x [time, in] -> [time, out]; the product in float64, from codes if there are scales."""
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        weight, x, scale = weight[:, columns], x.float(), self._weights.get(f"{name}.weight_scale")
+        if scale is None:
+            out = x.double() @ weight.double().t()
+        else:
+            x_scale = x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[weight.dtype]
+            codes = x / x_scale
+            codes = codes.round() if weight.dtype == torch.int8 else codes.to(weight.dtype)
+            out = codes.double() @ weight.double().t() * x_scale * scale.t()
+        return (out if bias is None else out + bias.double()).bfloat16()
+
+    def _row_parallel(self, x: Tensor, name: str) -> Tensor:
+        """Each rank quantises its part of x by itself, and rounds its part of the sum."""
+        width = x.shape[1] // self._ranks
+        columns = [slice(start, start + width) for start in range(0, x.shape[1], width)]
+        return torch.stack([self._linear(x[:, part], name, part) for part in columns]).sum(dim=0)

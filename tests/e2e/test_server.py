@@ -1,0 +1,352 @@
+"""The real SGLang server with this package's plugin, a format at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from serving import Reference, Sender, Weights, weights_of
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from qurl_megatron.batch import Completion, Prompt
+from qurl_megatron.checksum import checksum, combine
+from qurl_megatron.config import ServerConfig, WeightFormat
+from qurl_megatron.rollout import (
+    RolloutClient,
+    Server,
+    ServerControl,
+    ServerFailed,
+    free_port,
+    start_server,
+    wait_ready,
+)
+from tiny import EOS_TOKEN_ID, build_tiny_model
+
+torch.set_num_threads(1)
+
+START_TIMEOUT_S = 180.0
+CONTEXT_LENGTH = 256
+PROMPTS = [
+    Prompt(
+        id=str(row), question="", answer="", token_ids=[5 + 7 * row + 3 * i for i in range(9 + row)]
+    )
+    for row in range(4)
+]
+LOGPROB_TOLERANCE = 0.001  # mean |difference| of a log-prob
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A running server, its model and two sets of weights for it."""
+
+    weight_format: WeightFormat
+    server: Server
+    sender: Sender
+    client: RolloutClient
+    model_dirs: list[Path]
+    weights: list[Weights]
+
+    def generate(self, prompts: list[Prompt], temperature: float = 1.0) -> list[list[Completion]]:
+        return self.client.generate(
+            prompts, completions_per_prompt=2, temperature=temperature, max_response_length=24
+        )
+
+    def ask(self, token_ids: list[int], **sampling: Any) -> tuple[list[int], list[float], int]:
+        """Tokens, log-probs and the number of cached prompt tokens of one request."""
+        body = {"input_ids": token_ids, "return_logprob": True, "sampling_params": sampling}
+        response = httpx.post(
+            f"{self.server.url}/generate", json=body, timeout=60
+        ).raise_for_status()
+        answer = response.json()
+        meta = answer["meta_info"]
+        logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+        return answer["output_ids"], logprobs, meta["cached_tokens"]
+
+    def greedy(self) -> tuple[list[int], list[float], int]:
+        return self.ask(PROMPTS[3].token_ids, temperature=0, max_new_tokens=16, ignore_eos=True)
+
+
+def deploy(
+    directory: Path, weight_format: WeightFormat, tensor_parallel_size: int = 1, **model: Any
+) -> Iterator[Deployment]:
+    model_dirs = [
+        build_tiny_model(directory / name, seed=seed, **model) for seed, name in enumerate("ab")
+    ]
+    config = ServerConfig(
+        tensor_parallel_size=tensor_parallel_size, mem_fraction_static=0.3, max_total_tokens=8192
+    )
+    server = start_server(
+        model_dirs[0],
+        config,
+        weight_format,
+        context_length=CONTEXT_LENGTH,
+        log_file=directory / "server.log",
+        seed=0,
+    )
+    try:
+        wait_ready([server], START_TIMEOUT_S)
+        sender = Sender(server)
+        tokenizer = AutoTokenizer.from_pretrained(model_dirs[0])
+        yield Deployment(
+            weight_format,
+            server,
+            sender,
+            RolloutClient([server], tokenizer, [EOS_TOKEN_ID]),
+            model_dirs,
+            [weights_of(path, weight_format) for path in model_dirs],
+        )
+        sender.close()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module", params=["bf16", "int8", "fp8"])
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    yield from deploy(tmp_path_factory.mktemp(request.param), request.param, tied=True)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """INT8 on two tensor-parallel ranks that have to share one key-value head."""
+    yield from deploy(tmp_path_factory.mktemp("tp2"), "int8", 2, num_key_value_heads=1)
+
+
+def sampled(deployment: Deployment) -> list[tuple[list[int], list[int], Tensor]]:
+    """Prompts, responses and the server's log-probs of the responses, two a prompt."""
+    return [
+        (prompt.token_ids, completion.token_ids, torch.tensor(completion.behaviour_logprobs))
+        for prompt, group in zip(PROMPTS, deployment.generate(PROMPTS), strict=True)
+        for completion in group
+    ]
+
+
+def mean_difference(
+    rows: list[tuple[list[int], list[int], Tensor]], reference: Reference, temperature: float = 1.0
+) -> float:
+    """Mean |server - reference| of a token's log-prob."""
+    return (
+        torch.cat(
+            [
+                (logprobs - reference.logprobs(prompt, response, temperature)).abs()
+                for prompt, response, logprobs in rows
+            ]
+        )
+        .mean()
+        .item()
+    )
+
+
+def test_logprobs_are_those_of_the_codes_that_were_sent(deployment: Deployment) -> None:
+    deployment.sender.send(deployment.weights[0])
+    rows = sampled(deployment)
+    model_dir, own = deployment.model_dirs[0], deployment.weight_format
+    difference = {
+        weight_format: mean_difference(
+            rows, Reference(model_dir, weights_of(model_dir, weight_format))
+        )
+        for weight_format in ("bf16", "int8", "fp8")
+    }
+    print(f"{own} server, mean |log-prob difference| to references: {difference}")
+    assert difference.pop(own) < LOGPROB_TOLERANCE
+    assert min(difference.values()) > 3 * LOGPROB_TOLERANCE  # so it can tell formats apart
+
+
+def test_completions_carry_the_version_they_were_sampled_with(deployment: Deployment) -> None:
+    for version in (3, 4):
+        deployment.sender.send(deployment.weights[0], version)
+        groups = deployment.generate(PROMPTS)
+        assert {c.weight_version for group in groups for c in group} == {version}
+
+
+def test_a_completion_ends_at_a_stop_token_or_says_that_it_is_truncated(
+    deployment: Deployment,
+) -> None:
+    for completion in itertools.chain(*deployment.generate(PROMPTS, temperature=2.0)):
+        assert len(completion.token_ids) == len(completion.behaviour_logprobs)
+        assert EOS_TOKEN_ID not in completion.token_ids[:-1]
+        assert completion.truncated == (completion.token_ids[-1] != EOS_TOKEN_ID)
+        assert not completion.truncated or len(completion.token_ids) == 24
+
+
+def assert_reloads_bit_for_bit(deployment: Deployment, reloads: int) -> None:
+    seen = []
+    for reload in range(reloads):
+        deployment.sender.send(deployment.weights[reload % 2])
+        seen.append(deployment.greedy()[:2])
+    assert seen[0] != seen[1]
+    assert seen == seen[:2] * (reloads // 2)
+
+
+def test_weights_reload_any_number_of_times_bit_for_bit(deployment: Deployment) -> None:
+    assert_reloads_bit_for_bit(deployment, reloads=20)
+
+
+def test_the_prefix_cache_never_serves_old_weights(deployment: Deployment) -> None:
+    first, second = deployment.weights
+    deployment.sender.send(second)
+    *fresh, cached = deployment.greedy()
+    assert cached == 0
+
+    deployment.sender.send(first)
+    deployment.greedy()
+    *of_first, cached = deployment.greedy()
+    assert cached == len(PROMPTS[3].token_ids) - 1
+    deployment.sender.send(second)
+    *after_update, cached = deployment.greedy()
+    assert cached == 0
+    assert after_update == fresh != of_first
+
+
+def held_checksums(deployment: Deployment) -> dict[str, int]:
+    return combine(deployment.sender.control.checksums())
+
+
+def corrupt(weights: Weights, name: str) -> Weights:
+    """The same weights with the lowest bit of the last element of `name` flipped."""
+    memory = weights[name].clone().contiguous()
+    memory.view(-1).view(torch.uint8)[-memory.element_size()] ^= 1
+    return {**weights, name: memory}
+
+
+def assert_checksums_tell_what_is_held(deployment: Deployment) -> None:
+    for weights in deployment.weights:
+        deployment.sender.send(weights)
+        sent = {name: checksum(tensor) for name, tensor in weights.items()}
+        assert held_checksums(deployment) == sent
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
+        deployment.sender.send(corrupt(weights, name))
+        held = held_checksums(deployment)
+        assert {key for key in sent if held[key] != sent[key]} == {name}
+
+
+def test_the_server_tells_the_checksum_of_every_tensor_it_holds(deployment: Deployment) -> None:
+    assert_checksums_tell_what_is_held(deployment)
+
+
+def test_two_ranks_tell_the_checksums_of_full_tensors(two_ranks: Deployment) -> None:
+    assert_checksums_tell_what_is_held(two_ranks)
+
+
+def test_logprobs_are_at_the_temperature_over_the_full_vocabulary_whatever_top_p_is(
+    deployment: Deployment,
+) -> None:
+    deployment.sender.send(deployment.weights[0])
+    reference = Reference(deployment.model_dirs[0], deployment.weights[0])
+    sampling = {"temperature": 0.7, "top_p": 0.6, "max_new_tokens": 24, "ignore_eos": True}
+    rows = []
+    for prompt in PROMPTS:
+        response, logprobs, _ = deployment.ask(prompt.token_ids, **sampling)
+        rows.append((prompt.token_ids, response, torch.tensor(logprobs)))
+    # Renormalised over the nucleus they would be larger by up to -log(0.6) = 0.5.
+    assert mean_difference(rows, reference, temperature=0.7) < LOGPROB_TOLERANCE
+    assert mean_difference(rows, reference, temperature=1.0) > 10 * LOGPROB_TOLERANCE
+
+
+def test_two_ranks_compute_what_their_shards_say(two_ranks: Deployment) -> None:
+    two_ranks.sender.send(two_ranks.weights[0])
+    rows, model_dir, weights = sampled(two_ranks), two_ranks.model_dirs[0], two_ranks.weights[0]
+    # Each rank quantises its own part of the row-parallel layers' inputs.
+    shards = mean_difference(rows, Reference(model_dir, weights, tensor_parallel_size=2))
+    whole = mean_difference(rows, Reference(model_dir, weights, tensor_parallel_size=1))
+    print(f"two ranks, mean |log-prob difference|: to shards {shards}, to one rank {whole}")
+    assert shards < LOGPROB_TOLERANCE < whole / 2
+
+
+def test_two_ranks_reload_bit_for_bit(two_ranks: Deployment) -> None:
+    assert_reloads_bit_for_bit(two_ranks, reloads=6)
+
+
+def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
+    two_ranks: Deployment,
+) -> None:  # the last to use this server
+    main = psutil.Process(two_ranks.server.pid)
+    tree = [main, *main.children(recursive=True)]
+    scheduler = next(p for p in tree if "scheduler" in " ".join(p.cmdline()))
+    threading.Timer(1.0, scheduler.send_signal, [signal.SIGKILL]).start()
+    with pytest.raises(ServerFailed, match="(?s)broke off.*server.log ends:\n."):
+        for _ in range(1000):
+            two_ranks.generate(PROMPTS)
+    two_ranks.server.stop()
+    assert not psutil.wait_procs(tree, timeout=10)[1]
+
+
+def edit_config(model_dir: Path, **fields: Any) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    server = start_server(
+        tmp_path / "no-such-model",
+        ServerConfig(),
+        "int8",
+        context_length=64,
+        log_file=tmp_path / "server.log",
+        seed=0,
+    )
+    try:
+        with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):
+            wait_ready([server], START_TIMEOUT_S)
+    finally:
+        server.stop()
+
+
+# A process that starts a server from a checkpoint as anybody would, and then only waits.
+PARENT = """
+import subprocess, sys, time
+from qurl_megatron.rollout import die_with_parent
+command = [sys.executable, "-m", "sglang.launch_server", *sys.argv[1:]]
+server = subprocess.Popen(command, preexec_fn=die_with_parent)
+print(server.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_checkpoint_names_its_format_and_a_server_ends_with_its_parent(tmp_path: Path) -> None:
+    model_dir = build_tiny_model(tmp_path / "model")
+    weights = weights_of(model_dir, "int8")
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    edit_config(model_dir, quantization_config={"quant_method": "qurl_int8"})
+    port = free_port()
+    flags = f"--model-path {model_dir} --port {port} --device cpu --mem-fraction-static 0.3"
+    flags += " --max-total-tokens 1024 --disable-overlap-schedule --skip-tokenizer-init"
+    log_file = tmp_path / "server.log"
+    with log_file.open("w") as log:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, *flags.split()],
+            env={**os.environ, "SGLANG_PLATFORM": "qurl_cpu", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    tree = [psutil.Process(parent.pid)]
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        server = Server(f"http://127.0.0.1:{port}", pid, 1, str(log_file), str(tmp_path))
+        wait_ready([server], START_TIMEOUT_S)
+        tree += tree[0].children(recursive=True)
+        held = combine(ServerControl(server).checksums())
+        assert held == {name: checksum(tensor) for name, tensor in weights.items()}
+    finally:
+        parent.kill()
+        parent.wait()
+    survivors = psutil.wait_procs(tree, timeout=10)[1]
+    assert not survivors

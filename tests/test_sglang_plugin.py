@@ -1,0 +1,105 @@
+"""The plugin's arithmetic on its own; tests/e2e/test_server.py has it in a real server."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from qurl_megatron.sglang_plugin import attention
+from qurl_megatron.sglang_plugin.linear import (
+    Fp8LinearMethod,
+    Int8LinearMethod,
+    quantise_tokens,
+)
+
+NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
+
+
+def torch_native(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    num_new: torch.Tensor,
+) -> torch.Tensor:
+    """SGLang's loop over sequences, which this package's batched attention replaces."""
+    backend = object.__new__(TorchNativeAttnBackend)  # these methods use none of its state
+    return backend._run_sdpa_forward_extend(
+        query,
+        torch.empty_like(query),
+        keys,
+        values,
+        slots,
+        torch.arange(len(lengths)),
+        lengths,
+        lengths - num_new,
+        num_new,
+        scaling=HEAD_SIZE**-0.5,
+        enable_gqa=query.shape[1] != KEY_HEADS,
+        causal=True,
+    )
+
+
+@pytest.mark.parametrize("num_heads", [KEY_HEADS, 4 * KEY_HEADS])
+@pytest.mark.parametrize(
+    "num_new",
+    [[1, 1, 1, 1, 1], [31, 7, 64, 1, 12], [3, 1, 20, 1, 12]],
+    ids=["decode", "prefill", "behind a cached prefix"],
+)
+@pytest.mark.parametrize("largest_run", [1 << 20, 2000, 1])
+def test_batched_attention_equals_a_loop_over_sequences(
+    num_heads: int, num_new: list[int], largest_run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "LARGEST_RUN", largest_run)
+    torch.manual_seed(0)
+    lengths, new = torch.tensor([31, 7, 64, 1, 12]), torch.tensor(num_new)
+    slots = torch.randperm(NUM_SLOTS)[: 5 * 64].view(5, 64)
+    keys, values = torch.randn(2, NUM_SLOTS, KEY_HEADS, HEAD_SIZE)
+    query = torch.randn(sum(num_new), num_heads, HEAD_SIZE)
+
+    runs = attention.plan_runs(slots, lengths, new)
+    assert (len(runs) == 1) == (largest_run == 1 << 20 or new.max() * 64 * 5 <= largest_run)
+    out = torch.cat(
+        [attention.attend(query[run.tokens], keys, values, run, HEAD_SIZE**-0.5) for run in runs]
+    )
+    expected = torch_native(query, keys, values, slots, lengths, new)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [1, 63, 1024, 1025, 5000])
+def test_int8_products_are_those_of_the_integers(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    codes = torch.randint(-127, 128, (5, width), generator=generator)
+    weight = torch.randint(-127, 128, (7, width), generator=generator)
+    codes[0], weight[0] = 127, 127  # the largest sum there is
+    weight[1] = 127
+    weight[1, ::2] = 126  # odd sums, which float32 loses first
+    sums = Int8LinearMethod().sum_products(codes.float(), weight.to(torch.int8))
+    assert torch.equal(sums, (codes @ weight.t()).float())
+
+
+def test_tokens_are_quantised_one_by_one_half_to_even() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [-1.27, 0.4, 0.0, 1.0]])
+    codes, scale = quantise_tokens(x, torch.int8)
+    assert codes.tolist()[0] == [127, 0, 2, -2]
+    assert codes.tolist()[1] == [0, 0, 0, 0]
+    assert codes.tolist()[2] == [-127, 40, 0, 100]
+    assert scale[0] == 1
+
+
+@pytest.mark.parametrize("method", [Int8LinearMethod(), Fp8LinearMethod()])
+def test_a_layer_starts_with_weights_of_zero_and_never_replaces_a_parameter(
+    method: Int8LinearMethod | Fp8LinearMethod,
+) -> None:
+    layer = torch.nn.Module()
+    method.create_weights(
+        layer, 8, [4, 2], 8, 6, torch.bfloat16, weight_loader=lambda *arguments: None
+    )
+    weight, scale = layer.weight, layer.weight_scale
+    method.process_weights_after_loading(layer)
+    out = method.apply(layer, torch.ones(2, 3, 8, dtype=torch.bfloat16), torch.arange(6.0))
+    assert torch.equal(out, torch.arange(6.0, dtype=torch.bfloat16).expand(2, 3, 6))
+    assert layer.weight is weight and layer.weight_scale is scale
+    assert (weight.shape, scale.shape) == ((6, 8), (6, 1))
