@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from qurl_megatron.config import Config
 from qurl_megatron.rollout import (
     Server,
     die_with_parent,
@@ -22,8 +23,6 @@ from qurl_megatron.rollout import (
     start_server,
     tail,
 )
-
-from qurl_megatron.config import Config
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 20.0

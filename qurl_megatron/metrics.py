@@ -51,6 +51,19 @@ class StepMetrics:
     held_out_accuracy: float | None = None  # on steps that evaluate
 
 
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """summary.json: what a run came to."""
+
+    held_out_accuracy_before: float | None  # before the first RL step, in full precision
+    held_out_accuracy_after: float | None
+    steps: int
+    time_s: float  # of RL: without start-up and warm-up
+    weight_version: int  # published, to the rollout servers
+    time_publish_s_mean: float
+    publish_bytes: int
+
+
 class Clock:
     """Wall-clock seconds of a step's phases, by name."""
 
@@ -119,24 +132,36 @@ class RunLog:
         return limit_s is not None and time.perf_counter() - self._start > limit_s
 
     def finish(self, held_out_accuracy: float | None) -> None:
-        """End the display with what the run came to."""
+        """End the display with what the run came to; summary.json says the same."""
         if self._file is None:
             return
-        elapsed_s = time.perf_counter() - self._start
+        summary = RunSummary(
+            held_out_accuracy_before=self._accuracy_before,
+            held_out_accuracy_after=held_out_accuracy,
+            steps=len(self._steps),
+            time_s=time.perf_counter() - self._start,
+            weight_version=self._steps[-1].weight_version,
+            time_publish_s_mean=fmean(metrics.time_publish_s for metrics in self._steps),
+            publish_bytes=self._steps[-1].publish_bytes,
+        )
+        path = self._config.run_dir / "summary.json"
+        path.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
+        self._console.print(self._closing_table(summary))
+
+    def _closing_table(self, summary: RunSummary) -> Table:
         table = Table(title=str(self._config.run_dir), show_header=False)
-        if held_out_accuracy is not None and self._accuracy_before is not None:
-            gained = 100 * (held_out_accuracy - self._accuracy_before)
-            table.add_row("held-out accuracy before RL", f"{self._accuracy_before:.1%}")
-            table.add_row(
-                "held-out accuracy after", f"{held_out_accuracy:.1%} ({gained:+.1f} points)"
-            )
-        table.add_row("steps, RL time", f"{len(self._steps)}, {elapsed_s:.0f} s")
-        table.add_row("weight versions published", f"{self._steps[-1].weight_version}")
-        publish_s = fmean(metrics.time_publish_s for metrics in self._steps)
-        table.add_row("mean publish time", f"{publish_s:.3f} s")
-        table.add_row("bytes a publish", f"{self._steps[-1].publish_bytes:,}")
-        self._console.print(table)
+        before, after = summary.held_out_accuracy_before, summary.held_out_accuracy_after
+        if before is not None and after is not None:
+            table.add_row("held-out accuracy before RL", f"{before:.1%}")
+            table.add_row("held-out accuracy after", f"{after:.1%}")
+            table.add_row("gained", f"{100 * (after - before):+.1f} points")
+        table.add_row("steps", f"{summary.steps}")
+        table.add_row("time of RL", f"{summary.time_s:.0f} s")
+        table.add_row("weight versions published", f"{summary.weight_version}")
+        table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
+        table.add_row("bytes a publish", f"{summary.publish_bytes:,}")
+        return table
 
     def close(self) -> None:
         """Leave the display's last state on the screen."""

@@ -139,6 +139,6 @@ def _verify(control: ServerControl, sent: dict[str, int]) -> None:
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
         raise PublishError(
-            f"{control.server.url} does not hold the weights it was sent: {len(wrong)} of {len(sent)} "
-            f"checksums differ, first {wrong[0]}"
+            f"{control.server.url} does not hold the weights it was sent: {len(wrong)} of "
+            f"{len(sent)} checksums differ, first {wrong[0]}"
         )

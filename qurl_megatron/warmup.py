@@ -31,7 +31,7 @@ def warm_up(
     """
     warmup = config.warmup
     learner.reset_optimizer(
-        dataclasses.replace(config.optimizer, learning_rate=warmup.learning_rate, warmup_steps=0)
+        dataclasses.replace(config.optimizer, learning_rate=warmup.learning_rate)
     )
     for step in range(1, warmup.max_steps + 1):
         batch = next_batch()
