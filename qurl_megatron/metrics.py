@@ -102,7 +102,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """One line outside the display."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def start(self, held_out_accuracy: float | None) -> None:
         """RL begins now, with this accuracy."""

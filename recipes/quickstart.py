@@ -45,7 +45,7 @@ def recipe() -> Config:
             max_response_length=10,
             server=server,
         ),
-        warmup=WarmupConfig(max_steps=300, target_accuracy=0.35),
+        warmup=WarmupConfig(max_steps=300, target_accuracy=0.35, check_every_steps=20),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
     )
 

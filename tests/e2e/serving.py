@@ -39,6 +39,7 @@ class Sender:
         from sglang.srt.utils import init_custom_process_group
 
         self.control = ServerControl(server)
+        self._group_name = server.url  # unique among the groups of this process
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         world_size = 1 + server.tensor_parallel_size
@@ -48,7 +49,7 @@ class Sender:
             port,
             rank_offset=1,
             world_size=world_size,
-            group_name="test",
+            group_name=self._group_name,
             backend="gloo",
         )
         self._group = init_custom_process_group(
@@ -56,7 +57,7 @@ class Sender:
             init_method=f"tcp://127.0.0.1:{port}",
             world_size=world_size,
             rank=0,
-            group_name="test",
+            group_name=self._group_name,
         )
         joining.result()
 
@@ -71,7 +72,7 @@ class Sender:
             [name for name, _ in ordered],
             [tensor.dtype for _, tensor in ordered],
             [tensor.shape for _, tensor in ordered],
-            group_name="test",
+            group_name=self._group_name,
         )
         torch.distributed.broadcast(flat, src=0, group=self._group)
         receiving.result()

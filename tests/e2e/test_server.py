@@ -88,7 +88,10 @@ def deploy(
         build_tiny_model(directory / name, seed=seed, **model) for seed, name in enumerate("ab")
     ]
     config = ServerConfig(
-        tensor_parallel_size=tensor_parallel_size, mem_fraction_static=0.3, max_total_tokens=8192
+        tensor_parallel_size=tensor_parallel_size,
+        threads=1,
+        mem_fraction_static=0.3,
+        max_total_tokens=8192,
     )
     server = start_server(
         model_dirs[0],
