@@ -92,7 +92,7 @@ class ServerConfig:
     mem_fraction_static: Fraction = 0.85  # of device memory, for weights and KV cache
     max_running_requests: Count = 256
     max_total_tokens: Count | None = None  # KV cache slots; None lets SGLang fill its memory
-    threads: Count = 2  # CPU threads of the server, on a machine without a GPU
+    threads: Count = 1  # of each rank without a GPU; more spin against whatever else runs there
     start_timeout_s: Positive = 600.0
 
 

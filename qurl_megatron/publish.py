@@ -75,7 +75,7 @@ class Publisher:
             self._send(bucket)
             sent_bytes += bucket.flat.numel()
         conversion = self._converter.conversion
-        self._on_every_server(lambda control: _verify(control, conversion.checksums))
+        self._on_every_server(lambda control: verify(control, conversion.checksums))
         self._on_every_server(lambda control: control.resume(weight_version=self.version))
         return Published(self.version, sent_bytes, conversion)
 
@@ -83,6 +83,8 @@ class Publisher:
         """Leave the process group; the servers keep the last version."""
         if rank() == 0:
             dist.destroy_process_group(self._group)
+        for control in self._controls:
+            control.close()
         self._threads.shutdown()
 
     def _join(self, servers: list[Server]) -> dist.ProcessGroup:
@@ -134,8 +136,16 @@ class Publisher:
         return list(self._threads.map(action, self._controls))
 
 
-def _verify(control: ServerControl, sent: dict[str, int]) -> None:
-    held = checksum.combine(control.checksums())
+def verify(control: ServerControl, sent: dict[str, int]) -> None:
+    """Compare the checksums of what a server holds with those of what was `sent`, by name.
+
+    Raises:
+        PublishError: they differ; the first tensor that does is named.
+    """
+    try:
+        held = checksum.combine(control.checksums())
+    except ValueError as error:
+        raise PublishError(f"{control.server.url}: {error}") from None
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
         raise PublishError(

@@ -25,9 +25,7 @@ _TEMPLATE = ["Spell ", "this ", "word ", "backward ", "(example: ", "sun ", "-> 
 
 
 def recipe() -> Config:
-    server = ServerConfig(
-        mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768, threads=2
-    )
+    server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
     return Config(
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 3, "max_word_len": 8, "size": 20000},

@@ -71,7 +71,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale", scale)
 
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] bfloat16 -> [..., out] bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
         multiply = self.multiply_cuda if x.is_cuda else self.multiply_cpu
@@ -137,7 +137,7 @@ class Fp8LinearMethod(QuantisedLinearMethod):
 
 
 def apply_unquantised(
-    method: LinearMethodBase, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    method: LinearMethodBase, layer: Any, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """x [..., in] -> [..., out] of a layer that is not quantised, on a CPU; summed in float32.
 
