@@ -34,7 +34,11 @@ def run(config: Config) -> int:
     0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 1 when one of its processes
     died; the last lines of that process's log are then printed.
     """
-    signal.signal(signal.SIGTERM, _exit_on_terminate)
+    # Noted and not raised: an exception in the midst of starting a process would lose it.
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
+    print(f"run directory {config.run_dir}", flush=True)
     logs = config.run_dir / "logs"
     logs.mkdir()
     servers: dict[str, list[Server]] = {}
@@ -43,12 +47,10 @@ def run(config: Config) -> int:
         _start_servers(config, logs, servers)
         save_servers(servers, config.run_dir / "servers.json")
         _start_ranks(config, logs, ranks)
-        return _watch(ranks, [server for members in servers.values() for server in members], logs)
-    except KeyboardInterrupt:
-        print("\ninterrupted: stopping the learner and the servers", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _watch(
+            ranks, [one for members in servers.values() for one in members], logs, received
+        )
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave some behind
         _stop_ranks(ranks)
         for members in servers.values():
             for server in members:
@@ -98,9 +100,15 @@ def _start_ranks(config: Config, logs: Path, ranks: list[subprocess.Popen[bytes]
             )
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], servers: list[Server], logs: Path) -> int:
-    """Wait until every rank is done, or any process of the run has died."""
+def _watch(
+    ranks: list[subprocess.Popen[bytes]], servers: list[Server], logs: Path, received: list[int]
+) -> int:
+    """Wait until every rank is done, any process of the run has died, or a signal is received."""
     while True:
+        if received:
+            name = signal.Signals(received[0]).name
+            print(f"\ninterrupted by {name}: stopping the learner and the servers", file=sys.stderr)
+            return 128 + received[0]
         codes = [rank.poll() for rank in ranks]
         dead = next((server for server in servers if not server.alive()), None)
         if dead is not None:
@@ -134,7 +142,3 @@ def _stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 def _rank_log(logs: Path, rank: int) -> Path:
     return logs / f"learner_rank{rank}.log"
-
-
-def _exit_on_terminate(*_: object) -> None:
-    sys.exit(128 + signal.SIGTERM)

@@ -48,7 +48,6 @@ def train(
     except (ConfigError, DataError) as error:
         print(f"qurl: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"run directory {config.run_dir}", flush=True)
     sys.exit(local.run(config))
 
 

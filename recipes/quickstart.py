@@ -30,7 +30,7 @@ def recipe() -> Config:
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 3, "max_word_len": 8, "size": 20000},
         reward="reasoning_gym",
-        steps=120,
+        steps=110,
         learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=256),
         optimizer=OptimizerConfig(
             learning_rate=2e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from tiny import EOS_TOKEN_ID, build_tiny_model
 
 torch.set_num_threads(1)
 
+FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
 START_TIMEOUT_S = 180.0
 CONTEXT_LENGTH = 256
 PROMPTS = [
@@ -84,9 +86,11 @@ class Deployment:
         return self.ask(PROMPTS[3].token_ids, temperature=0, max_new_tokens=16, ignore_eos=True)
 
 
-def deploy(
+@contextmanager
+def launched(
     directory: Path, weight_format: WeightFormat, tensor_parallel_size: int = 1, **model: Any
-) -> Iterator[Deployment]:
+) -> Iterator[tuple[Server, list[Path]]]:
+    """A server on its way up, and two models of its shape."""
     model_dirs = [
         build_tiny_model(directory / name, seed=seed, **model) for seed, name in enumerate("ab")
     ]
@@ -105,33 +109,58 @@ def deploy(
         seed=0,
     )
     try:
-        wait_ready([server], START_TIMEOUT_S)
-        sender = Sender(server)
-        tokenizer = AutoTokenizer.from_pretrained(model_dirs[0])
-        yield Deployment(
-            weight_format,
-            server,
-            sender,
-            RolloutClient([server], tokenizer, [EOS_TOKEN_ID]),
-            model_dirs,
-            [weights_of(path, weight_format) for path in model_dirs],
-        )
-        sender.close()
+        yield server, model_dirs
     finally:
         server.stop()
 
 
-@pytest.fixture(scope="module", params=["bf16", "int8", "fp8"])
-def deployment(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+@contextmanager
+def joined(
+    server: Server, model_dirs: list[Path], weight_format: WeightFormat
 ) -> Iterator[Deployment]:
-    yield from deploy(tmp_path_factory.mktemp(request.param), request.param, tied=True)
+    """The same, up, with a sender of weights beside it."""
+    wait_ready([server], START_TIMEOUT_S)
+    sender = Sender(server)
+    yield Deployment(
+        weight_format,
+        server,
+        sender,
+        RolloutClient([server], AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
+        model_dirs,
+        [weights_of(path, weight_format) for path in model_dirs],
+    )
+    sender.close()
+
+
+@pytest.fixture(scope="module")
+def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployment]]:
+    """One server a format, started together: a start is mostly imports."""
+    with ExitStack() as stack:
+        starting = {
+            weight_format: stack.enter_context(
+                launched(tmp_path_factory.mktemp(weight_format), weight_format, tied=True)
+            )
+            for weight_format in FORMATS
+        }
+        yield {
+            weight_format: stack.enter_context(joined(*server, weight_format))
+            for weight_format, server in starting.items()
+        }
+
+
+@pytest.fixture(params=FORMATS)
+def deployment(request: pytest.FixtureRequest, deployments: dict[str, Deployment]) -> Deployment:
+    return deployments[request.param]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """INT8 on two tensor-parallel ranks that have to share one key-value head."""
-    yield from deploy(tmp_path_factory.mktemp("tp2"), "int8", 2, num_key_value_heads=1)
+    with (
+        launched(tmp_path_factory.mktemp("tp2"), "int8", 2, num_key_value_heads=1) as server,
+        joined(*server, "int8") as deployment,
+    ):
+        yield deployment
 
 
 def sampled(deployment: Deployment) -> list[tuple[list[int], list[int], Tensor]]:
