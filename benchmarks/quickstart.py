@@ -22,14 +22,14 @@ QURL = Path(sys.executable).with_name("qurl")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", default="runs")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
     print("seed  before   after    gain  steps  RL time  whole command  mean publish")
     gains = []
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
         name = f"quickstart-seed{seed}-{time.strftime('%H%M%S')}"
         start = time.perf_counter()
         words = [f"seed={seed}", f"name={name}", f"output_dir={arguments.output_dir}"]
