@@ -44,10 +44,8 @@ def main() -> None:
             f"{summary['time_publish_s_mean']:10.3f} s",
             flush=True,
         )
-    print(
-        f"gain {fmean(gains):+.1f} points, standard deviation {stdev(gains):.1f}, "
-        f"least {min(gains):+.1f}"
-    )
+    spread = f", standard deviation {stdev(gains):.1f}" if len(gains) > 1 else ""
+    print(f"gain {fmean(gains):+.1f} points{spread}, least {min(gains):+.1f}")
 
 
 if __name__ == "__main__":

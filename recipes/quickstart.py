@@ -1,7 +1,7 @@
 """The whole loop on a laptop: a 1.2M-parameter Qwen2 learns to spell words backward.
 
 Nothing is downloaded. The model starts from random weights, a short supervised phase brings it to
-about a third of the words, and QuRL takes it on from there. Task and verifier are reasoning-gym's
+about 30 % of the words, and QuRL takes it on from there. Task and verifier are reasoning-gym's
 `spell_backward`; held-out words are never trained on.
 """
 
@@ -30,7 +30,7 @@ def recipe() -> Config:
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 3, "max_word_len": 8, "size": 20000},
         reward="reasoning_gym",
-        steps=110,
+        steps=100,
         learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=256),
         optimizer=OptimizerConfig(
             learning_rate=2e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
@@ -43,7 +43,9 @@ def recipe() -> Config:
             max_response_length=10,
             server=server,
         ),
-        warmup=WarmupConfig(max_steps=300, target_accuracy=0.35, check_every_steps=20),
+        warmup=WarmupConfig(
+            max_steps=300, target_accuracy=0.3, learning_rate=1.3e-3, check_every_steps=20
+        ),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
     )
 
