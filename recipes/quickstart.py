@@ -43,9 +43,7 @@ def recipe() -> Config:
             max_response_length=10,
             server=server,
         ),
-        warmup=WarmupConfig(
-            max_steps=300, target_accuracy=0.3, learning_rate=1.3e-3, check_every_steps=20
-        ),
+        warmup=WarmupConfig(max_steps=300, target_accuracy=0.28, learning_rate=1.3e-3),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
     )
 
