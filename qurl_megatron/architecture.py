@@ -144,26 +144,71 @@ class Architecture:
         """
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
 
-    def check_layout(self, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    def check_layout(
+        self,
+        tensor_parallel_size: int,
+        pipeline_parallel_size: int,
+        virtual_pipeline_parallel_size: int = 1,
+        layers_in_last_pipeline_stage: int | None = None,
+    ) -> None:
         """Raise `ArchitectureError` if the model does not divide over these ranks."""
-        for what, number, field, size in (
-            ("attention heads", self.num_attention_heads, "tensor", tensor_parallel_size),
-            ("key-value heads", self.num_key_value_heads, "tensor", tensor_parallel_size),
-            ("intermediate channels", self.intermediate_size, "tensor", tensor_parallel_size),
-            ("layers", self.num_layers, "pipeline", pipeline_parallel_size),
+        # Ranks may share a key-value head, but not one and a half of them.
+        groups = self.num_key_value_heads
+        shares_heads = tensor_parallel_size > groups and tensor_parallel_size % groups == 0
+        for what, number, divides in (
+            ("attention heads", self.num_attention_heads, True),
+            ("key-value heads", groups, not shares_heads),
+            ("intermediate channels", self.intermediate_size, True),
         ):
-            if size < 1 or number % size:
-                divisors = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
+            if divides and number % tensor_parallel_size:
                 raise ArchitectureError(
-                    f"{number} {what} do not divide by {field}_parallel_size={size}; "
-                    f"sizes that divide them: {', '.join(divisors)}"
+                    f"{number} {what} do not divide by "
+                    f"tensor_parallel_size={tensor_parallel_size}; "
+                    f"sizes that divide them: {_divisors(number)}"
                 )
+        self._check_stages(
+            pipeline_parallel_size, virtual_pipeline_parallel_size, layers_in_last_pipeline_stage
+        )
         rows = self.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
         if rows * (tensor_parallel_size - 1) >= self.vocab_size:
             raise ArchitectureError(
                 f"a vocabulary of {self.vocab_size} tokens leaves a rank of "
                 f"tensor_parallel_size={tensor_parallel_size} without any; use fewer ranks"
             )
+
+    def _check_stages(self, stages: int, virtual_stages: int, in_last: int | None) -> None:
+        if virtual_stages > 1 and stages == 1:
+            raise ArchitectureError(
+                f"virtual_pipeline_parallel_size={virtual_stages} cuts pipeline stages, and "
+                "pipeline_parallel_size=1 has none; leave it at 1"
+            )
+        if in_last is None:
+            if stages < 1 or self.num_layers % stages:
+                raise ArchitectureError(
+                    f"{self.num_layers} layers do not divide by pipeline_parallel_size={stages}; "
+                    f"sizes that divide them: {_divisors(self.num_layers)}; or set "
+                    "layers_in_last_pipeline_stage"
+                )
+            per_stage = {self.num_layers // stages}
+        else:
+            others = self.num_layers - in_last
+            if stages == 1 or others <= 0 or others % (stages - 1):
+                raise ArchitectureError(
+                    f"layers_in_last_pipeline_stage={in_last} of {self.num_layers} leaves "
+                    f"{others} layers, which do not divide over the other {stages - 1} of "
+                    f"pipeline_parallel_size={stages}"
+                )
+            per_stage = {others // (stages - 1), in_last}
+        for layers in per_stage:
+            if layers % virtual_stages:
+                raise ArchitectureError(
+                    f"virtual_pipeline_parallel_size={virtual_stages} does not divide a stage's "
+                    f"{layers} layers; sizes that do: {_divisors(layers)}"
+                )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -40,15 +42,102 @@ def train(
 ) -> None:
     """Run a recipe on this machine: start its servers and learner ranks, and watch them."""
     from launch import local
+
+    with refusals():
+        config = prepare(recipe, overrides or [])
+    sys.exit(local.run(config))
+
+
+SourceDirectory = Annotated[
+    Path, typer.Argument(metavar="SRC", help="a Hugging Face directory: config.json, safetensors")
+]
+NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="a directory to be made")]
+
+
+@app.command()
+def quantize(
+    source: SourceDirectory,
+    destination: NewDirectory,
+    weight_format: Annotated[
+        str, typer.Option("--format", help="int8, fp8, fp8-tensor, fp8-block or bf16")
+    ] = "int8",
+) -> None:
+    """Quantise a Hugging Face directory as a publish would, for an SGLang server to load.
+
+    Killed, it goes on where it was when it is called again.
+    """
+    from typing import get_args
+
+    from qurl_megatron.config import ConfigError, WeightFormat
+    from qurl_megatron.offline import quantise_directory
+
+    with refusals(), progress_bar(f"quantising to {weight_format}") as progress:
+        if weight_format not in get_args(WeightFormat):
+            raise ConfigError(
+                f"--format {weight_format}: formats are {', '.join(get_args(WeightFormat))}"
+            )
+        quantise_directory(source, destination, weight_format, progress)  # type: ignore[arg-type]
+    print(f"{destination} is ready")
+
+
+@app.command()
+def uaq(
+    source: SourceDirectory,
+    destination: NewDirectory,
+    scale: Annotated[float, typer.Option(help="s of Eq. 11")] = 1.5,
+    undo: Annotated[bool, typer.Option("--undo", help="give the original back")] = False,
+) -> None:
+    """Scale a Hugging Face directory by UAQ, or undo it, and say what that did to its logits."""
+    from qurl_megatron.config import ConfigError, UaqConfig
+    from qurl_megatron.offline import scale_directory, unscale_directory
+
+    with refusals(), progress_bar("undoing UAQ" if undo else f"scaling by {scale}") as progress:
+        if not 0 < scale < float("inf"):
+            raise ConfigError(f"--scale {scale}: must be a positive finite number")
+        if undo:
+            invariance = unscale_directory(source, destination, progress)
+        else:
+            invariance = scale_directory(source, destination, UaqConfig(scale), progress)
+    print(
+        f"{destination} is ready. Largest logit {invariance.largest_logit:.3g}; it changed by at "
+        f"most {invariance.float32_difference:.2g} in float32, which is rounding only, and by "
+        f"{invariance.stored_difference:.2g} with weights rounded to the dtype they are stored in."
+    )
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn what is wrong with the input into one line and exit code 2."""
+    from qurl_megatron.architecture import ArchitectureError
     from qurl_megatron.config import ConfigError
     from qurl_megatron.data import DataError
+    from qurl_megatron.offline import OfflineError
+    from qurl_megatron.quantize import NonFiniteWeight
 
     try:
-        config = prepare(recipe, overrides or [])
-    except (ConfigError, DataError) as error:
+        yield
+    except (ArchitectureError, ConfigError, DataError, NonFiniteWeight, OfflineError) as error:
         print(f"qurl: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(local.run(config))
+    except OSError as error:
+        print(f"qurl: {error.strerror}: {error.filename}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal, to be told the bytes that are done and the bytes in all."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def prepare(recipe: str, overrides: list[str]) -> Config:

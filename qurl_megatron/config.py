@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,13 +21,13 @@ from qurl_megatron.architecture import Architecture, ArchitectureError
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 Aggregation = Literal["sequence_mean", "token_mean"]
-WeightFormat = Literal["bf16", "int8", "fp8"]
+WeightFormat = Literal["bf16", "int8", "fp8", "fp8-tensor", "fp8-block"]
 Reward = Literal["reasoning_gym", "math", "exact"]
 
 Count = Annotated[int, Ge(1)]
 CountOrNone = Annotated[int, Ge(0)]  # 0 switches off what it counts
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0), Lt(math.inf)]
+NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Fraction = Annotated[float, Gt(0), Lt(1)]
 
 
@@ -41,6 +42,8 @@ class LearnerConfig:
     tensor_parallel_size: Count = 1  # ranks that share every layer
     pipeline_parallel_size: Count = 1  # stages that share the layers
     data_parallel_size: Count = 1  # copies of the model, each with its part of a batch
+    virtual_pipeline_parallel_size: Count = 1  # parts a stage is cut into, to shorten the bubble
+    layers_in_last_pipeline_stage: Count | None = None  # None: as many as in the other stages
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass; masters are float32
     micro_batch_size: Count = 8  # sequences in one forward pass
     threads_per_rank: Count = 1  # CPU threads of each learner process
@@ -76,11 +79,23 @@ class ObjectiveConfig:
 
 
 @dataclasses.dataclass
+class UaqConfig:
+    """Invariant scaling of the policy's weights at load (QuRL Eq. 11); `uaq.py` has the reasons."""
+
+    scale: Positive = 1.5  # s; 1 leaves the weights as they are
+    layer_scales: dict[int, Positive] = dataclasses.field(
+        default_factory=dict
+    )  # s of single layers, by number, instead of `scale`
+    through_value: bool = False  # also divide o_proj, and multiply v_proj
+    through_up: bool = False  # also divide down_proj, and multiply up_proj
+
+
+@dataclasses.dataclass
 class QuantizationConfig:
     """How the rollout copy of the policy is made."""
 
     format: WeightFormat = "int8"
-    uaq_scale: Positive = 1.5  # s of Eq. 11; 1 leaves the weights as they are
+    uaq: UaqConfig = dataclasses.field(default_factory=UaqConfig)
     bucket_bytes: Annotated[int, Ge(1024 * 1024)] = 512 * 1024 * 1024  # most bytes sent at once
 
 
@@ -160,6 +175,7 @@ class Config:
 
 
 _CONFIG = pydantic.TypeAdapter(Config)
+_FREE_FORM = {"data_options", "quantization.uaq.layer_scales"}  # dicts of any keys
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -179,7 +195,7 @@ def with_overrides(config: Config, words: list[str]) -> Config:
         for parent in parents:
             known = known and isinstance(node.get(parent), dict)
             node = node[parent] if known else node
-        free_form = parents == ["data_options"]
+        free_form = ".".join(parents) in _FREE_FORM
         if not known or (leaf not in node and not free_form) or isinstance(node.get(leaf), dict):
             raise ConfigError(f"{path}: no such field{_suggestion(path, tree)}")
         node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
@@ -245,7 +261,10 @@ def _validate_model(config: Config) -> Architecture:
     try:
         architecture = Architecture.from_directory(directory)
         architecture.check_layout(
-            config.learner.tensor_parallel_size, config.learner.pipeline_parallel_size
+            config.learner.tensor_parallel_size,
+            config.learner.pipeline_parallel_size,
+            config.learner.virtual_pipeline_parallel_size,
+            config.learner.layers_in_last_pipeline_stage,
         )
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
@@ -262,6 +281,14 @@ def _validate_model(config: Config) -> Architecture:
                 f"{part}.server.tensor_parallel_size={server.tensor_parallel_size}: must divide "
                 f"the model's {architecture.num_attention_heads} attention heads"
             )
+    for layer in config.quantization.uaq.layer_scales:
+        if not 0 <= layer < architecture.num_layers:
+            raise ConfigError(
+                f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
+                f"{architecture.num_layers - 1}"
+            )
+    if config.quantization.format == "fp8-block":
+        _validate_blocks(architecture, config.rollout.server.tensor_parallel_size)
     length = config.rollout.max_prompt_length + config.rollout.max_response_length
     if length > architecture.max_position_embeddings:
         raise ConfigError(
@@ -270,6 +297,22 @@ def _validate_model(config: Config) -> Architecture:
             f"{architecture.max_position_embeddings} positions"
         )
     return architecture
+
+
+def _validate_blocks(architecture: Architecture, tensor_parallel_size: int) -> None:
+    """SGLang fuses q, k, v and gate, up, and cuts layers over its ranks, between whole blocks."""
+    kv_heads = max(1, architecture.num_key_value_heads // tensor_parallel_size)
+    for what, width in (
+        ("query", architecture.num_attention_heads // tensor_parallel_size * architecture.head_dim),
+        ("key-value", kv_heads * architecture.head_dim),
+        ("intermediate", architecture.intermediate_size // tensor_parallel_size),
+    ):
+        if width % 128:
+            raise ConfigError(
+                f"quantization.format=fp8-block: blocks are 128 wide, but a rank of "
+                f"rollout.server.tensor_parallel_size={tensor_parallel_size} has {width} {what} "
+                "channels; use format=fp8, whose scales are a channel's"
+            )
 
 
 def _plain(value: str) -> str | None:
@@ -282,7 +325,7 @@ def _suggestion(path: str, tree: dict[str, Any]) -> str:
     def leaves(node: dict[str, Any], prefix: str) -> list[str]:
         names = []
         for key, value in node.items():
-            nested = isinstance(value, dict) and key != "data_options"
+            nested = isinstance(value, dict) and f"{prefix}{key}" not in _FREE_FORM
             names += leaves(value, f"{prefix}{key}.") if nested else [prefix + key]
         return names
 

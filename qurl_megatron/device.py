@@ -206,10 +206,11 @@ def _has_transformer_engine() -> bool:
     return accelerator() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers: Transformer Engine's where it is installed beside a GPU.
+def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of a part of this pipeline stage.
 
-    Anywhere else Megatron's own layers with torch's RMSNorm and scaled dot product attention.
+    Transformer Engine's where it is installed beside a GPU; anywhere else Megatron's own layers
+    with torch's RMSNorm and scaled dot product attention.
     """
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_block import (
@@ -237,7 +238,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+        layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
     )
 
 

@@ -1,17 +1,22 @@
-"""The safetensors of a Hugging Face directory, checked against its config and read in slices."""
+"""Hugging Face directories: safetensors checked against their config, read in slices, written."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from qurl_megatron import weight_map
 from qurl_megatron.architecture import Architecture, ArchitectureError
-from qurl_megatron.weight_map import HuggingFaceTensor
+
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class Weights:
@@ -31,7 +36,8 @@ class Weights:
             if not (self._directory / file).is_file():
                 raise ArchitectureError(f"'{directory}' lacks {file}, which its index names")
             self._open[file] = safe_open(self._directory / file, "pt")
-        self._files = files
+        self._file_of = files
+        self.files = sorted(set(files.values()))
 
         expected = weight_map.hugging_face_names(architecture)
         found = {name for name in files if not self._is_redundant(name)}
@@ -53,7 +59,7 @@ class Weights:
                 )
 
     def _files_by_tensor(self) -> dict[str, str]:
-        index = self._directory / "model.safetensors.index.json"
+        index = self._directory / INDEX_FILE
         if index.is_file():
             return json.loads(index.read_text())["weight_map"]
         single = self._directory / "model.safetensors"
@@ -71,9 +77,46 @@ class Weights:
         return tied_copy or name.endswith("rotary_emb.inv_freq")
 
     def _stored(self, name: str) -> Any:
-        return self._open[self._files[name]].get_slice(name)
+        return self._open[self._file_of[name]].get_slice(name)
 
-    def read(self, name: str, part: HuggingFaceTensor, tp_rank: int, tp_size: int) -> Tensor:
-        """The run of tensor `name` that a tensor-parallel rank has, in its stored dtype."""
-        index = weight_map.part_index(part, self._architecture, tp_rank, tp_size)
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """The part of tensor `name` at `index`, in its stored dtype."""
         return self._stored(name)[index]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` as it is. Raises ArchitectureError where `Architecture` cannot read it."""
+    Architecture.from_directory(directory)
+    return json.loads((directory / "config.json").read_text())
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The dtype `config.json` gives its weights, in either spelling; BF16 where it gives none."""
+    config = read_config(directory)
+    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def copy_beside_weights(source: Path, destination: Path) -> None:
+    """Copy what a model directory holds beside its weights: configuration, tokenizer, licence."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE:
+            shutil.copyfile(path, destination / path.name)
+
+
+def write_index(directory: Path, file_of: dict[str, str]) -> None:
+    """Write the index of the safetensors files in `directory`, by tensor name."""
+    sizes = {file: (directory / file).stat().st_size for file in file_of.values()}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+    write_whole(directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+
+def write_whole(path: Path, content: str | Callable[[Path], None]) -> None:
+    """Write a file that is either whole or not there, whatever happens to this process."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    if isinstance(content, str):
+        unfinished.write_text(content)
+    else:
+        content(unfinished)
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)

@@ -72,8 +72,9 @@ class _MicroBatch:
 class Learner:
     """The policy, its optimizer, and this rank's part in both.
 
-    `model`, `optimizer` and `scheduler` are Megatron's own objects, for checkpoints to read; touch
-    them within `device.megatron_runtime()`.
+    `chunks` (this stage's model, in as many parts as it has virtual stages), `optimizer` and
+    `scheduler` are Megatron's own objects, for checkpoints to read; touch them within
+    `device.megatron_runtime()`.
     """
 
     def __init__(
@@ -92,7 +93,12 @@ class Learner:
             ArchitectureError: the model or the layout does not fit; one line.
         """
         self.architecture = Architecture.from_directory(model_dir)
-        self.architecture.check_layout(learner.tensor_parallel_size, learner.pipeline_parallel_size)
+        self.architecture.check_layout(
+            learner.tensor_parallel_size,
+            learner.pipeline_parallel_size,
+            learner.virtual_pipeline_parallel_size,
+            learner.layers_in_last_pipeline_stage,
+        )
         weights = Weights(model_dir, self.architecture)
         device.limit_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
@@ -105,15 +111,16 @@ class Learner:
                 f"{learner.data_parallel_size}; start {learner.world_size} ranks"
             )
         self._micro_batch_size = learner.micro_batch_size
+        self._interleaved = learner.virtual_pipeline_parallel_size > 1
         with device.megatron_runtime():
             parallel_state.initialize_model_parallel(
                 learner.tensor_parallel_size,
                 learner.pipeline_parallel_size,
+                virtual_pipeline_model_parallel_size=_virtual_stages(learner),
                 create_gloo_process_groups=False,
             )
-            self._dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
-            self.model = self._build_model()
-            self._policy: _Policy = self.model.module
+            self._dtype = _compute_dtype(learner)
+            self.chunks = self._wrap(build_chunks(self.architecture, learner))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
 
@@ -137,8 +144,10 @@ class Learner:
 
         def keep(micro: _MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
             if self._reports:
-                result[0, micro.index, : logprobs.shape[1]] = logprobs
-                result[1, micro.index, : entropy.shape[1]] = entropy
+                # Added: a row that only fills up stands for one that is not its own.
+                time = logprobs.shape[1]
+                result[0, :, :time].index_add_(0, micro.index.to(result.device), logprobs)
+                result[1, :, :time].index_add_(0, micro.index.to(result.device), entropy)
 
         micro_batches = self._micro_batches(
             TrainBatch(tokens, loss_mask, nothing, nothing), loss_weights=nothing
@@ -178,7 +187,8 @@ class Learner:
             return total, torch.zeros((), dtype=torch.int, device=device.device()), {}
 
         with device.megatron_runtime():
-            self.model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             micro_batches = self._micro_batches(batch, loss_weights)
             self._run(micro_batches, loss, temperature, forward_only=False)
@@ -198,19 +208,23 @@ class Learner:
         Parameters are those of the forward pass, in its dtype; not to be written to. The output
         layer of a tied model is its embedding and does not come a second time.
         """
-        for name, parameter in self._policy.named_parameters():
-            rule, layer = self._find(name)
-            if name == "output_layer.weight" and self.architecture.tie_word_embeddings:
-                continue
-            yield rule, layer, parameter.detach()
+        for name, rule, layer, parameter in self._parameters():
+            if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
+                yield rule, layer, parameter.detach()
+
+    def masters(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        """As `shards`, in float32: the values the optimizer steps."""
+        for name, rule, layer, parameter in self._parameters():
+            if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
+                yield rule, layer, self._master(parameter)
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Start over with fresh moments and another schedule; the weights stay."""
-        masters = {name: self._master(p) for name, p in self._policy.named_parameters()}
+        masters = [self._master(parameter) for *_, parameter in self._parameters()]
         with device.megatron_runtime():
             self._make_optimizer(optimizer)
-        for name, parameter in self._policy.named_parameters():
-            self._master(parameter).copy_(masters[name])
+        for master, (*_, parameter) in zip(masters, self._parameters(), strict=True):
+            self._master(parameter).copy_(master)
 
     def close(self) -> None:
         """Leave no Megatron state and no process group of the learner's making."""
@@ -224,46 +238,12 @@ class Learner:
 
     # Building
 
-    def _build_model(self) -> DistributedDataParallel:
-        architecture = self.architecture
-        pipeline_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
-        config = TransformerConfig(
-            num_layers=architecture.num_layers,
-            hidden_size=architecture.hidden_size,
-            ffn_hidden_size=architecture.intermediate_size,
-            num_attention_heads=architecture.num_attention_heads,
-            num_query_groups=architecture.num_key_value_heads,
-            kv_channels=architecture.head_dim,
-            normalization="RMSNorm",
-            layernorm_epsilon=architecture.rms_norm_eps,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            add_qkv_bias=architecture.qkv_bias,
-            qk_layernorm=architecture.qk_norm,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline_model_parallel_size=pipeline_parallel_size,
-            params_dtype=self._dtype,
-            pipeline_dtype=self._dtype,
-            bf16=self._dtype == torch.bfloat16,
-            perform_initialization=False,
-            variable_seq_lengths=pipeline_parallel_size > 1,  # each micro batch has its own time
-            moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists, also when dense
-            calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
-            finalize_model_grads_func=finalize_model_grads,
-            **device.transformer_config_fields(),
-        )
-        # No dropout and no random initialisation: no random state to fork.
-        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-        policy = _Policy(config, architecture).to(device.device())
-        for name, parameter in policy.named_parameters():
-            # Megatron marks them as it initialises them; unmarked, they count once in the norm.
-            rule, _ = weight_map.find_megatron(name)
-            parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None
+    def _wrap(self, chunks: list[Policy]) -> list[DistributedDataParallel]:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return DistributedDataParallel(config, ddp, policy)
+        return [
+            DistributedDataParallel(chunk.config, ddp, chunk.to(device.device()))
+            for chunk in chunks
+        ]
 
     def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
         config = MegatronOptimizerConfig(
@@ -278,7 +258,7 @@ class Learner:
             bf16=self._dtype == torch.bfloat16,
             params_dtype=self._dtype,
         )
-        self.optimizer = get_megatron_optimizer(config, [self.model], use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -297,11 +277,11 @@ class Learner:
     def _load(self, weights: Weights, transform: Transform | None) -> None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
-        for name, parameter in self._policy.named_parameters():
-            rule, layer = self._find(name)
+        for _, rule, layer, parameter in self._parameters():
             parts = []
             for part, hf_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
-                master = weights.read(hf_name, part, tp_rank, tp_size).float()
+                index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
+                master = weights.read(hf_name, index).float()
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
             parameter.copy_(shard)
@@ -312,14 +292,8 @@ class Learner:
         """The float32 tensor the optimizer steps: a copy beside a bfloat16 parameter."""
         return getattr(parameter, "main_param", parameter).detach()
 
-    def _find(self, name: str) -> tuple[Rule, int | None]:
-        """The rule of a parameter of this stage and its layer number in the whole model."""
-        if name == "output_layer.weight" and self.architecture.tie_word_embeddings:
-            name = "embedding.word_embeddings.weight"  # the last stage's copy of the embedding
-        rule, layer = weight_map.find_megatron(name)
-        if layer is not None:
-            layer = self._policy.decoder.layers[layer].layer_number - 1  # Megatron counts from 1
-        return rule, layer
+    def _parameters(self) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
+        return parameters_of([chunk.module for chunk in self.chunks], self.architecture)
 
     # Running
 
@@ -330,6 +304,11 @@ class Learner:
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
+
+    @property
+    def _last(self) -> Policy:
+        """The chunk whose output is scored, on the last pipeline stage."""
+        return self.chunks[-1].module
 
     def _sum_over_copies(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Named sums of each data-parallel copy's last stage -> their totals, on every rank."""
@@ -348,16 +327,26 @@ class Learner:
         mask[:, 0] = False  # nothing precedes the first token
         times = (mask * torch.arange(mask.shape[1])).amax(1) + 1
         ranks = parallel_state.get_data_parallel_world_size()
-        rows = times.argsort(stable=True)[parallel_state.get_data_parallel_rank() :: ranks]
-        if not len(rows):  # fewer rows than ranks: take part in the collectives, add nothing
-            rows = torch.zeros(1, dtype=torch.int64)
-            mask = torch.zeros_like(mask)
+        index = times.argsort(stable=True)[parallel_state.get_data_parallel_rank() :: ranks]
+        # A rank without rows takes part in the collectives, with a row that is masked out. So do
+        # the rows that Megatron's interleaved schedule wants to be there: it takes micro batches in
+        # groups, all of one shape.
+        unit = 1
+        if self._interleaved:
+            unit = self._micro_batch_size * parallel_state.get_pipeline_model_parallel_world_size()
+        filling = max(unit, -(-len(index) // unit) * unit) - len(index)
+        real = torch.arange(len(index) + filling) < len(index)
+        index = torch.cat([index, index.new_zeros(filling)])
+        times = times[index] * real
         micro_batches = []
-        for index in rows.split(self._micro_batch_size):
-            time = max(2, int(times[index].max()))
+        for start in range(0, len(index), self._micro_batch_size):
+            some = slice(start, start + self._micro_batch_size)
+            time = max(2, int(times.max() if self._interleaved else times[some].max()))
 
             def cut(tensor: Tensor) -> Tensor:
-                return tensor[index, :time].to(device.device())  # noqa: B023
+                values = tensor[index[some], :time]  # noqa: B023
+                masked_out = ~real[some].view(-1, 1)  # noqa: B023
+                return values.masked_fill(masked_out, 0).to(device.device())
 
             proximal = batch.proximal_logprobs
             trimmed = TrainBatch(
@@ -367,7 +356,7 @@ class Learner:
                 advantages=cut(batch.advantages),
                 proximal_logprobs=None if proximal is None else cut(proximal),
             )
-            micro_batches.append(_MicroBatch(trimmed, cut(loss_weights), index))
+            micro_batches.append(_MicroBatch(trimmed, cut(loss_weights), index[some]))
         return micro_batches
 
     def _run(
@@ -393,14 +382,14 @@ class Learner:
             )
 
             def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                return consume(micro, *self._policy.score(hidden, micro.rows, temperature))
+                return consume(micro, *self._last.score(hidden, micro.rows, temperature))
 
             return hidden, finish
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.model],
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(micro_batches),
             seq_length=max(micro.loss_weights.shape[1] for micro in micro_batches) - 1,
             micro_batch_size=self._micro_batch_size,
@@ -409,20 +398,101 @@ class Learner:
         )
 
 
-class _Policy(GPTModel):
+def build_chunks(architecture: Architecture, learner: LearnerConfig) -> list[Policy]:
+    """This rank's part of the model, in as many chunks as its stage is cut into; no weights yet.
+
+    Its place comes from Megatron's parallel state. Enter `device.megatron_runtime()` around it.
+    """
+    virtual_stages, dtype = _virtual_stages(learner), _compute_dtype(learner)
+    pipeline_parallel_size = learner.pipeline_parallel_size
+    config = TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.intermediate_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=learner.tensor_parallel_size,
+        pipeline_model_parallel_size=pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        num_layers_in_last_pipeline_stage=learner.layers_in_last_pipeline_stage,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        # Each micro batch has its own time, unless the interleaved schedule forbids it.
+        variable_seq_lengths=pipeline_parallel_size > 1 and not virtual_stages,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists, also when dense
+        calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
+        finalize_model_grads_func=finalize_model_grads,
+        **device.transformer_config_fields(),
+    )
+    # No dropout and no random initialisation: no random state to fork.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    chunks = []
+    for virtual_stage in range(virtual_stages or 1):
+        chunk = Policy(config, architecture, virtual_stage if virtual_stages else None)
+        for name, parameter in chunk.named_parameters():
+            # Megatron marks them as it initialises them; unmarked, they count once in the norm.
+            rule, _ = weight_map.find_megatron(name)
+            parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None
+        chunks.append(chunk)
+    return chunks
+
+
+def parameters_of(
+    chunks: list[Policy], architecture: Architecture
+) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
+    """Name in its chunk, rule, layer number in the whole model, parameter."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            tied = name == "output_layer.weight" and architecture.tie_word_embeddings
+            # The last stage's copy of a tied embedding goes by the embedding's rule.
+            rule, layer = weight_map.find_megatron(
+                "embedding.word_embeddings.weight" if tied else name
+            )
+            if layer is not None:  # Megatron counts from 1
+                layer = chunk.decoder.layers[layer].layer_number - 1
+            yield name, rule, layer, parameter
+
+
+def _virtual_stages(learner: LearnerConfig) -> int | None:
+    """As Megatron wants it: None where stages are not cut."""
+    size = learner.virtual_pipeline_parallel_size
+    return size if size > 1 else None
+
+
+def _compute_dtype(learner: LearnerConfig) -> torch.dtype:
+    return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+
+
+class Policy(GPTModel):
     """GPTModel whose last stage ends in hidden states, to be scored without whole logits."""
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None
+    ) -> None:
+        where = {"ignore_virtual": False, "vp_stage": virtual_stage}
         super().__init__(
             config,
-            device.block_spec(config),
+            device.block_spec(config, virtual_stage),
             vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
+            vp_stage=virtual_stage,
         )
         self._architecture = architecture
         if architecture.rope_scaling is not None:
@@ -441,9 +511,10 @@ class _Policy(GPTModel):
         first token.
         """
         rule, _ = weight_map.find_megatron("output_layer.weight")
-        run = weight_map.part_index(
-            rule.parts[0], self._architecture, self.tp_group.rank(), self.tp_group.size()
-        )[0]
+        (part,) = rule.parts
+        run, _ = weight_map.part_index(
+            rule, part, self._architecture, self.tp_group.rank(), self.tp_group.size()
+        )
         weight = (
             self.shared_embedding_or_output_weight()
             if self._architecture.tie_word_embeddings

@@ -78,7 +78,7 @@ class Clock:
 
 
 class RunLog:
-    """Writes metrics.jsonl and draws progress: live on a terminal, a line a step elsewhere.
+    """Writes metrics.jsonl and weights.jsonl and draws progress: live on a terminal, else in lines.
 
     Every learner rank has one; only the one that `writes` does anything.
     """
@@ -87,6 +87,7 @@ class RunLog:
         self._config = config
         self._console = Console(quiet=not writes)
         self._file = (config.run_dir / "metrics.jsonl").open("a", buffering=1) if writes else None
+        self._weights_file = config.run_dir / "weights.jsonl"
         self._start = time.perf_counter()
         self._accuracy_before: float | None = None
         self._steps: list[StepMetrics] = []
@@ -126,6 +127,13 @@ class RunLog:
             left = f"{self._left_s(metrics.step):.0f} s"
             self._progress.update(self._task, completed=metrics.step, left=left)
             self._live.update(self._panel(metrics))
+
+    def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
+        """One line of weights.jsonl: what a publish showed of each quantised weight, by name."""
+        if self._file is None:
+            return
+        with self._weights_file.open("a") as file:
+            file.write(json.dumps({"weight_version": weight_version, "weights": weights}) + "\n")
 
     def time_is_up(self) -> bool:
         limit_s = self._config.time_limit_s

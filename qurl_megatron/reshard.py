@@ -5,10 +5,12 @@
 Invariants, each a test:
 - Quantise before gather: only codes, scales and unquantised tensors cross ranks, never a linear
   layer in full precision.
-- A row-parallel layer's row is spread over the tensor-parallel ranks, so its absmax is max-reduced
-  first; the codes are those of quantising the full tensor, byte for byte, whatever the layout.
-- A bucket holds at most `bucket_bytes`, or one tensor larger than that; the model is never in
-  memory at once.
+- Where a block of one scale is spread over tensor-parallel ranks (a row-parallel layer's rows are),
+  its absmax is max-reduced first; the codes are those of quantising the full tensor, byte for byte,
+  whatever the layout.
+- A bucket holds at most `bucket_bytes`, or one weight larger than that with its scales. What a rank
+  holds at once, beside the model, is at most two buckets and one tensor: its own part of a bucket,
+  written where it is sent from, and on the receiving rank the bucket and one other rank's part.
 - Checksums are taken of the shards, before they travel.
 """
 
@@ -16,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +32,10 @@ from qurl_megatron.checksum import checksum
 from qurl_megatron.config import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner import Learner
+from qurl_megatron.quantize import QuantisedTensor
+from qurl_megatron.weight_map import Part
 
+MEASURED_ROWS = 128  # of each part of a weight, at most; see `_Measure`
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
@@ -37,10 +43,18 @@ _TINY = 1e-300  # keeps 0 / 0 at 0
 class Bucket:
     """Full tensors in one flat buffer, in the order of `names`, the widest types first."""
 
-    names: list[str]  # as in a Hugging Face checkpoint; scales are `<weight>_scale`
+    names: list[str]  # as in a Hugging Face checkpoint; scales are `<weight>_scale` or `_scale_inv`
     dtypes: list[torch.dtype]
     shapes: list[tuple[int, ...]]
     flat: Tensor  # [bytes] uint8
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, views of the buffer."""
+        start = 0
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            end = start + math.prod(shape) * dtype.itemsize
+            yield name, self.flat[start:end].view(dtype).view(shape)
+            start = end
 
 
 class WeightSums(NamedTuple):
@@ -57,50 +71,71 @@ class WeightSums(NamedTuple):
     def total(cls, parts: Iterable[WeightSums]) -> WeightSums:
         return cls(*map(sum, zip(cls(), *parts, strict=True)))
 
+    @property
+    def quant_error(self) -> float:
+        """QuRL Eq. 14."""
+        return self.error_squares / max(self.weight_squares, _TINY)
+
+    @property
+    def update_norm(self) -> float:
+        """QuRL Eq. 13, since the last pass."""
+        return self.update_squares / max(self.previous_squares, _TINY)
+
+    @property
+    def code_flip_fraction(self) -> float:
+        return self.code_flips / max(self.num_codes, 1)
+
 
 @dataclass
 class Conversion:
     """What one pass over the weights showed; complete on global rank 0 when the pass is over."""
 
-    checksums: dict[str, int]  # of every tensor sent, by name
-    sums: WeightSums
+    checksums: dict[str, int] = field(default_factory=dict)  # of every tensor sent, by name
+    sums: dict[str, WeightSums] = field(default_factory=dict)  # of every quantised weight, by name
 
     @property
-    def weight_quant_error(self) -> float:
-        """QuRL Eq. 14."""
-        return self.sums.error_squares / max(self.sums.weight_squares, _TINY)
-
-    @property
-    def weight_update_norm(self) -> float:
-        """QuRL Eq. 13, since the last pass."""
-        return self.sums.update_squares / max(self.sums.previous_squares, _TINY)
-
-    @property
-    def code_flip_fraction(self) -> float:
-        return self.sums.code_flips / max(self.sums.num_codes, 1)
+    def total(self) -> WeightSums:
+        return WeightSums.total(self.sums.values())
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """This rank's part of one tensor to send."""
+class _Tensor:
+    """One tensor of a bucket and how the ranks share it."""
 
     name: str
-    tensor: Tensor
-    dim: int | None  # along which the ranks' parts are concatenated
-    offset: int
-    full_shape: tuple[int, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int | None = None  # along which the ranks' parts are concatenated
+    runs: list[slice] | None = None  # of every rank, along `dim`; None: rank 0 sends all of it
+
+    def index_on(self, tp_rank: int) -> tuple[slice, ...]:
+        """Where a rank's part lies in the full tensor; empty where it has none to send."""
+        index = [slice(0, size) for size in self.shape]
+        if self.dim is not None and self.runs is not None:
+            index[self.dim] = self.runs[tp_rank]
+        elif tp_rank != 0:
+            index[0] = slice(0, 0)
+        return tuple(index)
+
+    def shape_on(self, tp_rank: int) -> tuple[int, ...]:
+        return tuple(run.stop - run.start for run in self.index_on(tp_rank))
 
     @property
-    def full_bytes(self) -> int:
-        return math.prod(self.full_shape) * self.tensor.element_size()
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def shape_on(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
-        """Shape of the part another tensor-parallel rank holds."""
-        shape = list(self.full_shape)
-        if self.dim is not None:
-            run = weight_map.run(shape[self.dim], tp_rank, tp_size)
-            shape[self.dim] = run.stop - run.start
-        return tuple(shape)
+
+@dataclass(frozen=True)
+class _Weight:
+    """What one part of a shard becomes: itself in BF16, or codes and scales."""
+
+    part: Part
+    quantised: bool
+    tensors: list[_Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 class Converter:
@@ -109,12 +144,18 @@ class Converter:
     Collective: every learner rank runs `buckets` to its end; only global rank 0 is given buckets.
     """
 
-    def __init__(self, learner: Learner, weight_format: WeightFormat, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        weight_format: WeightFormat | Literal["masters"],
+        bucket_bytes: int,
+    ) -> None:
+        """`masters` are the optimizer's float32 values, to be kept; the rest are a server's."""
         self._learner = learner
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
-        self._previous: dict[str, tuple[Tensor, Tensor]] = {}  # name -> weight, codes
-        self.conversion = Conversion({}, WeightSums())
+        self._measure = _Measure()
+        self.conversion = Conversion()
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield the policy's weights, tensor by tensor, then complete `conversion`.
@@ -141,98 +182,116 @@ class Converter:
 
     def _stage_buckets(self) -> Iterator[Bucket]:
         """The buckets of this pipeline stage, on its tensor-parallel rank 0."""
-        names: list[str] = []
-        checksums: list[int] = []
-        sums: list[WeightSums] = []
-        pieces: list[_Piece] = []
+        checksums: dict[str, int] = {}
+        sums: dict[str, WeightSums] = {}
+        for weights in self._planned_buckets():
+            yield from self._convert(weights, checksums, sums)
+        self._reduce_over_tensor_parallel(checksums, sums)
+
+    def _planned_buckets(self) -> Iterator[list[_Weight]]:
+        bucket: list[_Weight] = []
         size_bytes = 0
-        for piece in self._pieces(sums):
-            names.append(piece.name)
-            checksums.append(_contribution(piece))
-            if pieces and size_bytes + piece.full_bytes > self._bucket_bytes:
-                yield from _gather(pieces)
-                pieces, size_bytes = [], 0
-            pieces.append(piece)
-            size_bytes += piece.full_bytes
-        yield from _gather(pieces)
-        self._reduce_over_tensor_parallel(names, checksums, WeightSums.total(sums))
+        for weight in self._weights():
+            if bucket and size_bytes + weight.num_bytes > self._bucket_bytes:
+                yield bucket
+                bucket, size_bytes = [], 0
+            bucket.append(weight)
+            size_bytes += weight.num_bytes
+        if bucket:
+            yield bucket
 
-    def _pieces(self, sums: list[WeightSums]) -> Iterator[_Piece]:
-        """This rank's part of every tensor to send; appends what it measures to `sums`."""
-        absmax = self._row_parallel_absmax()
-        for rule, part in self._parts():
-            if not rule.quantised or self._format == "bf16":
-                tensor = part.tensor.to(torch.bfloat16)
-                yield _Piece(part.name, tensor, part.dim, part.offset, part.full_shape)
-                continue
-            rows_max = absmax.get(part.name)
-            try:
-                quantised = quantize.quantise(part.tensor, self._format, rows_max)
-            except quantize.NonFiniteWeight as error:
-                raise quantize.NonFiniteWeight(f"{part.name}: {error}") from None
-            sums.append(self._measure(part, quantised))
-            scale_dim, scale_offset = (0, part.offset) if part.dim == 0 else (None, 0)
-            yield _Piece(part.name, quantised.codes, part.dim, part.offset, part.full_shape)
-            yield _Piece(
-                f"{part.name}_scale",
-                quantised.scale,
-                scale_dim,
-                scale_offset,
-                (part.full_shape[0], 1),
-            )
-
-    def _parts(self) -> Iterator[tuple[weight_map.Rule, weight_map.Part]]:
+    def _weights(self) -> Iterator[_Weight]:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
-        for rule, layer, shard in self._learner.shards():
+        masters = self._format == "masters"
+        learner = self._learner
+        for rule, layer, shard in learner.masters() if masters else learner.shards():
             for part in weight_map.split(
-                rule, shard, self._learner.architecture, layer, tp_rank, tp_size
+                rule, shard, learner.architecture, layer, tp_rank, tp_size
             ):
-                yield rule, part
+                if rule.quantised and self._format not in ("bf16", "masters"):
+                    yield _Weight(part, True, _quantised_tensors(part, self._format))
+                else:
+                    dtype = torch.float32 if masters else torch.bfloat16
+                    tensor = _Tensor(part.name, dtype, part.full_shape, part.dim, part.runs)
+                    yield _Weight(part, False, [tensor])
 
-    def _row_parallel_absmax(self) -> dict[str, Tensor]:
-        """Name -> [out, 1] float32 absmax over all ranks' columns, in one collective."""
-        if self._format == "bf16":
+    def _convert(
+        self, weights: list[_Weight], checksums: dict[str, int], sums: dict[str, WeightSums]
+    ) -> Iterator[Bucket]:
+        """One bucket on tensor-parallel rank 0, nothing elsewhere; adds to what was measured."""
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        shared = self._shared_absmax([weight.part for weight in weights if weight.quantised])
+        layout = _Layout([tensor for weight in weights for tensor in weight.tensors])
+        own = layout.buffer(tp_rank)
+        views = layout.views(own, tp_rank)
+        for weight in weights:
+            name, *scale_name = (tensor.name for tensor in weight.tensors)
+            values = weight.part.tensor
+            if not weight.quantised:
+                if views[name].numel():
+                    views[name].copy_(values)
+                continue
+            sums[name] = WeightSums()
+            touched, scale = shared.get(name, (None, None))
+            if values.numel():
+                with _naming(name):
+                    quantised = quantize.quantise(
+                        values, self._format, touched, offset=weight.part.offset, out=views[name]
+                    )
+                sums[name] = self._measure(name, values, quantised)
+                scale = quantised.scale if scale is None else scale
+            if views[scale_name[0]].numel():
+                assert scale is not None
+                views[scale_name[0]].copy_(scale)
+        for tensor in layout.tensors:
+            row, column = (tensor.index_on(tp_rank) + (slice(0, 0),))[:2]
+            checksums[tensor.name] = (
+                checksum(views[tensor.name], row_offset=row.start, column_offset=column.start)
+                if views[tensor.name].numel()
+                else 0
+            )
+        yield from _gather(layout, own)
+
+    def _shared_absmax(self, parts: list[Part]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of weights that share blocks among ranks: absmax where they touch them, and all scales.
+
+        Reduced over the ranks in one collective.
+        """
+        parts = [part for part in parts if _blocks_are_shared(part, self._format)]
+        if not parts:
             return {}
-        local = {
-            part.name: quantize.row_absmax(part.tensor)
-            for rule, part in self._parts()
-            if rule.quantised and part.dim == 1
-        }
-        if not local:
-            return {}
-        flat = torch.cat(list(local.values()))
+        grids = [torch.zeros(_grid_shape(p, self._format), device=device()) for p in parts]
+        for part, grid in zip(parts, grids, strict=True):
+            if part.view.numel():
+                with _naming(part.name):
+                    own = quantize.block_absmax(part.tensor, self._format, part.offset)
+                grid[_grid_index(part, self._format)] = own
+        flat = torch.cat([grid.view(-1) for grid in grids])
         dist.all_reduce(
             flat, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group()
         )
-        rows = [absmax.shape[0] for absmax in local.values()]
-        return dict(zip(local, flat.split(rows), strict=True))
-
-    def _measure(self, part: weight_map.Part, quantised: quantize.QuantisedTensor) -> WeightSums:
-        error, weight = quantize.quantisation_error_squares(part.tensor, quantised)
-        sums = WeightSums(quantised.codes.numel(), 0, float(error), float(weight))
-        if part.name in self._previous:
-            weight_before, codes_before = self._previous[part.name]
-            update = (part.tensor.float() - weight_before.float()).square()
-            sums = sums._replace(
-                code_flips=quantize.code_flips(codes_before, quantised.codes),
-                update_squares=float(update.sum(dtype=torch.float64)),
-                previous_squares=float(weight_before.float().square().sum(dtype=torch.float64)),
-            )
-        self._previous[part.name] = (part.tensor.clone(), quantised.codes)
-        return sums
+        shared = {}
+        for part, reduced in zip(parts, flat.split([g.numel() for g in grids]), strict=True):
+            grid = reduced.view(_grid_shape(part, self._format))
+            scale = quantize.block_scale(grid, self._format, part.view.dtype)
+            shared[part.name] = grid[_grid_index(part, self._format)], scale
+        return shared
 
     def _reduce_over_tensor_parallel(
-        self, names: list[str], checksums: list[int], sums: WeightSums
+        self, checksums: dict[str, int], sums: dict[str, WeightSums]
     ) -> None:
         group = parallel_state.get_tensor_model_parallel_group()
-        all_checksums = torch.tensor(checksums, dtype=torch.int64, device=device())
+        all_checksums = torch.tensor(list(checksums.values()), dtype=torch.int64, device=device())
         dist.all_reduce(all_checksums, group=group)  # int64 wraps around, as the checksum does
-        all_sums = torch.tensor(sums, dtype=torch.float64, device=device())
-        dist.all_reduce(all_sums, group=group)
-        self.conversion = Conversion(
-            dict(zip(names, all_checksums.tolist(), strict=True)), WeightSums(*all_sums.tolist())
-        )
+        self.conversion = Conversion(dict(zip(checksums, all_checksums.tolist(), strict=True)))
+        if sums:
+            all_sums = torch.tensor(list(sums.values()), dtype=torch.float64, device=device())
+            dist.all_reduce(all_sums, group=group)
+            self.conversion.sums = {
+                name: WeightSums(*values)
+                for name, values in zip(sums, all_sums.tolist(), strict=True)
+            }
 
     def _collect_stages(self) -> None:
         """Add the other pipeline stages' conversions to the first stage's."""
@@ -247,81 +306,173 @@ class Converter:
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
         if first:
-            self.conversion = Conversion(
-                {name: value for stage in stages for name, value in stage.checksums.items()},
-                WeightSums.total(stage.sums for stage in stages),
-            )
+            self.conversion = Conversion()
+            for stage in stages:
+                self.conversion.checksums |= stage.checksums
+                self.conversion.sums |= stage.sums
 
 
-def _contribution(piece: _Piece) -> int:
-    """What this rank adds to the tensor's checksum; a replicated tensor counts once."""
-    if piece.dim is None and parallel_state.get_tensor_model_parallel_rank() != 0:
-        return 0
-    return checksum(
-        piece.tensor,
-        row_offset=piece.offset if piece.dim == 0 else 0,
-        column_offset=piece.offset if piece.dim == 1 else 0,
+class _Measure:
+    """Eq. 13, Eq. 14 and code flips of every weight, from some of its rows.
+
+    All rows would need the last pass's weights and codes again: one and a half models in memory.
+    Evenly spaced rows speak for the rest; weights of few rows are measured whole.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[str, tuple[Tensor, Tensor]] = {}  # name -> rows of weight and codes
+
+    def __call__(self, name: str, values: Tensor, quantised: QuantisedTensor) -> WeightSums:
+        num_rows = values.shape[0]
+        step = -(-num_rows // MEASURED_ROWS)
+        first = step // 2
+        weight = values[first::step].clone()
+        codes = quantised.codes[first::step].clone()
+        exact = weight.float()
+        error = quantize.dequantise(quantised, slice(first, None, step)) - exact
+        sums = [
+            float(codes.numel()),
+            0.0,
+            _square_sum(error),
+            _square_sum(exact),
+        ]
+        if name in self._previous:
+            weight_before, codes_before = self._previous[name]
+            before = weight_before.float()
+            sums[1] = float(quantize.code_flips(codes_before, codes))
+            sums += [_square_sum(exact - before), _square_sum(before)]
+        self._previous[name] = weight, codes
+        return WeightSums(*(value * num_rows / weight.shape[0] for value in sums))
+
+
+def _square_sum(tensor: Tensor) -> float:
+    return float(tensor.square().sum(dtype=torch.float64))
+
+
+def _quantised_tensors(part: Part, weight_format: str) -> list[_Tensor]:
+    """The codes and the scales of one weight, and how ranks share them."""
+    codes = _Tensor(
+        part.name, quantize.code_dtype(weight_format), part.full_shape, part.dim, part.runs
+    )
+    shape = _grid_shape(part, weight_format)
+    name = quantize.scale_name(part.name, weight_format)
+    if weight_format == "fp8-tensor":
+        shape = (part.full_shape[0], 1)  # as `quantize.engine_scale`
+    block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
+    if block is None or part.runs is None or _blocks_are_shared(part, weight_format):
+        return [codes, _Tensor(name, torch.float32, shape)]
+    runs = [slice(run.start // block, -(-run.stop // block)) for run in part.runs]
+    return [codes, _Tensor(name, torch.float32, shape, part.dim, runs)]
+
+
+def _blocks_are_shared(part: Part, weight_format: str) -> bool:
+    """True if some block of one scale lies on more than one rank."""
+    if part.dim is None or part.runs is None or len(part.runs) == 1:
+        return False
+    block = quantize.block_shape(weight_format)[part.dim]
+    inner = [run.start for run in part.runs if 0 < run.start < part.full_shape[part.dim]]
+    return block is None or any(start % block for start in inner)
+
+
+def _grid_shape(part: Part, weight_format: str) -> tuple[int, ...]:
+    """Shape of the scales of the full tensor."""
+    return tuple(
+        1 if block is None else -(-size // block)
+        for size, block in zip(part.full_shape, quantize.block_shape(weight_format), strict=True)
     )
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _gather(pieces: list[_Piece]) -> Iterator[Bucket]:
-    """One bucket of the pieces' full tensors, on tensor-parallel rank 0; nothing elsewhere."""
-    if not pieces:
-        return
-    # Widest first, so that every tensor starts at a multiple of its element size.
-    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    shared = [piece for piece in pieces if piece.dim is not None]
-    # Rank 0 holds the longest runs; the others pad to its length.
-    length = sum(
-        math.prod(piece.shape_on(0, tp_size)) * piece.tensor.element_size() for piece in shared
+def _grid_index(part: Part, weight_format: str) -> tuple[slice, ...]:
+    """Where the blocks a part touches lie among those of the full tensor."""
+    blocks = quantize.block_shape(weight_format)
+    return tuple(
+        slice(None) if block is None else slice(start // block, -(-(start + size) // block))
+        for start, size, block in zip(part.offset, part.shape, blocks, strict=True)
     )
-    received = [torch.empty(0, dtype=torch.uint8)] * tp_size
-    if tp_size > 1 and shared:
-        local = torch.empty(length, dtype=torch.uint8, device=device())
-        filled = torch.cat([_bytes(piece.tensor) for piece in shared])
-        local[: len(filled)] = filled
-        if tp_rank == 0:
-            received = [torch.empty_like(local) for _ in range(tp_size)]
-        dist.gather(
-            local,
-            received if tp_rank == 0 else None,
-            dst=parallel_state.get_tensor_model_parallel_src_rank(),
-            group=parallel_state.get_tensor_model_parallel_group(),
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say which weight is refused."""
+    try:
+        yield
+    except quantize.NonFiniteWeight as error:
+        raise quantize.NonFiniteWeight(f"{name}: {error}") from None
+
+
+class _Layout:
+    """How a bucket's tensors lie in memory: the full ones one after another, and each rank's parts.
+
+    The widest types come first, so that every tensor starts at a multiple of its element size.
+    """
+
+    def __init__(self, tensors: list[_Tensor]) -> None:
+        self.tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+    def num_bytes(self, tp_rank: int) -> int:
+        """Of a rank's part of the bucket."""
+        return sum(
+            math.prod(tensor.shape_on(tp_rank)) * tensor.dtype.itemsize for tensor in self.tensors
         )
-    if tp_rank != 0:
+
+    def buffer(self, tp_rank: int) -> Tensor:
+        return torch.empty(self.num_bytes(tp_rank), dtype=torch.uint8, device=device())
+
+    def views(self, buffer: Tensor, tp_rank: int) -> dict[str, Tensor]:
+        """A rank's part of every tensor by name, in the buffer."""
+        views = {}
+        start = 0
+        for tensor in self.tensors:
+            shape = tensor.shape_on(tp_rank)
+            end = start + math.prod(shape) * tensor.dtype.itemsize
+            views[tensor.name] = buffer[start:end].view(tensor.dtype).view(shape)
+            start = end
+        return views
+
+    def bucket(self, flat: Tensor) -> Bucket:
+        return Bucket(
+            [tensor.name for tensor in self.tensors],
+            [tensor.dtype for tensor in self.tensors],
+            [tensor.shape for tensor in self.tensors],
+            flat,
+        )
+
+
+def _gather(layout: _Layout, own: Tensor) -> Iterator[Bucket]:
+    """The bucket of every rank's part, on tensor-parallel rank 0; nothing elsewhere.
+
+    Rank 0 takes the other ranks' parts one after another, so that it never holds two of them.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        dist.send(own, dst=ranks[0], group=group)
+        return
+    if len(ranks) == 1:
+        yield layout.bucket(own)
         return
     flat = torch.empty(
-        sum(piece.full_bytes for piece in pieces), dtype=torch.uint8, device=device()
+        sum(tensor.num_bytes for tensor in layout.tensors), dtype=torch.uint8, device=device()
     )
-    start = 0
-    read = [0] * tp_size  # bytes taken from each rank's buffer
-    for piece in pieces:
+    bucket = layout.bucket(flat)
+    full = dict(bucket.tensors())
+    _place(layout, own, 0, full)
+    del own
+    for tp_rank, source in enumerate(ranks[1:], start=1):
+        received = layout.buffer(tp_rank)
+        dist.recv(received, src=source, group=group)
+        _place(layout, received, tp_rank, full)
+    yield bucket
+
+
+def _place(layout: _Layout, buffer: Tensor, tp_rank: int, full: dict[str, Tensor]) -> None:
+    """Copy a rank's part of a bucket to where it belongs in the full tensors."""
+    parts = layout.views(buffer, tp_rank)
+    for tensor in layout.tensors:
         # One-byte codes are copied as bytes: not every backend copies float8.
-        dtype = torch.uint8 if piece.tensor.element_size() == 1 else piece.tensor.dtype
-        full = flat[start : start + piece.full_bytes].view(dtype).view(piece.full_shape)
-        start += piece.full_bytes
-        if piece.dim is None or tp_size == 1:
-            full.copy_(piece.tensor.view(dtype))
-            continue
-        for rank in range(tp_size):
-            shape = piece.shape_on(rank, tp_size)
-            end = read[rank] + math.prod(shape) * piece.tensor.element_size()
-            part = received[rank][read[rank] : end].view(dtype).view(shape)
-            read[rank] = end
-            offset = weight_map.run(piece.full_shape[piece.dim], rank, tp_size).start
-            full.narrow(piece.dim, offset, shape[piece.dim]).copy_(part)
-    yield Bucket(
-        [piece.name for piece in pieces],
-        [piece.tensor.dtype for piece in pieces],
-        [piece.full_shape for piece in pieces],
-        flat,
-    )
+        dtype = torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
+        target = full[tensor.name].view(dtype)[tensor.index_on(tp_rank)]
+        target.copy_(parts[tensor.name].view(dtype))
 
 
 def _send(bucket: Bucket | None) -> None:

@@ -42,6 +42,12 @@ PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # SGLang leaves a request this many fewer tokens than its context has.
 CONTEXT_RESERVE = 2
+_QUANTIZATION = {  # the server's layers for each format; one scale a tensor is sent a channel
+    "int8": "qurl_int8",
+    "fp8": "qurl_fp8",
+    "fp8-tensor": "qurl_fp8",
+    "fp8-block": "qurl_fp8_block",
+}
 
 
 class ServerFailed(RuntimeError):
@@ -122,7 +128,7 @@ def start_server(
     if server.max_total_tokens is not None:
         arguments["max-total-tokens"] = server.max_total_tokens
     if weight_format != "bf16":
-        arguments["quantization"] = f"qurl_{weight_format}"
+        arguments["quantization"] = _QUANTIZATION[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     additions = {
         "TMPDIR": scratch_dir,

@@ -25,10 +25,12 @@ from qurl_megatron.batch import Prompt, TrainBatch
 from qurl_megatron.config import Config, ObjectiveConfig, WeightFormat, load
 from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
+from qurl_megatron.export import export
 from qurl_megatron.learner import Learner, Update
 from qurl_megatron.metrics import Clock, RunLog, StepMetrics
 from qurl_megatron.objective import policy_objective, rollout_statistics, token_weights
 from qurl_megatron.publish import Published, Publisher
+from qurl_megatron.reshard import Conversion
 from qurl_megatron.rollout import RolloutClient, Server, load_servers, wait_ready
 from qurl_megatron.sampling import Sampler, SampleSummary
 from qurl_megatron.warmup import warm_up
@@ -65,8 +67,10 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
                 published = publisher.publish()
             metrics = step_metrics(config, step, batch, summary, entropy, updates, published, clock)
             log.write(metrics, parts.held_out_accuracy() if is_evaluated(config, step) else None)
+            log.write_weights(published.version, weight_metrics(published.conversion))
             if device.from_rank_zero(log.time_is_up):
                 break
+        export(learner, Path(config.model), config.run_dir / "final_model", config.quantization.uaq)
         log.finish(parts.held_out_accuracy())
 
 
@@ -146,9 +150,9 @@ def step_metrics(
         grad_norm=fmean(update.grad_norm for update in updates),
         learning_rate=updates[-1].learning_rate,
         current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
-        weight_update_norm=published.conversion.weight_update_norm,
-        weight_quant_error=published.conversion.weight_quant_error,
-        code_flip_fraction=published.conversion.code_flip_fraction,
+        weight_update_norm=published.conversion.total.update_norm,
+        weight_quant_error=published.conversion.total.quant_error,
+        code_flip_fraction=published.conversion.total.code_flip_fraction,
         time_rollout_s=clock.seconds["rollout"],
         time_proximal_s=clock.seconds["proximal"],
         time_update_s=clock.seconds["update"],
@@ -156,6 +160,18 @@ def step_metrics(
         publish_bytes=published.sent_bytes,
         rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
     )
+
+
+def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:
+    """Of each quantised weight: Eq. 13 and code flips since the last publish, and Eq. 14."""
+    return {
+        name: {
+            "weight_update_norm": sums.update_norm,
+            "weight_quant_error": sums.quant_error,
+            "code_flip_fraction": sums.code_flip_fraction,
+        }
+        for name, sums in conversion.sums.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         Path(config.model),
         config.learner,
         config.optimizer,
-        transform=uaq.transform(config.quantization.uaq_scale),
+        transform=uaq.transform(config.quantization.uaq),
     )
     stack.enter_context(closing(learner))
     log = RunLog(config, writes=device.rank() == 0)

@@ -9,10 +9,18 @@ W / s, being (dL/dy)(s x)^T, grows s-fold.
 Biases stay as they are: in `W x + b` only the product is rewritten, and the product has not
 changed. The same goes for Qwen3's q_norm and k_norm, which act on that product.
 
-What it does and does not do. With one scale a row from absmax, the codes of W / s are those of W
-and the scales are 1/s of them, so Eq. 14's relative error is the same as before. What changes is
-the update: an optimizer step of the same size moves W / s across s times as many code boundaries
-(Eq. 12).
+The two linear layers that no norm feeds can be reached through those that feed them, and are not
+by default, because what they gain those lose:
+
+- `through_value`: o_proj is divided by s, and v_proj, bias included, multiplied by s: attention is
+  linear in its values. With the division above, v_proj is left where it was.
+- `through_up`: down_proj is divided by s, and up_proj multiplied by s: the gated product is linear
+  in up's half, not in gate's. up_proj is left where it was.
+
+What it does and does not do. With absmax scales the codes of W / s are those of W and the scales
+are 1/s of them, so Eq. 14's relative error is the same as before. What changes is the update: an
+optimizer step of the same size moves W / s across s times as many code boundaries (Eq. 12), and
+Eq. 13 grows by s^2.
 
 W / 1.5 is not a BF16 number even where W is: scaling happens once, at load, on FP32 masters.
 A BF16 learner computes with the rounding of that: of a Gaussian matrix, 5 % of the INT8 codes then
@@ -22,48 +30,64 @@ differ from those of W in BF16, by one step (2 % of the FP8 codes), and none whe
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-_LINEAR = re.compile(r"\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.weight$")
-_NORM = re.compile(r"\.(input_layernorm|post_attention_layernorm)\.weight$")
+from qurl_megatron import weight_map
+from qurl_megatron.config import UaqConfig
+
+_NORMS = {rule.fed_by for rule in weight_map.RULES if rule.fed_by}
 
 Transform = Callable[[str, Tensor], Tensor]
 
 
-def transform(scale: float) -> Transform:
-    """`f(name, weight) -> weight` that applies Eq. 11 with s = `scale` to a Hugging Face parameter.
+def transform(config: UaqConfig) -> Transform:
+    """`f(name, weight) -> weight` that applies Eq. 11 to a Hugging Face parameter.
 
     `name` is transformers' (`model.layers.0.self_attn.q_proj.weight`), `weight` any shape,
-    float32; parameters that Eq. 11 leaves alone are returned as they are, of any dtype. Raises
+    float32; parameters that are left alone are returned as they are, of any dtype. Raises
     ValueError for a scale that is not a positive finite number, and for a parameter to be scaled
     that is not float32.
     """
-    _check(scale)
-    return _rule(linear=lambda weight: weight / scale, norm=lambda weight: weight * scale)
+    return _scaling(config, direction=1)
 
 
-def inverse(scale: float) -> Transform:
-    """The undoing of `transform(scale)`: exact for powers of two, within a rounding otherwise."""
-    _check(scale)
-    return _rule(linear=lambda weight: weight * scale, norm=lambda weight: weight / scale)
+def inverse(config: UaqConfig) -> Transform:
+    """The undoing of `transform(config)`: exact for powers of two, within a rounding otherwise."""
+    return _scaling(config, direction=-1)
 
 
-def _rule(linear: Callable[[Tensor], Tensor], norm: Callable[[Tensor], Tensor]) -> Transform:
+def _scaling(config: UaqConfig, direction: int) -> Transform:
+    for scale in (config.scale, *config.layer_scales.values()):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"UAQ scale is {scale}; it must be a positive finite number")
+
     def apply(name: str, weight: Tensor) -> Tensor:
-        change = linear if _LINEAR.search(name) else norm if _NORM.search(name) else None
-        if change is None:
+        power = direction * _power(name, config)
+        if power == 0:
             return weight
         if weight.dtype != torch.float32:
             raise ValueError(f"UAQ scales float32 weights; {name} is {weight.dtype}: cast it first")
-        return change(weight)
+        _, layer = weight_map.find_hugging_face(name)
+        scale = config.scale if layer is None else config.layer_scales.get(layer, config.scale)
+        return weight * scale if power > 0 else weight / scale
 
     return apply
 
 
-def _check(scale: float) -> None:
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"UAQ scale is {scale}; it must be a positive finite number")
+def _power(name: str, config: UaqConfig) -> int:
+    """The power of s that the parameter is multiplied by: -1, 0 or 1."""
+    rule, layer = weight_map.find_hugging_face(name)
+    module = name.split(".")[-2]
+    is_weight = name.endswith(".weight")
+    power = -1 if rule.norm_fed and is_weight else 0
+    if layer is not None and name in {norm.format(layer=layer) for norm in _NORMS}:
+        power = 1
+    for enabled, feeding, fed in (
+        (config.through_value, "v_proj", "o_proj"),
+        (config.through_up, "up_proj", "down_proj"),
+    ):
+        power += enabled * ((module == feeding) - (module == fed))
+    return power

@@ -2,8 +2,8 @@
 
 `RULES` is the whole map. A rule says which Hugging Face tensors one Megatron parameter is made of,
 the symbolic size of each of their dimensions, and how they are merged. Tensor parallelism follows
-from the sizes alone: a dimension that counts vocabulary rows, heads or intermediate channels is
-shared among the ranks in equal runs, one that counts hidden channels is not.
+from the sizes: a dimension that counts vocabulary rows, heads or intermediate channels is shared
+among the ranks in runs (`part_runs`), one that counts hidden channels is not.
 
 Three shapes of the same weight, and the only ways between them:
 
@@ -16,6 +16,7 @@ are the full tensor, bit for bit. Vocabulary padding exists in shards only.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,10 +76,31 @@ class Part:
     """This rank's run of one Hugging Face tensor."""
 
     name: str  # in the Hugging Face checkpoint
-    tensor: Tensor  # a view of the shard where the layout allows one
+    view: Tensor  # of the shard's memory; [groups, rows of a group, ...] where groups interleave
     dim: int | None  # ranks are concatenated along it; None: every rank has the same tensor
-    offset: int  # index along `dim` of this part's first row or column in the full tensor
+    runs: list[slice] | None  # of every rank, along `dim`
+    tp_rank: int
     full_shape: tuple[int, ...]
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its values, in the tensor's own shape; a copy where the shard interleaves them."""
+        interleaved = self.view.dim() > len(self.full_shape)
+        return self.view.flatten(0, 1) if interleaved else self.view
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of `tensor`, without making it."""
+        shape = list(self.full_shape)
+        if self.dim is not None and self.runs is not None:
+            shape[self.dim] = _length(self.runs[self.tp_rank])
+        return tuple(shape)
+
+    @property
+    def offset(self) -> tuple[int, int]:
+        """Row and column of the full tensor at which this part begins."""
+        start = 0 if self.runs is None else self.runs[self.tp_rank].start
+        return (start, 0) if self.dim == 0 else (0, start)
 
 
 def _rule(
@@ -222,27 +244,52 @@ def full_shape(part: HuggingFaceTensor, architecture: Architecture) -> tuple[int
     return tuple(_size(symbol, architecture) for symbol in part.sizes)
 
 
-def run(size: int, tp_rank: int, tp_size: int) -> slice:
-    """The run of a shared dimension of `size` that a tensor-parallel rank holds.
+def part_runs(
+    rule: Rule, part: HuggingFaceTensor, architecture: Architecture, tp_size: int
+) -> list[slice] | None:
+    """The run of the part's shared dimension that each tensor-parallel rank holds, in order.
 
-    Runs are equal but for the vocabulary's last ones, which are shorter or empty.
+    None where every rank holds the whole tensor. Runs are equal but for the vocabulary's last
+    ones, which are shorter, and for a fused QKV with fewer key-value heads than ranks, whose
+    groups are cut wherever a rank's equal share of rows ends: there some are empty.
     """
+    dim = part.shared_dim
+    if dim is None:
+        return None
+    size = full_shape(part, architecture)[dim]
+    if rule.merge is Merge.GROUPED_QKV:
+        return _grouped_runs(rule, part, architecture, tp_size)
     length = -(-size // tp_size)
-    return slice(min(tp_rank * length, size), min((tp_rank + 1) * length, size))
+    ends = [min(rank * length, size) for rank in range(tp_size + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _grouped_runs(
+    rule: Rule, part: HuggingFaceTensor, architecture: Architecture, tp_size: int
+) -> list[slice]:
+    """As `part_runs`: Megatron deals the rows of the fused tensor out evenly, group after group."""
+    groups = architecture.num_key_value_heads
+    rows = [full_shape(p, architecture)[0] // groups for p in rule.parts]  # of one group
+    before = sum(rows[: rule.parts.index(part)])
+    own = rows[rule.parts.index(part)]
+    per_rank = groups * sum(rows) // tp_size
+
+    def rows_of_part_before(fused_row: int) -> int:
+        group, within = divmod(fused_row, sum(rows))
+        return group * own + min(max(within - before, 0), own)
+
+    ends = [rows_of_part_before(rank * per_rank) for rank in range(tp_size + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def part_index(
-    part: HuggingFaceTensor, architecture: Architecture, tp_rank: int, tp_size: int
+    rule: Rule, part: HuggingFaceTensor, architecture: Architecture, tp_rank: int, tp_size: int
 ) -> tuple[slice, ...]:
-    """Index of this rank's run in the full tensor; `full[part_index(...)]` is the part.
-
-    The last ranks' vocabulary runs are shorter where padding makes up the rest of their shard.
-    """
-    shape = full_shape(part, architecture)
-    index = [slice(0, size) for size in shape]
-    dim = part.shared_dim
-    if dim is not None:
-        index[dim] = run(shape[dim], tp_rank, tp_size)
+    """Index of this rank's run in the full tensor; `full[part_index(...)]` is the part."""
+    index = [slice(0, size) for size in full_shape(part, architecture)]
+    runs = part_runs(rule, part, architecture, tp_size)
+    if runs is not None and part.shared_dim is not None:
+        index[part.shared_dim] = runs[tp_rank]
     return tuple(index)
 
 
@@ -251,10 +298,10 @@ def merge(rule: Rule, parts: Sequence[Tensor], architecture: Architecture, tp_si
     if rule.merge is Merge.STACKED:
         return torch.cat(list(parts))
     if rule.merge is Merge.GROUPED_QKV:
-        groups = architecture.num_key_value_heads // tp_size
+        groups = _groups_on_rank(architecture, tp_size)
         rest = parts[0].shape[1:]
-        heads = [part.reshape(groups, -1, architecture.head_dim, *rest) for part in parts]
-        return torch.cat(heads, dim=1).reshape(-1, *rest)
+        grouped = [part.reshape(groups, part.shape[0] // groups, *rest) for part in parts]
+        return torch.cat(grouped, dim=1).reshape(-1, *rest)
     (part,) = parts
     if rule.parts[0].sizes[0] == "vocabulary":
         rows = architecture.padded_vocab_size(tp_size) // tp_size
@@ -272,23 +319,31 @@ def split(
     tp_size: int,
 ) -> list[Part]:
     """This rank's shard -> its parts under their Hugging Face names. Inverse of `merge`."""
+    shares = [part_runs(rule, part, architecture, tp_size) for part in rule.parts]
     tensors: Sequence[Tensor]
     if rule.merge is Merge.STACKED:
         tensors = shard.chunk(len(rule.parts))
     elif rule.merge is Merge.GROUPED_QKV:
-        queries = architecture.num_attention_heads // architecture.num_key_value_heads
-        rest = shard.shape[1:]
-        grouped = shard.view(-1, queries + 2, architecture.head_dim, *rest)
-        tensors = [heads.reshape(-1, *rest) for heads in grouped.split((queries, 1, 1), dim=1)]
+        groups = _groups_on_rank(architecture, tp_size)
+        rows = [_length(runs[tp_rank]) // groups for runs in shares if runs is not None]
+        tensors = shard.view(groups, -1, *shard.shape[1:]).split(rows, dim=1)
     else:
         tensors = [shard]
     parts = []
-    for part, name, tensor in zip(rule.parts, rule.hugging_face_names(layer), tensors, strict=True):
+    for part, name, tensor, runs in zip(
+        rule.parts, rule.hugging_face_names(layer), tensors, shares, strict=True
+    ):
         dim = part.shared_dim
-        offset = 0
-        if dim is not None:
-            held = part_index(part, architecture, tp_rank, tp_size)[dim]
-            offset = held.start
-            tensor = tensor.narrow(dim, 0, held.stop - held.start)  # drops vocabulary padding
-        parts.append(Part(name, tensor, dim, offset, full_shape(part, architecture)))
+        if runs is not None and dim is not None and part.sizes[0] == "vocabulary":
+            tensor = tensor.narrow(dim, 0, _length(runs[tp_rank]))  # drops padding
+        parts.append(Part(name, tensor, dim, runs, tp_rank, full_shape(part, architecture)))
     return parts
+
+
+def _groups_on_rank(architecture: Architecture, tp_size: int) -> int:
+    """Key-value groups that one rank's shard of a fused QKV has rows of."""
+    return max(1, architecture.num_key_value_heads // tp_size)
+
+
+def _length(run: slice) -> int:
+    return run.stop - run.start

@@ -15,6 +15,7 @@ from qurl_megatron.config import (
     OptimizerConfig,
     QuantizationConfig,
     RolloutConfig,
+    UaqConfig,
 )
 
 
@@ -25,7 +26,7 @@ def recipe() -> Config:
         learner=LearnerConfig(dtype="bfloat16", micro_batch_size=4),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
         objective=ObjectiveConfig(objective="acr", eps_low=0.2, eps_high=0.2),
-        quantization=QuantizationConfig(format="int8", uaq_scale=1.5),
+        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(
             prompts_per_step=256,
             completions_per_prompt=8,

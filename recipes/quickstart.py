@@ -17,6 +17,7 @@ from qurl_megatron.config import (
     QuantizationConfig,
     RolloutConfig,
     ServerConfig,
+    UaqConfig,
     WarmupConfig,
 )
 
@@ -35,7 +36,7 @@ def recipe() -> Config:
         optimizer=OptimizerConfig(
             learning_rate=2e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
         ),
-        quantization=QuantizationConfig(format="int8", uaq_scale=1.5),
+        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(
             prompts_per_step=64,
             completions_per_prompt=8,

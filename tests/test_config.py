@@ -67,7 +67,7 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         ("rollout.completions_per_prompt=1", "greater than or equal to 2"),
         ("evaluation.held_out_fraction=1", "should be less than 1"),
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
-        ("quantization.format=int4", "'bf16', 'int8' or 'fp8'"),
+        ("quantization.format=int4", "'bf16', 'int8', 'fp8', 'fp8-tensor' or 'fp8-block'"),
     ],
 )
 def test_a_wrong_word_is_named(word: str, message: str) -> None:

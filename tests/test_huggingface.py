@@ -50,7 +50,11 @@ def test_the_runs_of_all_ranks_are_the_stored_tensor(model, changed, sharded):
     for name, stored in load_file(model / "model.safetensors").items():
         rule, layer = weight_map.find_hugging_face(name)
         part = rule.parts[rule.hugging_face_names(layer).index(name)]
-        runs = [weights.read(name, part, rank, 2) for rank in range(2)]
+        architecture = Architecture.from_directory(model)
+        runs = [
+            weights.read(name, weight_map.part_index(rule, part, architecture, rank, 2))
+            for rank in range(2)
+        ]
         together = runs[0] if part.shared_dim is None else torch.cat(runs, part.shared_dim)
         assert torch.equal(together, stored)
 

@@ -33,12 +33,14 @@ DIMS = {
 MODELS = [
     f"{family}-{tied}" for family in ("qwen2", "qwen3", "llama") for tied in ("tied", "untied")
 ]
-LAYOUTS = {  # tensor, pipeline, data parallel sizes
+LAYOUTS = {  # tensor, pipeline, data and virtual pipeline parallel sizes, layers in the last stage
     "TP1": (1, 1, 1),
     "TP2": (2, 1, 1),
     "PP2": (1, 2, 1),
     "DP2": (1, 1, 2),
     "TP2xPP2": (2, 2, 1),
+    "PP2 in 2 parts": (1, 2, 1, 2),
+    "PP2 of 3 and 1": (1, 2, 1, 1, 1),
 }
 TEMPERATURES = (0.7, 1.0)
 OPTIMIZER = OptimizerConfig(
@@ -89,7 +91,7 @@ def policy_gradient(
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
 
-def learner_config(layout: tuple[int, int, int], **fields: Any) -> LearnerConfig:
+def learner_config(layout: tuple[int, ...], **fields: Any) -> LearnerConfig:
     fields = {"dtype": "float32", "micro_batch_size": 2, **fields}
     return LearnerConfig(*layout, **fields)
 
@@ -120,7 +122,7 @@ class Measured:
     last_weights: list[weight_map.Part]
 
 
-def measure(models: dict[str, Path], layout: tuple[int, int, int]) -> dict[str, Measured]:
+def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measured]:
     from qurl_megatron import device
     from qurl_megatron.learner import Learner
 
@@ -128,7 +130,7 @@ def measure(models: dict[str, Path], layout: tuple[int, int, int]) -> dict[str, 
     return {name: measure_one(Learner, model, layout) for name, model in models.items()}
 
 
-def measure_one(learner_class: Any, model: Path, layout: tuple[int, int, int]) -> Measured:
+def measure_one(learner_class: Any, model: Path, layout: tuple[int, ...]) -> Measured:
     learner = learner_class(model, learner_config(layout), OPTIMIZER)
     batch, loss_weights = make_batch()
     scores = {
@@ -237,8 +239,10 @@ def gathered(parts_by_rank: list[list[weight_map.Part]]) -> dict[str, Tensor]:
         by_name.setdefault(part.name, []).append(part)
     tensors = {}
     for name, parts in by_name.items():
-        runs: dict[int, Tensor] = {}
+        runs: dict[tuple[int, int], Tensor] = {}
         for part in parts:
+            if not part.view.numel():
+                continue  # a rank may have nothing of a key-value head
             assert torch.equal(runs.setdefault(part.offset, part.tensor), part.tensor)
         dim = parts[0].dim
         ordered = [runs[offset] for offset in sorted(runs)]
@@ -280,6 +284,28 @@ def test_optimizer_steps_are_those_of_torch(by_rank, references, name):
         torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=tensor_name)
 
 
+def test_ranks_may_share_a_key_value_head(tmp_path):
+    """Two key-value heads on four ranks: the fused QKV is cut within its groups."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    models = {
+        family: build_tiny_model(tmp_path / family, family, **DIMS | heads)
+        for family in ("qwen2", "qwen3")
+    }
+    by_rank = run_ranks(measure, 4, models, (4, 1, 1))
+    for family, model in models.items():
+        reference = make_reference(model)
+        for temperature, expected in reference.scores.items():
+            logprobs, entropy = by_rank[0][family].scores[temperature]
+            torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+        tensors = gathered([rank[family].last_weights for rank in by_rank])
+        assert tensors.keys() == weight_map.hugging_face_names(Architecture.from_directory(model))
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                tensor, reference.last_weights[name], rtol=0, atol=1e-5, msg=name
+            )
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_current_equals_proximal_before_the_first_update_and_not_after(by_rank, name):
     first, second, _ = by_rank[0][name].updates
@@ -287,7 +313,7 @@ def test_current_equals_proximal_before_the_first_update_and_not_after(by_rank, 
     assert second.stats["moved"] > 1e-3
 
 
-def first_updates(model: Path, layout: tuple[int, int, int], rows: int, sizes: list[int]) -> Any:
+def first_updates(model: Path, layout: tuple[int, ...], rows: int, sizes: list[int]) -> Any:
     from qurl_megatron import device
     from qurl_megatron.learner import Learner
 
@@ -316,7 +342,7 @@ def test_gradients_depend_on_neither_micro_batches_nor_copies(models, rows):
         assert update.stats == alone[0].stats
 
 
-def bfloat16_masters(model: Path, layout: tuple[int, int, int]) -> dict[str, Any]:
+def bfloat16_masters(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
     from qurl_megatron.learner import Learner
 
     def a_third(name: str, tensor: Tensor) -> Tensor:
@@ -331,11 +357,15 @@ def bfloat16_masters(model: Path, layout: tuple[int, int, int]) -> dict[str, Any
     )
     batch, loss_weights = make_batch()
     logprobs, entropy = learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
-    masters = {n: learner._master(p).clone() for n, p in learner.model.module.named_parameters()}
-    compute = {n: p.detach().clone() for n, p in learner.model.module.named_parameters()}
+    masters = {
+        n: learner._master(p).clone() for n, p in learner.chunks[0].module.named_parameters()
+    }
+    compute = {n: p.detach().clone() for n, p in learner.chunks[0].module.named_parameters()}
     update = learner.update(batch, loss_weights, policy_gradient, temperature=1.0)
     learner.reset_optimizer(OptimizerConfig(learning_rate=1e-6))
-    moved = {n: learner._master(p) - masters[n] for n, p in learner.model.module.named_parameters()}
+    moved = {
+        n: learner._master(p) - masters[n] for n, p in learner.chunks[0].module.named_parameters()
+    }
     learner.close()
     return {
         "logprobs": logprobs,
@@ -542,14 +572,21 @@ def test_bfloat16_gradients_do_not_lose_small_chunks():
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [((3, 1, 1), "2 key-value heads"), ((1, 3, 1), "4 layers"), ((2, 1, 1), "start 2 ranks")],
+    [
+        ((3, 1, 1), "2 key-value heads"),
+        ((1, 3, 1), "4 layers"),
+        ((2, 1, 1), "start 2 ranks"),
+        ((1, 1, 1, 2), "leave it at 1"),
+        ((1, 2, 1, 3), "virtual_pipeline_parallel_size=3 does not divide a stage's 2 layers"),
+        ((1, 3, 1, 1, 3), "leaves 1 layers"),
+    ],
 )
 def test_a_layout_that_does_not_fit_is_refused(models, layout, words):
     (message,) = run_ranks(refusal_of, 1, models["qwen3-untied"], layout)
     assert words in message and "\n" not in message
 
 
-def refusal_of(model: Path, layout: tuple[int, int, int]) -> str:
+def refusal_of(model: Path, layout: tuple[int, ...]) -> str:
     from qurl_megatron.architecture import ArchitectureError
     from qurl_megatron.learner import Learner
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from distributed import run_ranks
 from qurl_megatron import quantize, uaq
 from qurl_megatron.checksum import checksum
-from qurl_megatron.config import LearnerConfig, OptimizerConfig
+from qurl_megatron.config import LearnerConfig, OptimizerConfig, UaqConfig
 from qurl_megatron.learner import Learner
 from qurl_megatron.quantize import NonFiniteWeight
 from qurl_megatron.reshard import Bucket, Converter
@@ -27,29 +27,36 @@ DIMENSIONS = {
     "vocab_size": 251,
     "hidden_size": 48,
     "intermediate_size": 144,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # tensor x pipeline parallel
+# Tensor, pipeline, data and virtual pipeline parallel sizes, layers in the last stage.
+LAYOUTS = {
+    "TP1": (1, 1),
+    "TP2": (2, 1),
+    "PP2": (1, 2),
+    "TP2xPP2": (2, 2),
+    "TP4, two to a key-value head": (4, 1),
+    "PP3 of 1, 1 and 2 layers": (1, 3, 1, 1, 2),
+    "PP2 in 2 parts": (1, 2, 1, 2),
+}
 SCALE = 1.5
 BUCKET_BYTES = 40_000
-FORMATS = ("int8", "fp8", "bf16")
+FORMATS = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
 
 
-def learner_of(model_dir: Path, layout: tuple[int, int]) -> Learner:
+def learner_of(model_dir: Path, layout: tuple[int, ...]) -> Learner:
     return Learner(
         model_dir,
-        LearnerConfig(
-            tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1], dtype="float32"
-        ),
+        LearnerConfig(*layout, dtype="float32"),
         OptimizerConfig(),
-        transform=uaq.transform(SCALE),
+        transform=uaq.transform(UaqConfig(SCALE)),
     )
 
 
-def convert(model_dir: Path, layout: tuple[int, int]) -> dict[str, object]:
+def convert(model_dir: Path, layout: tuple[int, ...]) -> dict[str, object]:
     """All formats on one set of ranks; on rank 0 the buckets and what the passes showed."""
     learner = learner_of(model_dir, layout)
     shown: dict[str, object] = {}
@@ -62,27 +69,26 @@ def convert(model_dir: Path, layout: tuple[int, int]) -> dict[str, object]:
 
 
 def tensors(buckets: list[Bucket]) -> dict[str, Tensor]:
-    named = {}
+    named: dict[str, Tensor] = {}
     for bucket in buckets:
-        start = 0
-        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-            end = start + torch.Size(shape).numel() * dtype.itemsize
+        for name, tensor in bucket.tensors():
             assert name not in named, f"{name} was sent twice"
-            named[name] = bucket.flat[start:end].view(dtype).view(shape)
-            start = end
-        assert start == bucket.flat.numel()
+            named[name] = tensor
+        assert sum(tensor.nbytes for _, tensor in bucket.tensors()) == bucket.flat.numel()
     return named
 
 
 def expected(model_dir: Path, weight_format: str) -> dict[str, Tensor]:
     """The Hugging Face tensors, scaled and quantised directly, with no layout in sight."""
-    scale_weight = uaq.transform(SCALE)
+    scale_weight = uaq.transform(UaqConfig(SCALE))
     wanted = {}
     for name, stored in load_file(model_dir / "model.safetensors").items():
         weight = scale_weight(name, stored.float())
         if weight_format != "bf16" and name.endswith("_proj.weight"):
-            codes, scale = quantize.quantise(weight, weight_format)
-            wanted[name], wanted[f"{name}_scale"] = codes, scale
+            quantised = quantize.quantise(weight, weight_format)
+            wanted[name] = quantised.codes
+            scale_name = quantize.scale_name(name, weight_format)
+            wanted[scale_name] = quantize.engine_scale(quantised)
         else:
             wanted[name] = weight.to(torch.bfloat16)
     return wanted
@@ -92,10 +98,10 @@ def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"TP{layout[0]}xPP{layout[1]}")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
 def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
-    architecture: str, tied: bool, layout: tuple[int, int], tmp_path: Path
+    architecture: str, tied: bool, layout: tuple[int, ...], tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
     leader, *others = run_ranks(convert, layout[0] * layout[1], tmp_path, layout)
@@ -118,7 +124,7 @@ def squares(tensor: Tensor) -> float:
     return float(tensor.double().square().sum())
 
 
-def convert_scaled(model_dir: Path, layout: tuple[int, int]) -> list[object]:
+def convert_scaled(model_dir: Path, layout: tuple[int, ...]) -> list[object]:
     """The conversions of the weights as they are, then doubled, then negated."""
     learner = learner_of(model_dir, layout)
     converter = Converter(learner, "int8", BUCKET_BYTES)
@@ -140,17 +146,17 @@ def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> 
     error = weight_squares = 0.0
     for name, stored in load_file(tmp_path / "model.safetensors").items():
         if name.endswith("_proj.weight"):
-            weight = uaq.transform(SCALE)(name, stored.float())
+            weight = uaq.transform(UaqConfig(SCALE))(name, stored.float())
             error += squares(quantize.dequantise(quantize.quantise(weight, "int8")) - weight)
             weight_squares += squares(weight)
-    assert first.weight_quant_error == pytest.approx(error / weight_squares, rel=1e-6)
-    assert first.weight_update_norm == 0
+    assert first.total.quant_error == pytest.approx(error / weight_squares, rel=1e-6)
+    assert first.total.update_norm == 0
     # |2w - w|^2 / |w|^2 and |-2w - 2w|^2 / |2w|^2
-    assert doubled.weight_update_norm == pytest.approx(1, rel=1e-6)
-    assert negated.weight_update_norm == pytest.approx(4, rel=1e-6)
+    assert doubled.total.update_norm == pytest.approx(1, rel=1e-6)
+    assert negated.total.update_norm == pytest.approx(4, rel=1e-6)
     # Codes are relative to their row's largest weight: doubling changes none, negating all but 0.
-    assert doubled.code_flip_fraction == 0
-    assert 0.95 < negated.code_flip_fraction < 1
+    assert doubled.total.code_flip_fraction == 0
+    assert 0.95 < negated.total.code_flip_fraction < 1
 
 
 def refusal(model_dir: Path, spoil: Callable[[str], bool]) -> str:

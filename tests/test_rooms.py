@@ -17,18 +17,19 @@ OUTSIDE = sorted([*REPOSITORY.glob("launch/**/*.py"), *REPOSITORY.glob("recipes/
 # Imports between rooms go down these levels only, never up or sideways.
 LEVELS = [
     {"architecture"},
-    {"config", "batch"},
-    {"objective", "advantages", "quantize", "uaq", "rewards", "weight_map", "checksum"},
+    {"config", "batch", "channel_kernel"},
+    {"objective", "advantages", "quantize", "rewards", "weight_map", "checksum"},
+    {"uaq"},
     {"device", "huggingface", "logprobs", "metrics", "data"},
     {"learner", "rollout"},
-    {"reshard", "sampling", "warmup"},
-    {"publish", "checkpoint", "report"},
+    {"reshard", "sampling", "warmup", "offline"},
+    {"publish", "export", "checkpoint", "report"},
     {"evaluation"},
     {"train"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-PURE = set().union(*LEVELS[:3])
+PURE = set().union(*LEVELS[:4])
 
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 ENVIRONMENT_READERS = {"device", "cli"}

@@ -6,10 +6,14 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from qurl_megatron.quantize import dequantise, quantise
 from qurl_megatron.sglang_plugin import attention
 from qurl_megatron.sglang_plugin.linear import (
-    Fp8LinearMethod,
+    Fp8BlockConfig,
+    Fp8Config,
+    Int8Config,
     Int8LinearMethod,
+    QurlConfig,
     quantise_tokens,
 )
 
@@ -76,7 +80,7 @@ def test_int8_products_are_those_of_the_integers(width: int) -> None:
     codes[0], weight[0] = 127, 127  # the largest sum there is
     weight[1] = 127
     weight[1, ::2] = 126  # odd sums, which float32 loses first
-    sums = Int8LinearMethod().sum_products(codes.float(), weight.to(torch.int8))
+    sums = Int8LinearMethod(Int8Config()).sum_products(codes.float(), weight.to(torch.int8))
     assert torch.equal(sums, (codes @ weight.t()).float())
 
 
@@ -89,17 +93,62 @@ def test_tokens_are_quantised_one_by_one_half_to_even() -> None:
     assert scale[0] == 1
 
 
-@pytest.mark.parametrize("method", [Int8LinearMethod(), Fp8LinearMethod()])
-def test_a_layer_starts_with_weights_of_zero_and_never_replaces_a_parameter(
-    method: Int8LinearMethod | Fp8LinearMethod,
-) -> None:
+def built(config: QurlConfig, input_size: int, output_sizes: list[int]) -> torch.nn.Module:
+    """A layer of these widths and its method, as SGLang builds it."""
     layer = torch.nn.Module()
-    method.create_weights(
-        layer, 8, [4, 2], 8, 6, torch.bfloat16, weight_loader=lambda *arguments: None
+    layer.method = config.linear_method(config)
+    layer.method.create_weights(
+        layer,
+        input_size,
+        output_sizes,
+        input_size,
+        sum(output_sizes),
+        torch.bfloat16,
+        weight_loader=lambda *arguments: None,
     )
-    weight, scale = layer.weight, layer.weight_scale
-    method.process_weights_after_loading(layer)
-    out = method.apply(layer, torch.ones(2, 3, 8, dtype=torch.bfloat16), torch.arange(6.0))
-    assert torch.equal(out, torch.arange(6.0, dtype=torch.bfloat16).expand(2, 3, 6))
-    assert layer.weight is weight and layer.weight_scale is scale
-    assert (weight.shape, scale.shape) == ((6, 8), (6, 1))
+    layer.method.process_weights_after_loading(layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("config", "scale_name", "scale_shape"),
+    [
+        (Int8Config(), "weight_scale", (384, 1)),
+        (Fp8Config(), "weight_scale", (384, 1)),
+        (Fp8BlockConfig(), "weight_scale_inv", (3, 2)),
+    ],
+)
+def test_a_layer_starts_with_weights_of_zero_and_never_replaces_a_parameter(
+    config: QurlConfig, scale_name: str, scale_shape: tuple[int, int]
+) -> None:
+    layer = built(config, 200, [256, 128])
+    before = dict(layer.named_parameters())
+    bias = torch.arange(384.0)
+    out = layer.method.apply(layer, torch.ones(2, 3, 200, dtype=torch.bfloat16), bias)
+    assert torch.equal(out, bias.bfloat16().expand(2, 3, 384))
+    assert {name: id(p) for name, p in layer.named_parameters()} == {
+        name: id(p) for name, p in before.items()
+    }
+    assert {name: p.shape for name, p in before.items()} == {
+        "weight": (384, 200),
+        scale_name: scale_shape,
+    }
+
+
+def test_blocks_that_end_short_multiply_as_their_dequantised_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(300, 200, generator=generator), torch.ones(1, 200)
+    x[0, 150] = 3.0  # 1 and 3 are codes of a scale of 3 / 448 but for rounding; 1 alone is exact
+    quantised = quantise(weight, "fp8-block")
+    layer = built(Fp8BlockConfig(), 200, [300])
+    layer.weight.data.copy_(quantised.codes)
+    layer.weight_scale_inv.data.copy_(quantised.scale)
+    out = layer.method.apply(layer, x.bfloat16()).float()
+    codes, scale = quantise_tokens(x[:, 128:], torch.float8_e4m3fn)
+    rounded = torch.cat([x[:, :128], codes * scale], dim=1)
+    torch.testing.assert_close(out, rounded @ dequantise(quantised).t(), rtol=4e-3, atol=1e-3)
+
+
+def test_a_block_that_would_belong_to_two_fused_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[256, 64\].*multiples of 128"):
+        built(Fp8BlockConfig(), 128, [256, 64])

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl_megatron import uaq
-from qurl_megatron.quantize import code_flips, quantise
+from qurl_megatron.config import UaqConfig
+from qurl_megatron.quantize import code_flips, dequantise, quantise
 
 torch.set_num_threads(1)
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
@@ -60,7 +61,7 @@ def test_exactly_the_norm_fed_weights_and_their_norms_change(architecture: str) 
         factor = 1.0
         if kind == "weight" and "layers" in name:
             factor = 0.5 if module in SCALED_DOWN else 2.0 if module in SCALED_UP else 1.0
-        assert torch.equal(uaq.transform(2.0)(name, weight), weight * factor), name
+        assert torch.equal(uaq.transform(UaqConfig(2.0))(name, weight), weight * factor), name
 
 
 def test_every_kind_of_weight_was_there_to_be_tested() -> None:
@@ -75,30 +76,68 @@ def test_every_kind_of_weight_was_there_to_be_tested() -> None:
 def test_logits_are_invariant_to_rounding(architecture: str, scale: float) -> None:
     model = tiny_model(architecture)
     before = logits(model)
-    apply(model, uaq.transform(scale))
+    apply(model, uaq.transform(UaqConfig(scale)))
     after = logits(model)
     assert before.abs().max() > 1  # a model with opinions
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        UaqConfig(1.5, through_value=True),
+        UaqConfig(1.5, through_up=True),
+        UaqConfig(1.5, through_value=True, through_up=True),
+        UaqConfig(1.5, layer_scales={0: 3.0, 1: 0.7}),
+    ],
+)
+def test_logits_are_invariant_whatever_is_scaled_through(
+    architecture: str, config: UaqConfig
+) -> None:
+    model = tiny_model(architecture)
+    before = logits(model)
+    apply(model, uaq.transform(config))
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+
+
+def test_what_feeds_them_gives_up_what_o_proj_and_down_proj_gain() -> None:
+    config = UaqConfig(2.0, through_value=True, through_up=True)
+    for name, weight in tiny_model("qwen2").state_dict().items():
+        module, kind = name.split(".")[-2:]
+        factor = {"o_proj": 0.5, "down_proj": 0.5, "q_proj": 0.5, "k_proj": 0.5, "gate_proj": 0.5}
+        wanted = factor.get(module, 2.0 if module in SCALED_UP else 1.0)
+        if kind == "bias":
+            wanted = 2.0 if module == "v_proj" else 1.0
+        assert torch.equal(uaq.transform(config)(name, weight), weight * wanted), name
+
+
+def test_a_layer_may_have_a_scale_of_its_own() -> None:
+    scale = uaq.transform(UaqConfig(2.0, layer_scales={1: 4.0}))
+    weight = torch.ones(2, 2)
+    assert scale("model.layers.0.mlp.up_proj.weight", weight)[0, 0] == 1 / 2
+    assert scale("model.layers.1.mlp.up_proj.weight", weight)[0, 0] == 1 / 4
+    assert scale("model.layers.1.input_layernorm.weight", weight)[0, 0] == 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_bit_equal_for_a_power_of_two(architecture: str) -> None:
     model = tiny_model(architecture)
     before = logits(model)
-    apply(model, uaq.transform(2.0))
+    apply(model, uaq.transform(UaqConfig(2.0)))
     assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0, 0.25])
 def test_undo_returns_the_original_exactly_for_powers_of_two(scale: float) -> None:
     model = tiny_model("qwen2")
-    transform, inverse = uaq.transform(scale), uaq.inverse(scale)
+    transform, inverse = uaq.transform(UaqConfig(scale)), uaq.inverse(UaqConfig(scale))
     for name, weight in model.state_dict().items():
         assert torch.equal(inverse(name, transform(name, weight)), weight), name
 
 
 def test_undo_is_within_a_rounding_for_any_other_scale() -> None:
-    transform, inverse = uaq.transform(1.5), uaq.inverse(1.5)
+    transform, inverse = uaq.transform(UaqConfig(1.5)), uaq.inverse(UaqConfig(1.5))
     for name, weight in tiny_model("qwen2").state_dict().items():
         error = (inverse(name, transform(name, weight)) - weight).abs()
         assert (error <= weight.abs() * 2.0**-22).all(), name
@@ -106,7 +145,7 @@ def test_undo_is_within_a_rounding_for_any_other_scale() -> None:
 
 def test_scale_1_is_the_identity() -> None:
     for name, weight in tiny_model("qwen3").state_dict().items():
-        assert torch.equal(uaq.transform(1.0)(name, weight), weight), name
+        assert torch.equal(uaq.transform(UaqConfig(1.0))(name, weight), weight), name
 
 
 def matrix(dtype: torch.dtype) -> torch.Tensor:
@@ -140,18 +179,35 @@ def test_same_update_flips_more_codes_of_the_scaled_weight() -> None:
     assert flips(1.5) / flips(1.0) == pytest.approx(1.5, rel=0.1)
 
 
+def test_the_relative_update_grows_by_the_square_of_s_and_the_error_not_at_all() -> None:
+    """Eq. 13 of a step of the same size, and Eq. 14, in exact arithmetic."""
+    weight = matrix(torch.float64)
+    step = 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)).sign()
+
+    def update_norm(scale: float) -> float:
+        return float(step.double().square().sum() / (weight / scale).square().sum())
+
+    def quant_error(scale: float) -> float:
+        exact = (weight / scale).float()
+        error = dequantise(quantise(exact, "int8")) - exact
+        return float(error.double().square().sum() / exact.double().square().sum())
+
+    assert update_norm(1.5) / update_norm(1.0) == pytest.approx(1.5**2, rel=1e-12)
+    assert quant_error(1.5) / quant_error(1.0) == pytest.approx(1, rel=1e-4)
+
+
 def test_weight_to_be_scaled_must_be_float32() -> None:
     """A BF16 weight divided by 1.5 would be rounded a second time."""
     weight = torch.ones(4, 4, dtype=torch.bfloat16)
     name = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=rf"{name} is torch.bfloat16"):
-        uaq.transform(1.5)(name, weight)
-    assert uaq.transform(1.5)("lm_head.weight", weight) is weight
+        uaq.transform(UaqConfig(1.5))(name, weight)
+    assert uaq.transform(UaqConfig(1.5))("lm_head.weight", weight) is weight
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.5, float("nan"), float("inf")])
 def test_scale_must_be_positive_and_finite(scale: float) -> None:
     with pytest.raises(ValueError, match="positive finite"):
-        uaq.transform(scale)
+        uaq.transform(UaqConfig(scale))
     with pytest.raises(ValueError, match="positive finite"):
-        uaq.inverse(scale)
+        uaq.inverse(UaqConfig(scale))

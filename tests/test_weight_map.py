@@ -55,7 +55,7 @@ def shards(rule: Rule, architecture: Architecture, tp_size: int) -> list[Tensor]
         weight_map.merge(
             rule,
             [
-                full[weight_map.part_index(part, architecture, rank, tp_size)]
+                full[weight_map.part_index(rule, part, architecture, rank, tp_size)]
                 for part, full in zip(rule.parts, tensors, strict=True)
             ],
             architecture,
@@ -65,8 +65,21 @@ def shards(rule: Rule, architecture: Architecture, tp_size: int) -> list[Tensor]
     ]
 
 
-@pytest.mark.parametrize("architecture", [QWEN2, QWEN3, LLAMA], ids=lambda a: a.family)
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+# One key-value head for several ranks: Megatron cuts the groups of the fused QKV between them.
+FEW_GROUPS = dataclasses.replace(QWEN2, num_attention_heads=24, num_key_value_heads=2, head_dim=4)
+LAYOUTS = [
+    (architecture, tp_size)
+    for architecture in (QWEN2, QWEN3, LLAMA, FEW_GROUPS)
+    for tp_size in (1, 2, 4, 8)
+    if architecture.num_attention_heads % tp_size == 0
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tp_size"),
+    LAYOUTS,
+    ids=[f"{a.family}-{a.num_attention_heads}-heads-TP{n}" for a, n in LAYOUTS],
+)
 def test_shards_split_and_concatenated_are_the_checkpoint_bit_for_bit(architecture, tp_size):
     for rule in weight_map.rules(architecture):
         by_rank = [
@@ -79,8 +92,9 @@ def test_shards_split_and_concatenated_are_the_checkpoint_bit_for_bit(architectu
                 assert all(torch.equal(part.tensor, full) for part in parts)
             else:
                 assert torch.equal(torch.cat([part.tensor for part in parts], dim), full)
-                ends = [part.offset + part.tensor.shape[dim] for part in parts]
-                assert [part.offset for part in parts] == [0, *ends[:-1]]
+                starts = [part.offset[dim] for part in parts]
+                ends = [part.offset[dim] + part.tensor.shape[dim] for part in parts]
+                assert starts == [0, *ends[:-1]]
             assert all(part.full_shape == full.shape for part in parts)
 
 
@@ -106,6 +120,14 @@ def test_qkv_rows_go_by_key_value_head_with_its_queries_first():
     assert torch.equal(shard, expected)
 
 
+def test_a_group_shared_by_ranks_is_cut_where_a_rank_s_share_of_its_rows_ends():
+    rule, _ = weight_map.find_megatron("decoder.layers.0.self_attention.linear_qkv.bias")
+    query, key, value = full_tensors(rule, FEW_GROUPS)
+    group = torch.cat([query[48:], key[4:], value[4:]])  # the second: 12 heads, one, and one
+    for rank, share in enumerate(group.chunk(4), start=4):
+        assert torch.equal(shards(rule, FEW_GROUPS, 8)[rank], share)
+
+
 def test_vocabulary_padding_is_zero_and_only_in_the_last_shard():
     rule, _ = weight_map.find_megatron("embedding.word_embeddings.weight")
     (full,) = full_tensors(rule, QWEN2)
@@ -115,13 +137,11 @@ def test_vocabulary_padding_is_zero_and_only_in_the_last_shard():
     assert not last[32:].any()
 
 
-def test_parts_share_the_shards_memory_where_the_layout_allows_it():
+def test_parts_are_views_of_the_shards_memory():
     for rule in weight_map.rules(QWEN2):
-        if rule.merge is weight_map.Merge.GROUPED_QKV:
-            continue
         shard = shards(rule, QWEN2, 2)[0]
         for part in weight_map.split(rule, shard, QWEN2, LAYER, 0, 2):
-            storage = part.tensor.untyped_storage().data_ptr()
+            storage = part.view.untyped_storage().data_ptr()
             assert storage == shard.untyped_storage().data_ptr()
 
 

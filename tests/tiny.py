@@ -16,11 +16,12 @@ def build_tiny_model(
     architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2",
     tied: bool = False,
     seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
     **dims: Any,
 ) -> Path:
     """Write config.json, model.safetensors and a byte-like tokenizer into `directory`.
 
-    Weights are bfloat16 and large enough for the model to have opinions (standard deviation 0.1;
+    Weights are of `dtype` and large enough for the model to have opinions (standard deviation 0.1;
     biases and norms are perturbed too, so that a lost one is seen). `dims` override any field of
     the architecture's transformers config. Returns `directory`.
     """
@@ -43,7 +44,7 @@ def build_tiny_model(
     }
     config = AutoConfig.for_model(architecture, **fields)
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1

@@ -2,8 +2,8 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds the reloadable
-quantised linear layers `qurl_int8` and `qurl_fp8` and the weight checksums. Importing this package
-does nothing.
+quantised linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block` and the weight
+checksums. Importing this package does nothing.
 """
 
 
@@ -24,7 +24,10 @@ def register() -> None:
 
     from qurl_megatron.sglang_plugin import linear, platform, verify
 
-    configs = {config.get_name(): config for config in (linear.Int8Config, linear.Fp8Config)}
+    configs = {
+        config.get_name(): config
+        for config in (linear.Int8Config, linear.Fp8Config, linear.Fp8BlockConfig)
+    }
     BASE_QUANTIZATION_METHODS.update(configs)
     QUANTIZATION_METHODS.update(configs)
     add_quantization_method_choices(list(configs))

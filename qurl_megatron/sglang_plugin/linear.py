@@ -2,7 +2,9 @@
 
 A layer holds exactly what the learner sends: `weight` (codes, [out, in]) and `weight_scale`
 (float32, [out, 1]), so that out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias, with the
-activations x quantised per token as they come (QuRL Eq. 2). SGLang's own W8A8 layers transpose and
+activations x quantised per token as they come (QuRL Eq. 2). With a scale for each 128 x 128 block,
+`weight_scale_inv` (float32, [out / 128, in / 128], rounded up), activations are quantised per token
+and 128 channels. SGLang's own W8A8 layers transpose and
 rebind their weights after the first load and so refuse or lose a second one; these multiply by a
 transposed view and never replace a parameter.
 
@@ -18,12 +20,18 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+from sglang.srt.layers.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+)
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from torch import Tensor
 
 # A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them without rounding.
 EXACT_TERMS = 1024
+
+BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
 def quantise_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -43,6 +51,9 @@ class QuantisedLinearMethod(LinearMethodBase):
 
     code_dtype: torch.dtype
 
+    def __init__(self, quant_config: QurlConfig) -> None:
+        self.quant_config = quant_config  # SGLang's loaders ask it for its block size, if any
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -56,27 +67,40 @@ class QuantisedLinearMethod(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """Register this rank's shard: codes 0 and scales 1 until weights arrive."""
-        rows = sum(output_partition_sizes)
         weight = ModelWeightParameter(
-            data=torch.zeros(rows, input_size_per_partition, dtype=self.code_dtype),
+            data=torch.zeros(
+                sum(output_partition_sizes), input_size_per_partition, dtype=self.code_dtype
+            ),
             input_dim=1,
             output_dim=0,
             weight_loader=weight_loader,
         )
+        layer.register_parameter("weight", weight)
+        self.create_scales(layer, input_size_per_partition, output_partition_sizes, weight_loader)
+
+    def create_scales(
+        self,
+        layer: torch.nn.Module,
+        input_size: int,
+        output_sizes: list[int],
+        weight_loader: Callable[..., None],
+    ) -> None:
         scale = ChannelQuantScaleParameter(
-            data=torch.ones(rows, 1, dtype=torch.float32),
+            data=torch.ones(sum(output_sizes), 1, dtype=torch.float32),
             output_dim=0,
             weight_loader=weight_loader,
         )
-        layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale", scale)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] bfloat16 -> [..., out] bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
         multiply = self.multiply_cuda if x.is_cuda else self.multiply_cpu
-        out = multiply(tokens, layer.weight, layer.weight_scale, bias)
+        out = multiply(tokens, layer.weight, self.scales_of(layer), bias)
         return out.view(*x.shape[:-1], -1)
+
+    def scales_of(self, layer: Any) -> Tensor:
+        return layer.weight_scale
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         codes, x_scale = quantise_tokens(x, self.code_dtype)
@@ -136,6 +160,59 @@ class Fp8LinearMethod(QuantisedLinearMethod):
         return fp8_scaled_mm(codes, weight.t(), x_scale, scale, out_dtype=x.dtype, bias=bias)
 
 
+class Fp8BlockLinearMethod(QuantisedLinearMethod):
+    """FP8 (E4M3) weights in blocks of 128 x 128, activations per token and 128 channels."""
+
+    code_dtype = torch.float8_e4m3fn
+
+    def create_scales(
+        self,
+        layer: torch.nn.Module,
+        input_size: int,
+        output_sizes: list[int],
+        weight_loader: Callable[..., None],
+    ) -> None:
+        if len(output_sizes) > 1 and any(size % BLOCK for size in output_sizes):
+            raise ValueError(
+                f"qurl_fp8_block: the widths {output_sizes} of layers fused on this rank are not "
+                f"all multiples of {BLOCK}, so a block would belong to two of them"
+            )
+        shape = (-(-sum(output_sizes) // BLOCK), -(-input_size // BLOCK))
+        scale = BlockQuantScaleParameter(
+            data=torch.ones(shape, dtype=torch.float32),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
+        )
+        layer.register_parameter("weight_scale_inv", scale)
+
+    def scales_of(self, layer: Any) -> Tensor:
+        return layer.weight_scale_inv
+
+    def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        rows, columns = weight.shape
+        groups = torch.nn.functional.pad(x, (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+        codes, x_scale = quantise_tokens(groups.flatten(0, 1), self.code_dtype)
+        values = (codes * x_scale).view(len(x), -1)[:, :columns]
+        spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        out = values @ (weight.float() * spread).t()
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def multiply_cuda(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        from sglang.srt.layers.quantization.fp8_utils import dispatch_w8a8_block_fp8_linear
+
+        return dispatch_w8a8_block_fp8_linear()(
+            input=x,
+            weight=weight,
+            block_size=[BLOCK, BLOCK],
+            weight_scale=scale,
+            input_scale=None,
+            bias=bias,
+        )
+
+
 def apply_unquantised(
     method: LinearMethodBase, layer: Any, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -172,7 +249,7 @@ class QurlConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod | None:
         """Linear layers are quantised; embeddings, norms and lm_head stay as they are."""
-        return self.linear_method() if isinstance(layer, LinearBase) else None
+        return self.linear_method(self) if isinstance(layer, LinearBase) else None
 
     def get_scaled_act_names(self) -> list[str]:
         return []
@@ -194,3 +271,13 @@ class Fp8Config(QurlConfig):
     @classmethod
     def get_name(cls) -> str:
         return "qurl_fp8"
+
+
+class Fp8BlockConfig(QurlConfig):
+    linear_method = Fp8BlockLinearMethod
+    min_capability = 90
+    weight_block_size = (BLOCK, BLOCK)  # of SGLang's loaders of fused layers
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "qurl_fp8_block"

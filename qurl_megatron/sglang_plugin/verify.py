@@ -21,6 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor
 
 from qurl_megatron.checksum import checksum, part_key
+from qurl_megatron.sglang_plugin.linear import BLOCK
 
 Part = tuple[
     str, Tensor, int, int
@@ -48,12 +49,13 @@ def parts(model: torch.nn.Module) -> Iterator[Part]:
 
 
 def _parts(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[Part]:
+    rows_of_one = BLOCK if name == "weight_scale_inv" else 1  # a block's scale stands for so many
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas
         rows = 0
         for projection, size, rank in (
-            ("q_proj", module.q_proj_shard_size, module.tp_rank),
-            ("k_proj", module.kv_proj_shard_size, kv_rank),
+            ("q_proj", module.q_proj_shard_size // rows_of_one, module.tp_rank),
+            ("k_proj", module.kv_proj_shard_size // rows_of_one, kv_rank),
             ("v_proj", module.v_proj_shard_size, kv_rank),
         ):
             sender = f"{path.removesuffix('qkv_proj')}{projection}.{name}"
@@ -64,11 +66,11 @@ def _parts(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Ite
         for projection, full_size in zip(
             ("gate_proj", "up_proj"), module.output_sizes, strict=True
         ):
-            size = full_size // module.tp_size
+            size = full_size // module.tp_size // rows_of_one
             sender = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
             yield sender, tensor[rows : rows + size], module.tp_rank * size, 0
             rows += size
-    elif isinstance(module, RowParallelLinear) and name == "weight":
+    elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
         yield f"{path}.{name}", tensor, 0, module.tp_rank * tensor.shape[1]
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from qurl_megatron import quantize
 from qurl_megatron.config import WeightFormat
-from qurl_megatron.quantize import quantise
 from qurl_megatron.rollout import Server, ServerControl, free_port
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -25,7 +25,9 @@ def weights_of(model_dir: Path, weight_format: WeightFormat) -> Weights:
     sent: Weights = {}
     for name, tensor in load_file(model_dir / "model.safetensors").items():
         if weight_format != "bf16" and name.endswith("_proj.weight"):
-            sent[name], sent[f"{name}_scale"] = quantise(tensor, weight_format)
+            quantised = quantize.quantise(tensor, weight_format)
+            sent[name] = quantised.codes
+            sent[quantize.scale_name(name, weight_format)] = quantize.engine_scale(quantised)
         else:
             sent[name] = tensor
     return sent
@@ -150,15 +152,35 @@ class Reference:
     def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
         """x [time, in] -> [time, out]; the product in float64, from codes if there are scales."""
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        weight, x, scale = weight[:, columns], x.float(), self._weights.get(f"{name}.weight_scale")
-        if scale is None:
-            out = x.double() @ weight.double().t()
-        else:
-            x_scale = x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[weight.dtype]
-            codes = x / x_scale
-            codes = codes.round() if weight.dtype == torch.int8 else codes.to(weight.dtype)
+        weight, x = weight[:, columns], x.float()
+        scale = self._weights.get(f"{name}.weight_scale")
+        block_scale = self._weights.get(f"{name}.weight_scale_inv")
+        if scale is not None:
+            codes, x_scale = self._codes(x, weight.dtype)
             out = codes.double() @ weight.double().t() * x_scale * scale.t()
+        elif block_scale is not None:
+            out = self._block_product(x, weight, block_scale)
+        else:
+            out = x.double() @ weight.double().t()
         return (out if bias is None else out + bias.double()).bfloat16()
+
+    @staticmethod
+    def _codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """x [time, in] -> its codes and their scale, one a row."""
+        scale = x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]
+        codes = x / scale
+        return codes.round() if dtype == torch.int8 else codes.to(dtype), scale
+
+    def _block_product(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """One product for every 128 x 128 block of the weight, with the scales of both sides."""
+        out = torch.zeros(len(x), len(weight), dtype=torch.float64)
+        for column, x_block in enumerate(x.split(128, dim=1)):
+            codes, x_scale = self._codes(x_block, weight.dtype)
+            weight_blocks = weight[:, column * 128 : (column + 1) * 128].split(128)
+            for row, weight_block in enumerate(weight_blocks):
+                product = codes.double() @ weight_block.double().t()
+                out[:, row * 128 : (row + 1) * 128] += product * x_scale * scale[row, column]
+        return out
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
         """Each rank quantises its part of x by itself, and rounds its part of the sum."""

@@ -41,7 +41,14 @@ from tiny import EOS_TOKEN_ID, build_tiny_model
 
 torch.set_num_threads(1)
 
-FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
+# Blocks of 128 may end short at a model's hidden size; fused layers are made of whole ones.
+WHOLE_BLOCKS = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
+FORMATS: dict[WeightFormat, dict[str, int]] = {  # each with its model's own dimensions
+    "bf16": {},
+    "int8": {},
+    "fp8": {},
+    "fp8-block": WHOLE_BLOCKS,
+}
 START_TIMEOUT_S = 180.0
 CONTEXT_LENGTH = 256
 PROMPTS = [
@@ -138,9 +145,11 @@ def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     with ExitStack() as stack:
         starting = {
             weight_format: stack.enter_context(
-                launched(tmp_path_factory.mktemp(weight_format), weight_format, tied=True)
+                launched(
+                    tmp_path_factory.mktemp(weight_format), weight_format, tied=True, **dimensions
+                )
             )
-            for weight_format in FORMATS
+            for weight_format, dimensions in FORMATS.items()
         }
         yield {
             weight_format: stack.enter_context(joined(*server, weight_format))

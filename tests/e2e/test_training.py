@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import reasoning_gym
+from transformers import AutoModelForCausalLM
 
 from qurl_megatron.config import load
 from qurl_megatron.metrics import StepMetrics
@@ -126,6 +127,12 @@ def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
         assert 0 < step["logprob_abs_diff"] < 0.1
         assert 1e-6 < step["weight_quant_error"] < 1e-3
         assert step["publish_bytes"] > 1_000_000
+    weights = [json.loads(line) for line in (run.run_dir / "weights.jsonl").open()]
+    assert [publish["weight_version"] for publish in weights] == [2, 3]
+    down = weights[-1]["weights"]["model.layers.0.mlp.down_proj.weight"]
+    assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 < down["code_flip_fraction"] < 1
+    trained = AutoModelForCausalLM.from_pretrained(run.run_dir / "final_model")
+    assert trained.num_parameters() > 1e6
     for shown in (
         "warm-up step 4",
         "held-out accuracy after",

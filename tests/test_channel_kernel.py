@@ -1,0 +1,66 @@
+"""The GPU's quantising kernel, byte for byte, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# The interpreter must be chosen before Triton is imported, so the comparison has its own process.
+COMPARISON = """
+import torch
+from qurl_megatron.channel_kernel import quantise_channels
+from qurl_megatron.quantize import block_absmax, quantise
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(0)
+for weight_format, dtype, largest in (
+    ("int8", torch.int8, 127.0), ("fp8", torch.float8_e4m3fn, 448.0)
+):
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        for shape in ((1, 1), (3, 128), (7, 129), (2, 5000)):
+            weight = torch.randn(shape, generator=generator).to(weight_dtype)
+            weight[0] = 0.0
+            if len(weight) > 1:
+                weight[1] *= 1e-40  # below float32's normal numbers
+            halves = torch.arange(shape[1]) % 253 - 126.5
+            weight[-1] = torch.cat([torch.tensor([127.0]), halves])[: shape[1]]
+            for absmax in (None, block_absmax(weight, weight_format) * 3):
+                wanted = quantise(weight, weight_format, absmax)
+                codes = torch.empty(shape, dtype=dtype, device=device)
+                given = None if absmax is None else absmax.to(device)
+                found, scale = quantise_channels(weight.to(device), given, codes, largest)
+                case = weight_format, weight_dtype, shape, absmax is None
+                assert torch.equal(scale.cpu(), wanted.scale), case
+                assert torch.equal(
+                    codes.cpu().view(torch.uint8), wanted.codes.view(torch.uint8)
+                ), case
+bad = torch.ones(4, 8)
+bad[1, 2], bad[2, 3], bad[3, 4] = float("nan"), float("inf"), -float("inf")
+codes = torch.empty(4, 8, dtype=torch.int8, device=device)
+found, _ = quantise_channels(bad.to(device), None, codes, 127.0)
+assert found.isfinite().flatten().tolist() == [True, False, False, False]
+print("equal")
+"""
+
+
+def test_codes_and_scales_are_those_of_quantise() -> None:
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPARISON], env=environment, capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == "equal", ran.stderr[-3000:]
+
+
+def test_rows_the_kernel_cannot_hold_are_refused() -> None:
+    from qurl_megatron.channel_kernel import LONGEST_ROW, quantise_channels
+
+    weight = torch.zeros(1, LONGEST_ROW + 1)
+    with pytest.raises(ValueError, match=f"at most {LONGEST_ROW}"):
+        quantise_channels(weight, None, weight.to(torch.int8), 127.0)

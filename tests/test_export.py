@@ -1,0 +1,65 @@
+"""A learner's policy as a Hugging Face directory: what the learner computes, transformers does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed import run_ranks
+from qurl_megatron.config import LearnerConfig, OptimizerConfig, UaqConfig
+from tiny import build_tiny_model
+
+TOKENS = torch.arange(3, 43).view(2, 20)
+
+
+def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> torch.Tensor:
+    """One update under UAQ, then an export; the learner's log-probs of TOKENS afterwards."""
+    from qurl_megatron import uaq
+    from qurl_megatron.batch import TrainBatch
+    from qurl_megatron.export import export
+    from qurl_megatron.learner import Learner
+    from qurl_megatron.warmup import negative_log_likelihood
+
+    learner = Learner(
+        source,
+        LearnerConfig(*layout, dtype="float32"),
+        OptimizerConfig(learning_rate=1e-2),
+        transform=uaq.transform(UaqConfig(1.5)),
+    )
+    nothing = torch.zeros(TOKENS.shape)
+    mask = torch.ones_like(TOKENS, dtype=torch.bool)
+    batch = TrainBatch(TOKENS, mask, nothing, nothing)
+    learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
+    export(learner, source, destination, UaqConfig(1.5))
+    logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)
+    learner.close()
+    return logprobs
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [((1, 1), True), ((2, 2), False), ((1, 2, 1, 1, 1), True)],
+    ids=["one rank, tied", "TP2xPP2", "PP2 uneven, tied"],
+)
+def test_transformers_computes_what_the_learner_does(
+    layout: tuple[int, ...], tied: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = build_tiny_model(tmp_path / "model", "qwen2", tied=tied, dtype=torch.float32)
+    destination = tmp_path / "exported"
+    logprobs, *_ = run_ranks(train_and_export, layout[0] * layout[1], source, destination, layout)
+    model = AutoModelForCausalLM.from_pretrained(destination)
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        all_logprobs = model(TOKENS).logits[:, :-1].log_softmax(-1)
+    expected = all_logprobs.gather(2, TOKENS[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=1e-5)
+    before = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        moved = (before(TOKENS).logits.log_softmax(-1)[:, :-1] - all_logprobs).abs().max()
+    assert moved > 0.01  # the update is in it
+    AutoTokenizer.from_pretrained(destination)
+    assert not (tmp_path / "exported.partial").exists()

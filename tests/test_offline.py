@@ -1,0 +1,218 @@
+"""Directories rewritten offline: what is in them, and that no half-written one looks whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from qurl_megatron import offline, quantize
+from qurl_megatron.cli import app
+from qurl_megatron.config import UaqConfig
+from tiny import build_tiny_model
+
+torch.set_num_threads(1)
+FORMATS = ("int8", "fp8", "fp8-tensor", "fp8-block")
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A tiny Qwen2 in two files, as large models come."""
+    directory = build_tiny_model(tmp_path / "model", intermediate_size=256, head_dim=64)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    halves = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in sorted(set(halves.values())):
+        save_file({n: t for n, t in tensors.items() if halves[n] == file}, directory / file)
+    index = json.dumps({"metadata": {}, "weight_map": halves})
+    (directory / "model.safetensors.index.json").write_text(index)
+    return directory
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+def no_progress(done: int, total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_quantised_directory_holds_what_a_publish_sends(
+    source: Path, weight_format: str, tmp_path: Path
+) -> None:
+    destination = tmp_path / "quantised"
+    steps: list[tuple[int, int]] = []
+    offline.quantise_directory(
+        source,
+        destination,
+        weight_format,
+        lambda *step: steps.append(step),  # type: ignore[arg-type]
+    )
+    written = tensors_of(destination)
+    for name, tensor in tensors_of(source).items():
+        if name.endswith("_proj.weight"):
+            quantised = quantize.quantise(tensor, weight_format)
+            scale = written.pop(quantize.scale_name(name, weight_format))
+            assert same_bytes(written.pop(name), quantised.codes)
+            assert same_bytes(scale, quantize.engine_scale(quantised))
+        else:
+            assert same_bytes(written.pop(name), tensor.bfloat16())
+    assert not written
+    index = json.loads((destination / "model.safetensors.index.json").read_text())
+    for file in destination.glob("*.safetensors"):
+        assert {n for n, where in index["weight_map"].items() if where == file.name} == set(
+            load_file(file)
+        )
+    assert len(steps) == 2 and steps[-1][0] == steps[-1][1]
+    AutoTokenizer.from_pretrained(destination)
+    leftovers = {"job.json"} | {path.name for path in tmp_path.glob("*.partial")}
+    assert not leftovers & {path.name for path in destination.iterdir()}
+
+
+def test_a_block_directory_is_what_sglang_s_own_fp8_layers_hold(
+    source: Path, tmp_path: Path
+) -> None:
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    offline.quantise_directory(source, tmp_path / "block", "fp8-block", no_progress)
+    described = json.loads((tmp_path / "block" / "config.json").read_text())["quantization_config"]
+    config = Fp8Config.from_config(described)
+    assert config.is_checkpoint_fp8_serialized
+    assert config.weight_block_size == [128, 128] and config.activation_scheme == "dynamic"
+    written = tensors_of(tmp_path / "block")
+    assert written[DOWN].dtype == torch.float8_e4m3fn
+    assert written[f"{DOWN}_scale_inv"].shape == (1, 2)  # [64, 256] in blocks of 128
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_after_a_kill_it_goes_on_and_the_result_is_the_same(source: Path, tmp_path: Path) -> None:
+    def die(done: int, total: int) -> None:
+        raise Killed
+
+    destination = tmp_path / "quantised"
+    with pytest.raises(Killed):
+        offline.quantise_directory(source, destination, "int8", die)
+    assert not destination.exists()
+    (first,) = (tmp_path / "quantised.partial").glob("*.safetensors")
+    written_at = first.stat().st_mtime_ns
+    # A file the kill left half-written has another name.
+    (tmp_path / "quantised.partial" / "model-1.safetensors.unfinished").write_bytes(b"half")
+
+    offline.quantise_directory(source, destination, "int8", no_progress)
+    assert (destination / first.name).stat().st_mtime_ns == written_at
+    offline.quantise_directory(source, tmp_path / "at once", "int8", no_progress)
+    resumed, at_once = tensors_of(destination), tensors_of(tmp_path / "at once")
+    assert resumed.keys() == at_once.keys()
+    assert all(same_bytes(resumed[name], at_once[name]) for name in resumed)
+    assert {p.name for p in destination.iterdir()} == {
+        p.name for p in (tmp_path / "at once").iterdir()
+    }
+
+
+def test_what_another_job_left_is_not_gone_on_with(source: Path, tmp_path: Path) -> None:
+    def die(done: int, total: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        offline.quantise_directory(source, tmp_path / "out", "int8", die)
+    with pytest.raises(offline.OfflineError, match=r"out\.partial was left by another conversion"):
+        offline.quantise_directory(source, tmp_path / "out", "fp8", no_progress)
+
+
+def test_a_full_disk_leaves_no_directory_that_looks_complete(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(b"the beginning")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(offline, "save_file", no_space)
+    destination = tmp_path / "out"
+    result = CliRunner().invoke(app, ["quantize", str(source), str(destination)])
+    assert result.exit_code == 2 and "No space left on device" in result.output
+    assert not destination.exists()
+    assert not list((tmp_path / "out.partial").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quantize", "nowhere", "out"], "'nowhere' does not exist"),
+        (["quantize", "SOURCE", "out", "--format", "int4"], "int8, fp8, fp8-tensor, fp8-block"),
+        (["quantize", "SOURCE", "SOURCE"], "exists; choose another"),
+        (["uaq", "SOURCE", "out", "--undo"], "is not scaled"),
+        (["uaq", "SOURCE", "out", "--scale", "0"], "--scale 0.0: must be a positive"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    source: Path, tmp_path: Path, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(source) if word == "SOURCE" else word for word in arguments]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("qurl: ") and words in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_stops_it_naming_the_tensor(source: Path, tmp_path: Path) -> None:
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        if DOWN in tensors:
+            tensors[DOWN][3, 4] = torch.nan
+            save_file(tensors, file)
+    with pytest.raises(quantize.NonFiniteWeight, match=rf"{DOWN}: row 3"):
+        offline.quantise_directory(source, tmp_path / "out", "int8", no_progress)
+    assert not (tmp_path / "out").exists()
+
+
+def test_uaq_leaves_the_model_what_it_was_but_for_rounding(source: Path, tmp_path: Path) -> None:
+    invariance = offline.scale_directory(source, tmp_path / "scaled", UaqConfig(1.5), no_progress)
+    assert invariance.largest_logit > 1
+    assert invariance.float32_difference < 1e-4 < invariance.stored_difference < 0.5
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+            for path in (source, tmp_path / "scaled")
+        )
+    assert 1e-4 < (after - before).abs().max() < 0.5  # its weights are rounded to BF16
+    with pytest.raises(offline.OfflineError, match="is scaled already"):
+        offline.scale_directory(tmp_path / "scaled", tmp_path / "twice", UaqConfig(), no_progress)
+
+
+@pytest.mark.parametrize(("scale", "ulps"), [(2.0, 0), (0.25, 0), (1.5, 1)])
+def test_undo_is_exact_for_powers_of_two_and_else_within_a_bf16_rounding(
+    source: Path, tmp_path: Path, scale: float, ulps: int
+) -> None:
+    offline.scale_directory(source, tmp_path / "scaled", UaqConfig(scale), no_progress)
+    offline.unscale_directory(tmp_path / "scaled", tmp_path / "back", no_progress)
+    back = tensors_of(tmp_path / "back")
+    changed = 0
+    for name, tensor in tensors_of(source).items():
+        steps = tensor.view(torch.int16).int() - back[name].view(torch.int16).int()
+        assert steps.abs().max() <= ulps, name
+        changed += int(steps.count_nonzero())
+    assert (changed > 0) == (ulps > 0)
+    assert "qurl_uaq" not in json.loads((tmp_path / "back" / "config.json").read_text())

@@ -1,0 +1,160 @@
+"""Whole models of 32B, on paper: what every rank of a large layout would hold and send.
+
+Megatron builds each stage's model on the meta device, in one process that stands for one rank after
+another, so every shape and name is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed import run_ranks
+from qurl_megatron import quantize, weight_map
+from qurl_megatron.architecture import Architecture
+from qurl_megatron.config import LearnerConfig
+
+# The fields of the published config.json that make the shape.
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-32B": QWEN2,
+    "DeepSeek-R1-Distill-Qwen-32B": QWEN2,
+    "Qwen3-32B": {
+        **QWEN2,
+        "architectures": ["Qwen3ForCausalLM"],
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+    },
+}
+PARAMETERS = {
+    "Qwen2.5-32B": 32_763_876_352,
+    "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+    "Qwen3-32B": 32_762_123_264,
+}
+LEARNER = LearnerConfig(tensor_parallel_size=8, pipeline_parallel_size=4)
+
+
+def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
+    """By model and pipeline stage: rule, layer and shape of every parameter of a rank."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from qurl_megatron import device
+    from qurl_megatron.learner import build_chunks, parameters_of
+
+    shapes: dict[str, list[list[tuple]]] = {name: [] for name in model_dirs}
+    for stage in range(LEARNER.pipeline_parallel_size):
+        dist.init_process_group(
+            "fake",
+            store=FakeStore(),
+            rank=stage * LEARNER.tensor_parallel_size,
+            world_size=LEARNER.world_size,
+        )
+        with device.megatron_runtime(), torch.device("meta"):
+            parallel_state.initialize_model_parallel(
+                LEARNER.tensor_parallel_size,
+                LEARNER.pipeline_parallel_size,
+                create_gloo_process_groups=False,
+            )
+            for name, directory in model_dirs.items():
+                architecture = Architecture.from_directory(directory)
+                chunks = build_chunks(architecture, LEARNER)
+                shapes[name].append(
+                    [
+                        (rule.megatron[0], layer, tuple(parameter.shape))
+                        for _, rule, layer, parameter in parameters_of(chunks, architecture)
+                    ]
+                )
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return shapes
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directories = {}
+    for name, fields in MODELS.items():
+        directories[name] = tmp_path_factory.mktemp(name)
+        (directories[name] / "config.json").write_text(json.dumps(fields))
+    return directories
+
+
+@pytest.fixture(scope="module")
+def shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
+    (built,) = run_ranks(stage_shapes, 1, model_dirs)
+    return built
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
+    name: str, model_dirs: dict[str, Path], shapes: dict[str, list[list[tuple]]]
+) -> None:
+    """TP8 x PP4: the runs of all 32 ranks tile the checkpoint, none missing and none twice."""
+    architecture = Architecture.from_directory(model_dirs[name])
+    size = LEARNER.tensor_parallel_size
+    sent: dict[str, int] = {}
+    for stage in shapes[name]:
+        for megatron_name, layer, shape in stage:
+            rule = weight_map._BY_MEGATRON[megatron_name]
+            by_rank = [
+                weight_map.split(
+                    rule, torch.empty(shape, device="meta"), architecture, layer, rank, size
+                )
+                for rank in range(size)
+            ]
+            for parts in zip(*by_rank, strict=True):
+                first = parts[0]
+                assert first.name not in sent, f"{first.name} is on two stages"
+                sent[first.name] = math.prod(first.full_shape)
+                if first.dim is None:
+                    assert all(tuple(part.tensor.shape) == first.full_shape for part in parts)
+                    continue
+                assert (
+                    sum(part.tensor.shape[first.dim] for part in parts)
+                    == (first.full_shape[first.dim])
+                )
+                for part, following in zip(parts, parts[1:], strict=False):
+                    end = part.offset[first.dim] + part.tensor.shape[first.dim]
+                    assert following.offset[first.dim] == end
+    assert sent.keys() == weight_map.hugging_face_names(architecture)
+    assert sum(sent.values()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("server_size", [2, 4])
+@pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-block"])
+def test_a_32b_model_s_scales_fall_between_the_servers_ranks(
+    name: str, server_size: int, weight_format: str, model_dirs: dict[str, Path]
+) -> None:
+    """A server rank holds whole blocks of every quantised tensor, so that it can load them."""
+    architecture = Architecture.from_directory(model_dirs[name])
+    for rule in weight_map.rules(architecture):
+        for part in rule.parts if rule.quantised else ():
+            runs = weight_map.part_runs(rule, part, architecture, server_size)
+            assert runs is not None and part.shared_dim is not None
+            block = quantize.block_shape(weight_format)[part.shared_dim]
+            if block is not None:
+                assert all(run.start % block == 0 for run in runs), part.name
