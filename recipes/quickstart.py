@@ -1,8 +1,8 @@
 """The whole loop on a laptop: a 1.2M-parameter Qwen2 learns to spell words backward.
 
 Nothing is downloaded. The model starts from random weights, a short supervised phase brings it to
-about 30 % of the words, and QuRL takes it on from there. Task and verifier are reasoning-gym's
-`spell_backward`; held-out words are never trained on.
+about a third of the words, and QuRL takes it on from there. Task and verifier are reasoning-gym's
+`spell_backward`, words of five letters; held-out words are never trained on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from qurl_megatron.config import (
     Config,
     EvaluationConfig,
     LearnerConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     QuantizationConfig,
     RolloutConfig,
@@ -21,30 +22,34 @@ from qurl_megatron.config import (
     WarmupConfig,
 )
 
-# The words every question has in common are a token each; any other byte is a token of its own.
-_TEMPLATE = ["Spell ", "this ", "word ", "backward ", "(example: ", "sun ", "-> ", "nus): "]
+# What every question begins with is one token; any other byte is a token of its own.
+_TEMPLATE = "Spell this word backward (example: sun -> nus): "
 
 
 def recipe() -> Config:
     server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
     return Config(
         data="reasoning_gym:spell_backward",
-        data_options={"min_word_len": 3, "max_word_len": 8, "size": 20000},
+        data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
         reward="reasoning_gym",
-        steps=100,
-        learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=256),
+        steps=80,
+        learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=128),
         optimizer=OptimizerConfig(
-            learning_rate=2e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
+            learning_rate=1.5e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
         ),
+        objective=ObjectiveConfig(objective="acr"),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(
             prompts_per_step=64,
             completions_per_prompt=8,
-            max_prompt_length=24,
-            max_response_length=10,
+            max_prompt_length=6,
+            max_response_length=8,
             server=server,
         ),
-        warmup=WarmupConfig(max_steps=300, target_accuracy=0.28, learning_rate=1.3e-3),
+        # Accuracy rises from nothing to two thirds within a dozen steps: look often, and stop early.
+        warmup=WarmupConfig(
+            max_steps=300, target_accuracy=0.2, learning_rate=1.3e-3, check_every_steps=4
+        ),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
     )
 
@@ -64,7 +69,7 @@ def build_model(directory: Path, seed: int) -> None:
         eos_token="<eos>",
         unk_token=None,  # type: ignore[arg-type]  # every byte has a token
     )
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in _TEMPLATE])
+    tokenizer.add_tokens([AddedToken(_TEMPLATE, normalized=False)])
     tokenizer.save_pretrained(directory)
 
     torch.manual_seed(seed)

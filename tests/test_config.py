@@ -47,6 +47,11 @@ def test_task_options_may_be_new_and_keep_their_own_types() -> None:
     assert config.data_options == {"min_word_len": 3, "mode": "easy"}
 
 
+def test_a_layer_may_be_given_a_scale_of_its_own() -> None:
+    config = with_overrides(Config(), ["quantization.uaq.layer_scales.3=1.25"])
+    assert config.quantization.uaq.layer_scales == {3: 1.25}
+
+
 def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
     config = with_overrides(Config(), ["seed=3", "data_options.size=9", "time_limit_s=60"])
     save(config, tmp_path / "config.yaml")
@@ -67,6 +72,8 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         ("rollout.completions_per_prompt=1", "greater than or equal to 2"),
         ("evaluation.held_out_fraction=1", "should be less than 1"),
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
+        ("quantization.uaq.scale=inf", "quantization.uaq.scale=inf: input should be less than inf"),
+        ("quantization.uaq.layer_scales.two=1.5", "should be a valid integer"),
         ("quantization.format=int4", "'bf16', 'int8', 'fp8', 'fp8-tensor' or 'fp8-block'"),
     ],
 )
@@ -94,6 +101,10 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ("learner.pipeline_parallel_size=5", "5"),
         ("rollout.server.tensor_parallel_size=3", "must divide the model's"),
         ("rollout.max_response_length=1000000", "positions"),
+        ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
+        ("quantization.format=fp8-block", "has 64 query channels; use format=fp8"),
+        ("learner.virtual_pipeline_parallel_size=2", "pipeline_parallel_size=1 has none"),
+        ("learner.layers_in_last_pipeline_stage=1", "do not divide over the other 0"),
     ],
 )
 def test_what_does_not_fit_is_named(model_dir: Path, word: str, message: str) -> None:

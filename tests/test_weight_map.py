@@ -9,10 +9,12 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from qurl_megatron import weight_map
-from qurl_megatron.architecture import Architecture
+from qurl_megatron.architecture import Architecture, ArchitectureError
 from qurl_megatron.weight_map import Rule
 
 # 12 query heads over 4 key-value heads: an odd ratio of 3; a vocabulary that 2 and 4 do not divide.
@@ -81,6 +83,10 @@ LAYOUTS = [
     ids=[f"{a.family}-{a.num_attention_heads}-heads-TP{n}" for a, n in LAYOUTS],
 )
 def test_shards_split_and_concatenated_are_the_checkpoint_bit_for_bit(architecture, tp_size):
+    assert_round_trip(architecture, tp_size)
+
+
+def assert_round_trip(architecture: Architecture, tp_size: int) -> None:
     for rule in weight_map.rules(architecture):
         by_rank = [
             weight_map.split(rule, shard, architecture, LAYER, rank, tp_size)
@@ -96,6 +102,43 @@ def test_shards_split_and_concatenated_are_the_checkpoint_bit_for_bit(architectu
                 ends = [part.offset[dim] + part.tensor.shape[dim] for part in parts]
                 assert starts == [0, *ends[:-1]]
             assert all(part.full_shape == full.shape for part in parts)
+
+
+@given(
+    ratio=st.integers(1, 7),
+    key_value_heads=st.sampled_from([1, 2, 4, 8]),
+    head_dim=st.integers(1, 8).map(lambda half: 2 * half),
+    hidden_size=st.integers(3, 41),
+    intermediate_per_rank=st.integers(1, 9),
+    vocab_size=st.integers(60, 140),
+    tp_size=st.sampled_from([1, 2, 4, 8]),
+    family=st.sampled_from([QWEN2, QWEN3, LLAMA]),
+)
+@settings(deadline=None, max_examples=200)
+def test_so_are_those_of_any_model_that_divides(
+    ratio,
+    key_value_heads,
+    head_dim,
+    hidden_size,
+    intermediate_per_rank,
+    vocab_size,
+    tp_size,
+    family,
+):
+    architecture = dataclasses.replace(
+        family,
+        num_attention_heads=ratio * key_value_heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_per_rank * tp_size,
+        vocab_size=vocab_size,
+    )
+    try:
+        architecture.check_layout(tp_size, 1)
+    except ArchitectureError:
+        reject()
+    assert_round_trip(architecture, tp_size)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

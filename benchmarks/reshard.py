@@ -1,0 +1,281 @@
+"""Quantise before gather against gather before quantise: `python benchmarks/reshard.py`, a table.
+
+One layer of Qwen2.5-32B at full width on tensor-parallel ranks of this machine, over gloo (NCCL
+where there are GPUs). Both paths make the same buckets on rank 0, byte for byte, and take turns in
+the same processes. The baseline gathers a bucket's tensors in BF16 and quantises them on rank 0,
+as systems do that quantise where the weights arrive. A third path leaves out what a publish
+measures (Eq. 13, Eq. 14, code flips), to show what that costs.
+
+Bytes are those that ranks send each other. Memory is what a rank's resident set grew by at most
+(on a GPU, its allocator's peak), beside the layer itself, as buckets and the largest tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from qurl_megatron import device, quantize, weight_map
+from qurl_megatron.architecture import Architecture
+from qurl_megatron.reshard import Converter, WeightSums
+from qurl_megatron.rollout import free_port
+from qurl_megatron.weight_map import Part, Rule
+
+MIB = 1024 * 1024
+FORMATS = ("int8", "fp8")
+PATHS = ("quantise first", "  not measuring", "gather first")
+QWEN_32B_LAYER = Architecture(
+    family="qwen2",
+    num_layers=1,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=256,  # the layer is what is measured
+    tie_word_embeddings=True,
+    qkv_bias=True,
+    qk_norm=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=None,
+    max_position_embeddings=4096,
+    eos_token_ids=(0,),
+)
+
+
+class Layer:
+    """The shards a learner would have, without its optimizer."""
+
+    def __init__(self, architecture: Architecture, tp_rank: int, tp_size: int) -> None:
+        self.architecture = architecture
+        generator = torch.Generator().manual_seed(tp_rank)
+        self._shards: list[tuple[Rule, int | None, Tensor]] = []
+        for rule in weight_map.rules(architecture):
+            parts = []
+            for part in rule.parts:
+                index = weight_map.part_index(rule, part, architecture, tp_rank, tp_size)
+                shape = [run.stop - run.start for run in index]
+                # A rank's replicated tensors must be the others', so they are all ones.
+                random = torch.empty(shape).normal_(std=0.02, generator=generator)
+                parts.append(random if part.shared_dim is not None else torch.ones(shape))
+            shard = weight_map.merge(rule, parts, architecture, tp_size).bfloat16()
+            layer = 0 if "{layer}" in rule.megatron[0] else None
+            self._shards.append((rule, layer, shard.to(device.device())))
+
+    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        yield from self._shards
+
+
+def gather_then_quantise(
+    layer: Layer, weight_format: str, bucket_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """The baseline: buckets of the same size, as names and tensors, on rank 0."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bucket: dict[str, Tensor] = {}
+    filled = 0
+    for rule, number, shard in layer.shards():
+        for part in weight_map.split(rule, shard, layer.architecture, number, rank, size):
+            full = _gathered(part, size)
+            if full is None:
+                continue
+            if rule.quantised:
+                quantised = quantize.quantise(full, weight_format)
+                tensors = {part.name: quantised.codes}
+                scale_name = quantize.scale_name(part.name, weight_format)
+                tensors[scale_name] = quantize.engine_scale(quantised)
+            else:
+                tensors = {part.name: full}
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            if bucket and filled + nbytes > bucket_bytes:
+                yield bucket
+                bucket, filled = {}, 0
+            bucket |= tensors
+            filled += nbytes
+    if bucket:
+        yield bucket
+
+
+def _gathered(part: Part, size: int) -> Tensor | None:
+    """The full tensor in BF16 on rank 0."""
+    own = part.tensor.contiguous()
+    if part.dim is None or part.runs is None:
+        return own if dist.get_rank() == 0 else None
+    if dist.get_rank() != 0:
+        dist.gather(own, dst=0)
+        return None
+    received = [torch.empty_like(own) for _ in range(size)]
+    dist.gather(own, received, dst=0)
+    return torch.cat(received, dim=part.dim)
+
+
+@dataclass
+class Measured:
+    """One pass of one path on one rank."""
+
+    time_s: float
+    sent_bytes: int
+    memory_bytes: int
+
+
+class SentBytes:
+    """Counts what this rank gives to the collectives both paths use."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        for name in ("send", "gather", "all_reduce"):
+            setattr(dist, name, self._counting(getattr(dist, name)))
+
+    def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+            self.total += tensor.nbytes * (options.get("dst", 1) != dist.get_rank())
+            return collective(tensor, *arguments, **options)
+
+        return counted
+
+
+def measure(passes: Callable[[], Iterator[Any]], sent: SentBytes) -> Measured:
+    dist.barrier()
+    _reset_peak()
+    before, sent.total = _resident_bytes(), 0
+    start = time.perf_counter()
+    for _ in passes():
+        pass
+    dist.barrier()
+    return Measured(time.perf_counter() - start, sent.total, _peak_bytes() - before)
+
+
+def _reset_peak() -> None:
+    if device.accelerator() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+
+def _resident_bytes() -> int:
+    if device.accelerator() == "cuda":
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _peak_bytes() -> int:
+    if device.accelerator() == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    from megatron.core import parallel_state
+
+    device.limit_threads(1)
+    device.initialise_distributed()
+    with device.megatron_runtime():
+        parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)
+    layer = Layer(QWEN_32B_LAYER, rank, size)
+    sent = SentBytes()
+    bucket_bytes = arguments.bucket_mib * MIB
+    for weight_format in FORMATS:
+        converter = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
+        unmeasured = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
+        unmeasured._measure = lambda *_: WeightSums()  # type: ignore[assignment]
+        paths: dict[str, Callable[[], Iterator[Any]]] = {
+            "quantise first": converter.buckets,
+            "  not measuring": unmeasured.buckets,
+            "gather first": lambda f=weight_format: gather_then_quantise(layer, f, bucket_bytes),
+        }
+        for repetition in range(arguments.repetitions + 1):  # the first warms up
+            for name, passes in paths.items():
+                measured = measure(passes, sent)
+                if repetition:
+                    results.put((size, weight_format, name, rank, measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensor-parallel-sizes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=256)
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {platform.machine()}, {device.accelerator()}")
+    print(", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")))
+    largest = QWEN_32B_LAYER.hidden_size * QWEN_32B_LAYER.intermediate_size * 2
+    limit = 2 * arguments.bucket_mib * MIB + largest
+    print(
+        f"one layer, buckets of {arguments.bucket_mib} MiB; two buckets and the largest tensor in "
+        f"BF16 are {limit / MIB:.0f} MiB; medians of {arguments.repetitions}, [least, most]\n"
+    )
+    print(
+        "TP  format  path              sent MiB   time s                 most extra MiB on a rank"
+    )
+    for size in arguments.tensor_parallel_sizes:
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        port = free_port()
+        ranks = [
+            context.Process(target=run_rank, args=(rank, size, port, arguments, results))
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        count = size * len(FORMATS) * len(PATHS) * arguments.repetitions
+        rows = [results.get(timeout=600) for _ in range(count)]
+        for process in ranks:
+            process.join()
+        report(size, rows)
+
+
+def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
+    for weight_format in FORMATS:
+        shown: dict[str, tuple[float, float, float]] = {}
+        for path in PATHS:
+            by_rank = [
+                [m for _, f, p, r, m in rows if (f, p, r) == (weight_format, path, rank)]
+                for rank in range(size)
+            ]
+            sent = sum(measured[0].sent_bytes for measured in by_rank) / MIB
+            times = [measured.time_s for measured in by_rank[0]]
+            memory = max(m.memory_bytes for measured in by_rank for m in measured) / MIB
+            shown[path] = sent, median(times), memory
+            spread = f"[{min(times):.2f}, {max(times):.2f}]"
+            print(
+                f"{size:2}  {weight_format:6}  {path:16}  {sent:8.0f}   {median(times):6.2f} "
+                f"{spread:15}   {memory:8.0f}",
+                flush=True,
+            )
+        ours, theirs = shown["quantise first"], shown["gather first"]
+        ratios = [
+            mine / other if other else math.nan for mine, other in zip(ours, theirs, strict=True)
+        ]
+        unmeasured = shown["  not measuring"]
+        print(
+            f"    ratio   bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, memory {ratios[2]:.2f}; "
+            f"measuring takes {ours[1] / unmeasured[1] - 1:+.1%}\n",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
