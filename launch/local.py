@@ -7,6 +7,7 @@ killed, the kernel ends them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,8 +40,7 @@ def run(config: Config) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))
     print(f"run directory {config.run_dir}", flush=True)
-    logs = config.run_dir / "logs"
-    logs.mkdir()
+    logs = _new_log_directory(config)
     servers: dict[str, list[Server]] = {}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
@@ -138,6 +138,17 @@ def _stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
+        with contextlib.suppress(ProcessLookupError):  # what a killed rank had started
+            os.killpg(rank.pid, signal.SIGKILL)
+
+
+def _new_log_directory(config: Config) -> Path:
+    """`logs`, and `logs/resumed_N` for each time the run is gone on with."""
+    logs = config.run_dir / "logs"
+    if logs.exists():
+        logs = logs / f"resumed_{1 + len(list(logs.glob('resumed_*')))}"
+    logs.mkdir()
+    return logs
 
 
 def _rank_log(logs: Path, rank: int) -> Path:

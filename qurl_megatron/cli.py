@@ -48,6 +48,36 @@ def train(
     sys.exit(local.run(config))
 
 
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, runs/NAME")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
+    ] = None,
+) -> None:
+    """Go on with a run from its newest checkpoint, on any layout; without one, from its start."""
+    from launch import local
+
+    with refusals():
+        config = prepare_resume(run_dir, overrides or [])
+    sys.exit(local.run(config))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step_NNNNNN")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="a directory to be made")],
+) -> None:
+    """Make a Hugging Face directory of a checkpoint, UAQ undone."""
+    with refusals(), progress_bar("exporting") as progress:
+        from qurl_megatron.export import export_checkpoint
+
+        export_checkpoint(checkpoint, destination, progress)
+    print(f"{destination} is ready")
+
+
 SourceDirectory = Annotated[
     Path, typer.Argument(metavar="SRC", help="a Hugging Face directory: config.json, safetensors")
 ]
@@ -148,37 +178,58 @@ def prepare(recipe: str, overrides: list[str]) -> Config:
     Raises:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
     """
-    from transformers import AutoTokenizer
-
     from qurl_megatron import config as configs
-    from qurl_megatron import data
 
     module = _recipe(recipe)
     config = configs.with_overrides(module.recipe(), overrides)
     config.name = config.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if config.run_dir.exists():
-        raise configs.ConfigError(f"name={config.name}: {config.run_dir} exists; choose another")
+        raise configs.ConfigError(
+            f"name={config.name}: {config.run_dir} exists; choose another name, or go on with it: "
+            f"qurl resume {config.run_dir}"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
         configs.validate(config)
-        data.load_prompts(
-            config.data,
-            config.data_options,
-            AutoTokenizer.from_pretrained(config.model),
-            reward=config.reward,
-            held_out_fraction=config.evaluation.held_out_fraction,
-            max_prompt_length=config.rollout.max_prompt_length,
-            seed=config.seed,
-        )
+        _check_prompts(config)
         config.run_dir.mkdir(parents=True)
         if built.exists():
             config.model = str(config.run_dir / "model")
             shutil.move(built, config.model)
     configs.save(config, config.run_dir / "config.yaml")
     return config
+
+
+def prepare_resume(run_dir: Path, overrides: list[str]) -> Config:
+    """The run's configuration with `overrides`, written back to its config.yaml.
+
+    Raises:
+        ConfigError, DataError: what is wrong, where, and what would be right, in one line.
+    """
+    from qurl_megatron import config as configs
+
+    if not (run_dir / "config.yaml").is_file():
+        raise configs.ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
+    saved = configs.load(run_dir / "config.yaml")
+    saved.output_dir, saved.name = str(run_dir.parent), run_dir.name  # it may have been moved
+    config = configs.with_overrides(saved, overrides)
+    configs.validate_resume(saved, config)
+    configs.validate(config)
+    _check_prompts(config)
+    configs.save(config, run_dir / "config.yaml")
+    return config
+
+
+def _check_prompts(config: Config) -> None:
+    """Raises DataError."""
+    from transformers import AutoTokenizer
+
+    from qurl_megatron import data
+
+    data.load_prompts(config, AutoTokenizer.from_pretrained(config.model))
 
 
 def _recipe(name: str) -> ModuleType:

@@ -147,6 +147,14 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass
+class CheckpointConfig:
+    """What `qurl resume` goes on from, written beside training."""
+
+    every_steps: CountOrNone = 20  # and after the last step; 0: none
+    keep_last: Count = 2  # older ones are removed
+
+
+@dataclasses.dataclass
 class Config:
     """A run."""
 
@@ -168,6 +176,7 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -252,6 +261,36 @@ def validate(config: Config) -> Architecture:
     return _validate_model(config)
 
 
+def validate_resume(saved: Config, config: Config) -> None:
+    """Check that a run can go on under `config` from what it saved under `saved`.
+
+    Raises:
+        ConfigError: a field has changed that its checkpoints, or its place in the data, depend on.
+    """
+    before, now = _leaves(dataclasses.asdict(saved)), _leaves(dataclasses.asdict(config))
+    for field, value in now.items():
+        why = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
+        if why and before[field] != value:
+            raise ConfigError(
+                f"{field}={value}: the run has {before[field]}, and {why}; start a new run"
+            )
+
+
+_IN_WEIGHTS = "its weights are saved so"
+_IN_DATA = "its place in the data depends on it"
+_FIXED = {
+    "model": _IN_WEIGHTS,
+    "learner.dtype": _IN_WEIGHTS,
+    "quantization.uaq": _IN_WEIGHTS,
+    "data": _IN_DATA,  # and data_options
+    "seed": _IN_DATA,
+    "evaluation.held_out_fraction": _IN_DATA,
+    "warmup.": "its warm-up is over",
+    "name": "is kept under it",
+    "output_dir": "is kept there",
+}
+
+
 def _validate_model(config: Config) -> Architecture:
     if not config.model:
         raise ConfigError(
@@ -321,16 +360,17 @@ def _plain(value: str) -> str | None:
 
 def _suggestion(path: str, tree: dict[str, Any]) -> str:
     """`; did you mean ...?` with the closest field names, or nothing."""
-
-    def leaves(node: dict[str, Any], prefix: str) -> list[str]:
-        names = []
-        for key, value in node.items():
-            nested = isinstance(value, dict) and f"{prefix}{key}" not in _FREE_FORM
-            names += leaves(value, f"{prefix}{key}.") if nested else [prefix + key]
-        return names
-
-    fields = leaves(tree, "")
+    fields = list(_leaves(tree))
     leaf = path.rpartition(".")[2]
     close = [name for name in fields if name.rpartition(".")[2] == leaf]
     close = close or difflib.get_close_matches(path, fields, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every field of a configuration's nested dicts, as it is named in `field=value`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, dict) and f"{prefix}{name}" not in _FREE_FORM
+        found |= _leaves(value, f"{prefix}{name}.") if nested else {prefix + name: value}
+    return found

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from qurl_megatron import rewards
 from qurl_megatron.batch import Prompt
+from qurl_megatron.config import Config
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
@@ -53,19 +54,11 @@ class PromptSet(NamedTuple):
     held_out: list[Prompt]
 
 
-def load_prompts(
-    data: str,
-    data_options: Mapping[str, Any],
-    tokenizer: Any,
-    *,
-    reward: str,
-    held_out_fraction: float,
-    max_prompt_length: int,
-    seed: int,
-) -> PromptSet:
-    """Read, tokenise and split. Raises DataError."""
-    problems = read_problems(data, data_options, reward, seed=seed)
-    return split(tokenise(problems, tokenizer, max_prompt_length), held_out_fraction)
+def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
+    """Read, tokenise and split what a run trains on. Raises DataError."""
+    problems = read_problems(config.data, config.data_options, config.reward, seed=config.seed)
+    prompts = tokenise(problems, tokenizer, config.rollout.max_prompt_length)
+    return split(prompts, config.evaluation.held_out_fraction)
 
 
 def read_problems(

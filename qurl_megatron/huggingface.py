@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from qurl_megatron import weight_map
 from qurl_megatron.architecture import Architecture, ArchitectureError
+from qurl_megatron.files import write_whole
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -108,15 +107,3 @@ def write_index(directory: Path, file_of: dict[str, str]) -> None:
     sizes = {file: (directory / file).stat().st_size for file in file_of.values()}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
     write_whole(directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")
-
-
-def write_whole(path: Path, content: str | Callable[[Path], None]) -> None:
-    """Write a file that is either whole or not there, whatever happens to this process."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    if isinstance(content, str):
-        unfinished.write_text(content)
-    else:
-        content(unfinished)
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)

@@ -72,9 +72,7 @@ class _MicroBatch:
 class Learner:
     """The policy, its optimizer, and this rank's part in both.
 
-    `chunks` (this stage's model, in as many parts as it has virtual stages), `optimizer` and
-    `scheduler` are Megatron's own objects, for checkpoints to read; touch them within
-    `device.megatron_runtime()`.
+    `chunks` are this stage's model, in as many parts as it has virtual stages.
     """
 
     def __init__(
@@ -225,6 +223,33 @@ class Learner:
             self._make_optimizer(optimizer)
         for master, (*_, parameter) in zip(masters, self._parameters(), strict=True):
             self._master(parameter).copy_(master)
+
+    def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
+        """Weights, optimizer and schedule as Megatron's checkpoints take and give them.
+
+        Tensors are not copied. `loading` makes room for what a fresh optimizer has not got yet.
+        Enter `device.megatron_runtime()` around it and what uses it.
+        """
+        model = {
+            f"chunk{number}": chunk.module.sharded_state_dict()
+            for number, chunk in enumerate(self.chunks)
+        }
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading),
+            "optimizer_steps": self.scheduler.num_steps,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a loaded `sharded_state`; rates and decay stay those of this learner."""
+        for number, chunk in enumerate(self.chunks):
+            chunk.module.load_state_dict(state["model"][f"chunk{number}"])
+        groups = self.optimizer.param_groups
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        self.scheduler.step(increment=state["optimizer_steps"])
 
     def close(self) -> None:
         """Leave no Megatron state and no process group of the learner's making."""

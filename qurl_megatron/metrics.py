@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from qurl_megatron.config import Config
+from qurl_megatron.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,7 @@ class RunLog:
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
         self._console = Console(quiet=not writes)
-        self._file = (config.run_dir / "metrics.jsonl").open("a", buffering=1) if writes else None
-        self._weights_file = config.run_dir / "weights.jsonl"
+        self._writes = writes
         self._start = time.perf_counter()
         self._accuracy_before: float | None = None
         self._steps: list[StepMetrics] = []
@@ -111,16 +112,42 @@ class RunLog:
         self._start = time.perf_counter()
         if held_out_accuracy is not None:
             self.say(f"held-out accuracy before RL {held_out_accuracy:.1%}")
-        if self._console.is_terminal and self._file:
+        if self._console.is_terminal and self._writes:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
 
+    def resume(self, step: int, time_s: float, held_out_accuracy_before: float | None) -> None:
+        """RL goes on after `step`, `time_s` into it; the log of later steps is taken back."""
+        if self._writes:
+            self._steps = [
+                StepMetrics(**line) for line in self._lines("metrics.jsonl") if line["step"] <= step
+            ]
+            version = self._steps[-1].weight_version if self._steps else 0
+            publishes = [
+                line for line in self._lines("weights.jsonl") if line["weight_version"] <= version
+            ]
+            self._rewrite("metrics.jsonl", [dataclasses.asdict(step) for step in self._steps])
+            self._rewrite("weights.jsonl", publishes)
+        self.start(None)
+        self._accuracy_before = held_out_accuracy_before
+        self._start -= time_s
+        self.say(f"going on after step {step}")
+
+    @property
+    def time_s(self) -> float:
+        """Of RL so far, all its parts together."""
+        return time.perf_counter() - self._start
+
+    @property
+    def held_out_accuracy_before(self) -> float | None:
+        return self._accuracy_before
+
     def write(self, metrics: StepMetrics, held_out_accuracy: float | None) -> None:
-        if self._file is None:
+        if not self._writes:
             return
         metrics = dataclasses.replace(metrics, held_out_accuracy=held_out_accuracy)
         self._steps.append(metrics)
-        self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        self._append("metrics.jsonl", dataclasses.asdict(metrics))
         if self._live is None:
             self.say(self._line(metrics))
         else:
@@ -130,24 +157,23 @@ class RunLog:
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
         """One line of weights.jsonl: what a publish showed of each quantised weight, by name."""
-        if self._file is None:
-            return
-        with self._weights_file.open("a") as file:
-            file.write(json.dumps({"weight_version": weight_version, "weights": weights}) + "\n")
+        if self._writes:
+            line = {"weight_version": weight_version, "weights": weights}
+            self._append("weights.jsonl", line)
 
     def time_is_up(self) -> bool:
         limit_s = self._config.time_limit_s
-        return limit_s is not None and time.perf_counter() - self._start > limit_s
+        return limit_s is not None and self.time_s > limit_s
 
     def finish(self, held_out_accuracy: float | None) -> None:
         """End the display with what the run came to; summary.json says the same."""
-        if self._file is None:
+        if not self._writes:
             return
         summary = RunSummary(
             held_out_accuracy_before=self._accuracy_before,
             held_out_accuracy_after=held_out_accuracy,
             steps=len(self._steps),
-            time_s=time.perf_counter() - self._start,
+            time_s=self.time_s,
             weight_version=self._steps[-1].weight_version,
             time_publish_s_mean=fmean(metrics.time_publish_s for metrics in self._steps),
             publish_bytes=self._steps[-1].publish_bytes,
@@ -176,11 +202,22 @@ class RunLog:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self._file is not None:
-            self._file.close()
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self._config.run_dir / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """What was written, without a last line that was cut short."""
+        path = self._config.run_dir / name
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def _rewrite(self, name: str, lines: list[dict[str, Any]]) -> None:
+        write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _left_s(self, step: int) -> float:
-        elapsed_s = time.perf_counter() - self._start
+        elapsed_s = self.time_s
         left_s = elapsed_s / step * (self._config.steps - step)
         if self._config.time_limit_s is not None:
             left_s = min(left_s, self._config.time_limit_s - elapsed_s)

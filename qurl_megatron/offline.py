@@ -24,13 +24,13 @@ from torch import Tensor
 from qurl_megatron import quantize, uaq, weight_map
 from qurl_megatron.architecture import Architecture
 from qurl_megatron.config import UaqConfig, WeightFormat
+from qurl_megatron.files import write_whole
 from qurl_megatron.huggingface import (
     Weights,
     copy_beside_weights,
     read_config,
     stored_dtype,
     write_index,
-    write_whole,
 )
 
 JOB_FILE = "job.json"

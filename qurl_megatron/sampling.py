@@ -43,6 +43,15 @@ class Sampler:
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
 
+    def state(self) -> dict[str, Any]:
+        """Where the stream of prompts is, on global rank 0; elsewhere nothing."""
+        return self._stream.state() if rank() == 0 else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`. Raises DataError on global rank 0 if it is of other prompts."""
+        if rank() == 0:
+            self._stream.restore(state)
+
     def sample(self) -> tuple[TrainBatch, SampleSummary]:
         """The next prompts' completions, scored and laid out, without proximal log-probs."""
         return from_rank_zero(self._sample)

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device, uaq
 from qurl_megatron.batch import Prompt, TrainBatch
+from qurl_megatron.checkpoint import Checkpoints, RunState, read_state, restore
 from qurl_megatron.config import Config, ObjectiveConfig, WeightFormat, load
 from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
@@ -46,11 +47,14 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
         parts = assemble(config, servers, stack)
         learner, publisher, log = parts.learner, parts.publisher, parts.log
 
-        if config.warmup.max_steps:
-            warm_up(config, learner, parts.sampler.answers, parts.warmup_accuracy, log.say)
-        log.start(parts.held_out_accuracy())
+        steps_done = parts.resume()
+        if steps_done is None:
+            if config.warmup.max_steps:
+                warm_up(config, learner, parts.sampler.answers, parts.warmup_accuracy, log.say)
+            log.start(parts.held_out_accuracy())
+            steps_done = 0
         publisher.publish()
-        for step in range(1, config.steps + 1):
+        for step in range(steps_done + 1, config.steps + 1):
             clock = Clock()
             with clock("rollout"):
                 batch, summary = parts.sampler.sample()
@@ -68,8 +72,10 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
             metrics = step_metrics(config, step, batch, summary, entropy, updates, published, clock)
             log.write(metrics, parts.held_out_accuracy() if is_evaluated(config, step) else None)
             log.write_weights(published.version, weight_metrics(published.conversion))
+            parts.checkpoint(step, published.version)
             if device.from_rank_zero(log.time_is_up):
                 break
+        parts.checkpoints.poll(wait=True)
         export(learner, Path(config.model), config.run_dir / "final_model", config.quantization.uaq)
         log.finish(parts.held_out_accuracy())
 
@@ -185,6 +191,33 @@ class Parts:
     held_out: list[Prompt]
     warmup_check: list[Prompt]
     log: RunLog
+    checkpoints: Checkpoints
+
+    def resume(self) -> int | None:
+        """Go on from the run's newest checkpoint; the last step it has done, None without one."""
+        newest = device.from_rank_zero(self.checkpoints.newest)
+        if newest is None:
+            return None
+        state = read_state(newest)
+        restore(newest, self.learner)
+        self.sampler.restore(state.prompts)
+        self.publisher.version = state.weight_version - 1  # the first publish gives it again
+        self.log.resume(state.step, state.time_s, state.held_out_accuracy_before)
+        return state.step
+
+    def checkpoint(self, step: int, weight_version: int) -> None:
+        """Make saves that are written visible, and begin one where it is due."""
+        self.checkpoints.poll()
+        if self.checkpoints.is_due(step):
+            self.checkpoints.save(
+                RunState(
+                    step=step,
+                    weight_version=weight_version,
+                    time_s=self.log.time_s,
+                    held_out_accuracy_before=self.log.held_out_accuracy_before,
+                    prompts=self.sampler.state(),
+                )
+            )
 
     def held_out_accuracy(self) -> float | None:
         return self.evaluator.accuracy(self.held_out) if self.evaluator else None
@@ -200,15 +233,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     training: list[Prompt] = []
     held_out: list[Prompt] = []
     if device.rank() == 0:
-        training, held_out = load_prompts(
-            config.data,
-            config.data_options,
-            tokenizer,
-            reward=config.reward,
-            held_out_fraction=config.evaluation.held_out_fraction,
-            max_prompt_length=config.rollout.max_prompt_length,
-            seed=config.seed,
-        )
+        training, held_out = load_prompts(config, tokenizer)
     check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     learner = Learner(
         Path(config.model),
@@ -217,6 +242,8 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         transform=uaq.transform(config.quantization.uaq),
     )
     stack.enter_context(closing(learner))
+    checkpoints = Checkpoints(config, learner)
+    stack.enter_context(closing(checkpoints))
     log = RunLog(config, writes=device.rank() == 0)
     stack.enter_context(closing(log))
     if device.rank() == 0:
@@ -250,6 +277,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         held_out=held_out[: config.evaluation.problems],
         warmup_check=training[:check],
         log=log,
+        checkpoints=checkpoints,
     )
 
 

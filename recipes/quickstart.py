@@ -46,7 +46,7 @@ def recipe() -> Config:
             max_response_length=8,
             server=server,
         ),
-        # Accuracy rises from nothing to two thirds within a dozen steps: look often, and stop early.
+        # Accuracy goes from nothing to two thirds within a dozen steps: look often, stop early.
         warmup=WarmupConfig(
             max_steps=300, target_accuracy=0.2, learning_rate=1.3e-3, check_every_steps=4
         ),

@@ -24,7 +24,7 @@ def run_ranks(
     call.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qurl_megatron.learner"])  # seconds of imports, paid once
+    context.set_forkserver_preload(["qurl_megatron.checkpoint"])  # seconds of imports, paid once
     port = free_port()
     receivers, processes = [], []
     for rank in range(world_size):
@@ -37,9 +37,7 @@ def run_ranks(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        process = context.Process(
-            target=_run, args=(sender, environment, function, args), daemon=True
-        )
+        process = context.Process(target=_run, args=(sender, environment, function, args))
         process.start()
         sender.close()
         receivers.append(receiver)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import recipes
-from qurl_megatron.config import Config, ConfigError, load, save, validate, with_overrides
+from qurl_megatron.config import (
+    Config,
+    ConfigError,
+    load,
+    save,
+    validate,
+    validate_resume,
+    with_overrides,
+)
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
@@ -137,3 +146,21 @@ def test_every_recipe_builds_a_typed_configuration(name: str, tmp_path: Path) ->
         recipe.build_model(tmp_path / "model", seed=0)
         config.model = str(tmp_path / "model")
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("quantization.uaq.scale=2", "weights are saved so"),
+        ("learner.dtype=float32", "weights are saved so"),
+        ("data=other.jsonl", "place in the data"),
+        ("seed=1", "place in the data"),
+    ],
+)
+def test_a_run_does_not_go_on_under_what_its_checkpoints_contradict(
+    word: str, message: str
+) -> None:
+    saved = Config(data="problems.jsonl")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(word.split('=')[0])}.*{message}"):
+        validate_resume(saved, with_overrides(saved, [word]))
+    validate_resume(saved, with_overrides(saved, ["learner.tensor_parallel_size=2", "steps=7"]))

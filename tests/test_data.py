@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.batch import Prompt
+from qurl_megatron.config import Config
 from qurl_megatron.data import (
     DataError,
     PromptStream,
@@ -116,15 +117,9 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_with_its_number(tmp_pat
 def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path: Path) -> None:
     entries = list(reasoning_gym.create_dataset("chain_sum", size=520, seed=3))
     data = write(tmp_path / "chain_sum.jsonl", *entries)
-    prompts, held_out = load_prompts(
-        data,
-        {},
-        character_tokenizer(),
-        reward="reasoning_gym",
-        held_out_fraction=0.1,
-        max_prompt_length=256,
-        seed=0,
-    )
+    config = Config(data=str(data), reward="reasoning_gym")
+    config.rollout.max_prompt_length = 256
+    prompts, held_out = load_prompts(config, character_tokenizer())
     assert len(prompts) + len(held_out) == len({entry["question"] for entry in entries}) >= 500
     for prompt in prompts + held_out:
         right = f"I add.\n<answer>{prompt.answer}</answer>"

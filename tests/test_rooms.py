@@ -16,15 +16,15 @@ OUTSIDE = sorted([*REPOSITORY.glob("launch/**/*.py"), *REPOSITORY.glob("recipes/
 
 # Imports between rooms go down these levels only, never up or sideways.
 LEVELS = [
-    {"architecture"},
+    {"architecture", "files"},
     {"config", "batch", "channel_kernel"},
     {"objective", "advantages", "quantize", "rewards", "weight_map", "checksum"},
     {"uaq"},
     {"device", "huggingface", "logprobs", "metrics", "data"},
     {"learner", "rollout"},
     {"reshard", "sampling", "warmup", "offline"},
-    {"publish", "export", "checkpoint", "report"},
-    {"evaluation"},
+    {"publish", "checkpoint", "report"},
+    {"export", "evaluation"},
     {"train"},
     {"cli"},
 ]

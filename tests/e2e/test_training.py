@@ -19,6 +19,7 @@ import pytest
 import reasoning_gym
 from transformers import AutoModelForCausalLM
 
+from qurl_megatron.checkpoint import list_checkpoints, read_state
 from qurl_megatron.config import load
 from qurl_megatron.metrics import StepMetrics
 
@@ -36,14 +37,14 @@ NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and
 
 
 class Run:
-    """A `qurl train` in a directory of its own, with every process it ever started."""
+    """A `qurl` command in a directory of its own, with every process it ever started."""
 
     def __init__(self, directory: Path, *words: str) -> None:
         self.run_dir = directory / "runs" / "run"
         self.output = directory / "output"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [QURL, "train", *words], cwd=directory, stdout=output, stderr=subprocess.STDOUT
+                [QURL, *words], cwd=directory, stdout=output, stderr=subprocess.STDOUT
             )
         self.started: set[psutil.Process] = set()
 
@@ -105,6 +106,7 @@ def metrics_of(run: Run) -> list[dict[str, float]]:
 
 def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
     run = start(
+        "train",
         "quickstart",
         *SMALL,
         "warmup.max_steps=4",
@@ -130,7 +132,7 @@ def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
     weights = [json.loads(line) for line in (run.run_dir / "weights.jsonl").open()]
     assert [publish["weight_version"] for publish in weights] == [2, 3]
     down = weights[-1]["weights"]["model.layers.0.mlp.down_proj.weight"]
-    assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 < down["code_flip_fraction"] < 1
+    assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 <= down["code_flip_fraction"] < 1
     trained = AutoModelForCausalLM.from_pretrained(run.run_dir / "final_model")
     assert trained.num_parameters() > 1e6
     for shown in (
@@ -142,6 +144,39 @@ def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
         assert shown in run.text()
 
 
+def test_a_killed_run_goes_on_from_its_checkpoint_on_another_layout(start) -> None:
+    words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
+    words += ["optimizer.weight_decay=1"]  # moves the weights fast, whatever the rewards are
+    run = start("train", "quickstart", *SMALL, *words, "steps=1000")
+    run.wait_for(r"step 5/")
+    run.process.kill()
+    psutil.wait_procs(run.survivors(), timeout=30)
+    before = metrics_of(run)
+    (*_, newest) = list_checkpoints(run.run_dir)
+    done = read_state(newest).step
+    assert 2 <= done <= len(before)
+
+    steps = done + 2
+    resumed = start("resume", "runs/run", f"steps={steps}", "learner.tensor_parallel_size=1")
+    assert resumed.exit_code() == 0, resumed.text()
+    assert f"going on after step {done}" in resumed.text()
+    assert resumed.survivors() == []
+    after = metrics_of(resumed)
+    assert after[:done] == before[:done]
+    assert [step["step"] for step in after] == list(range(1, steps + 1))
+    assert [step["weight_version"] for step in after] == list(range(2, steps + 2))
+    # The servers had the checkpoint's weights before their first prompt, and not the model's.
+    assert after[done]["kl_behaviour_proximal_k3"] < 2 * max(
+        step["kl_behaviour_proximal_k3"] for step in before
+    )
+    assert (run.run_dir / "logs" / "resumed_1" / "learner_rank0.log").exists()
+    print(
+        [step["kl_behaviour_proximal_k3"] for step in after],
+        [step["kl_behaviour_proximal_k3"] for step in before],
+    )
+    assert [path.name for path in list_checkpoints(run.run_dir)][-1] == f"step_{steps:06}"
+
+
 def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -> None:
     from recipes import quickstart
 
@@ -150,6 +185,7 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -
     with (tmp_path / "problems.jsonl").open("w") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in tasks)
     run = start(
+        "train",
         "grpo",
         f"model={tmp_path / 'model'}",
         f"data={tmp_path / 'problems.jsonl'}",
@@ -169,6 +205,7 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -
 
 def test_with_bf16_on_both_sides_only_engine_noise_is_left(start) -> None:
     run = start(
+        "train",
         "quickstart",
         *SMALL,
         "steps=1",
@@ -183,7 +220,7 @@ def test_with_bf16_on_both_sides_only_engine_noise_is_left(start) -> None:
 
 @pytest.mark.parametrize("moment", ["run directory", r"step 1/"])
 def test_ctrl_c_ends_every_process(start, moment: str) -> None:
-    run = start("quickstart", *SMALL, "steps=1000")
+    run = start("train", "quickstart", *SMALL, "steps=1000")
     run.wait_for(moment)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.exit_code() == 130
@@ -198,7 +235,7 @@ def test_ctrl_c_ends_every_process(start, moment: str) -> None:
 def test_a_crash_of_either_side_ends_the_run_with_its_reason(
     start, victim: str, reason: str
 ) -> None:
-    run = start("quickstart", *SMALL, "steps=1000", "learner.tensor_parallel_size=1")
+    run = start("train", "quickstart", *SMALL, "steps=1000", "learner.tensor_parallel_size=1")
     run.wait_for(r"step 1/")
     run.find(victim).kill()
     assert run.exit_code() == 1
@@ -207,7 +244,7 @@ def test_a_crash_of_either_side_ends_the_run_with_its_reason(
 
 
 def test_the_kernel_ends_every_process_of_a_killed_launcher(start) -> None:
-    run = start("quickstart", *SMALL)
+    run = start("train", "quickstart", *SMALL)
     run.wait_for("run directory")
     time.sleep(5)  # servers and ranks are importing
     run.poll()
@@ -219,7 +256,7 @@ def test_the_kernel_ends_every_process_of_a_killed_launcher(start) -> None:
 
 
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(start) -> None:
-    run = start("quickstart", *SMALL, "rollout.server.mem_fraction_static=0.000001")
+    run = start("train", "quickstart", *SMALL, "rollout.server.mem_fraction_static=0.000001")
     assert run.exit_code() == 1
     assert "server_rollout.log" in run.text()
     assert "memory" in run.text().lower()

@@ -1,0 +1,36 @@
+"""Files and directories that are whole or not there, whatever happens to the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | Callable[[Path], None]) -> None:
+    """Write a file that is either whole or not there, whatever happens to this process."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    if isinstance(content, str):
+        unfinished.write_text(content)
+    else:
+        content(unfinished)
+    rename_whole(unfinished, path)
+
+
+def rename_whole(unfinished: Path, path: Path) -> None:
+    """Give a finished file or directory its name, on the disk before it is seen.
+
+    Files within a directory are for the caller to sync.
+    """
+    sync(unfinished)
+    os.replace(unfinished, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a directory's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
