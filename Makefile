@@ -6,7 +6,8 @@ demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
 test: lint
-	.venv/bin/pytest -rs tests
+	.venv/bin/pytest -rs -n 2 --dist loadfile --ignore tests/e2e tests
+	.venv/bin/pytest -rs tests/e2e
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .

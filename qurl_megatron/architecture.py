@@ -160,7 +160,7 @@ class Architecture:
             ("key-value heads", groups, not shares_heads),
             ("intermediate channels", self.intermediate_size, True),
         ):
-            if divides and number % tensor_parallel_size:
+            if divides and (tensor_parallel_size < 1 or number % tensor_parallel_size):
                 raise ArchitectureError(
                     f"{number} {what} do not divide by "
                     f"tensor_parallel_size={tensor_parallel_size}; "

@@ -161,7 +161,7 @@ def test_a_missing_or_broken_directory_is_named(tmp_path):
         (5, 1, "12 attention heads .* tensor_parallel_size=5; .* 1, 2, 3, 4, 6, 12"),
         (3, 1, "4 key-value heads .* tensor_parallel_size=3; .* 1, 2, 4$"),
         (0, 1, "tensor_parallel_size=0"),
-        (1, 4, "6 layers .* pipeline_parallel_size=4; .* 1, 2, 3, 6$"),
+        (1, 4, "6 layers .* pipeline_parallel_size=4; .* 1, 2, 3, 6; or set"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused_with_what_would(

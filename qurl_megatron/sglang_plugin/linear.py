@@ -67,6 +67,9 @@ class QuantisedLinearMethod(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """Register this rank's shard: codes 0 and scales 1 until weights arrive."""
+        # SGLang hands its older loader to methods it does not know; these parameters are made for
+        # the newer one, and scales of blocks load with no other.
+        weight_loader = getattr(layer, "weight_loader_v2", weight_loader)
         weight = ModelWeightParameter(
             data=torch.zeros(
                 sum(output_partition_sizes), input_size_per_partition, dtype=self.code_dtype

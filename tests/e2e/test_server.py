@@ -57,9 +57,6 @@ PROMPTS = [
     )
     for row in range(4)
 ]
-# Mean |difference| of a log-prob. Measured: 8e-8 where every activation is rounded as in the
-# reference, 1e-3 where a few are not; formats and layouts differ among each other by 0.014 or more.
-LOGPROB_TOLERANCE = 0.004
 
 
 @dataclass(frozen=True)
@@ -205,11 +202,11 @@ def test_logprobs_are_those_of_the_codes_that_were_sent(deployment: Deployment) 
         weight_format: mean_difference(
             rows, Reference(model_dir, weights_of(model_dir, weight_format))
         )
-        for weight_format in ("bf16", "int8", "fp8")
+        for weight_format in {"bf16", "int8", "fp8", own}
     }
     print(f"{own} server, mean |log-prob difference| to references: {difference}")
-    assert difference.pop(own) < LOGPROB_TOLERANCE
-    assert min(difference.values()) > 3 * LOGPROB_TOLERANCE  # so it can tell formats apart
+    # A code of an activation that flips is seen in wide layers; another format is seen far more.
+    assert difference.pop(own) < min(difference.values()) / 20
 
 
 def test_completions_carry_the_version_they_were_sampled_with(deployment: Deployment) -> None:
@@ -302,8 +299,8 @@ def test_logprobs_are_at_the_temperature_over_the_full_vocabulary_whatever_top_p
         response, logprobs, _ = deployment.ask(prompt.token_ids, **sampling)
         rows.append((prompt.token_ids, response, torch.tensor(logprobs)))
     # Renormalised over the nucleus they would be larger by up to -log(0.6) = 0.5.
-    assert mean_difference(rows, reference, temperature=0.7) < LOGPROB_TOLERANCE
-    assert mean_difference(rows, reference, temperature=1.0) > 10 * LOGPROB_TOLERANCE
+    right = mean_difference(rows, reference, temperature=0.7)
+    assert right < mean_difference(rows, reference, temperature=1.0) / 10
 
 
 def test_two_ranks_compute_what_their_shards_say(two_ranks: Deployment) -> None:
@@ -313,7 +310,7 @@ def test_two_ranks_compute_what_their_shards_say(two_ranks: Deployment) -> None:
     shards = mean_difference(rows, Reference(model_dir, weights, tensor_parallel_size=2))
     whole = mean_difference(rows, Reference(model_dir, weights, tensor_parallel_size=1))
     print(f"two ranks, mean |log-prob difference|: to shards {shards}, to one rank {whole}")
-    assert shards < LOGPROB_TOLERANCE < whole / 2
+    assert shards < whole / 20
 
 
 def test_two_ranks_reload_bit_for_bit(two_ranks: Deployment) -> None:

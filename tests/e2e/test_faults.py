@@ -1,0 +1,75 @@
+"""What is killed, what then happens, and that no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+from running import SMALL, metrics_of
+
+from qurl_megatron.checkpoint import list_checkpoints, read_state
+
+
+def test_ctrl_c_while_it_starts_ends_every_process(start) -> None:
+    run = start("train", "quickstart", *SMALL)
+    run.wait_for("run directory")
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.exit_code() == 130
+    assert "interrupted" in run.text()
+    assert run.survivors() == []
+
+
+def test_the_kernel_ends_every_process_of_a_killed_launcher(start) -> None:
+    run = start("train", "quickstart", *SMALL)
+    run.wait_for("run directory")
+    time.sleep(5)  # servers and ranks are importing
+    run.poll()
+    assert len(run.started) >= 3
+    run.process.kill()
+    run.process.wait()
+    _, alive = psutil.wait_procs(run.survivors(), timeout=30)
+    assert alive == []
+
+
+def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(start) -> None:
+    run = start("train", "quickstart", *SMALL, "rollout.server.mem_fraction_static=0.000001")
+    assert run.exit_code() == 1
+    assert "server_rollout.log" in run.text()
+    assert "memory" in run.text().lower()
+    assert run.survivors() == []
+
+
+def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(start) -> None:
+    words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
+    words += ["optimizer.weight_decay=1"]  # moves the weights fast, whatever the rewards are
+    run = start("train", "quickstart", *SMALL, *words, "steps=1000")
+    run.wait_for(r"step 5/")
+    run.find("sglang::scheduler").kill()
+    assert run.exit_code() == 1
+    assert "server http://127.0.0.1" in run.text()
+    assert run.survivors() == []
+    before = metrics_of(run)
+    (*_, newest) = list_checkpoints(run.run_dir)
+    done = read_state(newest).step
+    assert 2 <= done <= len(before)
+
+    resumed = start("resume", "runs/run", "learner.tensor_parallel_size=1")
+    resumed.wait_for(rf"step {done + 4}/")
+    assert f"going on after step {done}" in resumed.text()
+    after = metrics_of(resumed)
+    assert after[:done] == before[:done]
+    assert [step["step"] for step in after] == list(range(1, len(after) + 1))
+    assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
+    # The servers had the checkpoint's weights before their first prompt, and not the model's.
+    kl = [step["kl_behaviour_proximal_k3"] for step in after]
+    assert kl[done] < 2 * kl[done - 1]
+    (*_, newer) = list_checkpoints(run.run_dir)
+    assert read_state(newer).step > done
+
+    resumed.find("qurl_megatron.train").kill()
+    assert resumed.exit_code() == 1
+    assert "learner rank 0" in resumed.text()
+    assert str(run.run_dir.relative_to(run.output.parent) / "logs" / "resumed_1") in resumed.text()
+    assert resumed.survivors() == []
