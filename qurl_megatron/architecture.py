@@ -176,6 +176,28 @@ class Architecture:
                 f"tensor_parallel_size={tensor_parallel_size} without any; use fewer ranks"
             )
 
+    def check_blocks(self, tensor_parallel_size: int = 1) -> None:
+        """Raise `ArchitectureError` if servers cannot hold this model in blocks of 128 x 128.
+
+        SGLang fuses q, k, v and gate, up, and cuts layers over its ranks, between whole blocks.
+        """
+        if self.family == "llama":
+            raise ArchitectureError(
+                "SGLang's Llama looks for the scales of blocks under another name and loads none; "
+                "use format fp8, whose scales are a channel's"
+            )
+        kv_heads = max(1, self.num_key_value_heads // tensor_parallel_size)
+        for what, width in (
+            ("query", self.num_attention_heads // tensor_parallel_size * self.head_dim),
+            ("key-value", kv_heads * self.head_dim),
+            ("intermediate", self.intermediate_size // tensor_parallel_size),
+        ):
+            if width % 128:
+                raise ArchitectureError(
+                    f"blocks are 128 wide, but one of {tensor_parallel_size} server ranks has "
+                    f"{width} {what} channels; use format fp8, whose scales are a channel's"
+                )
+
     def _check_stages(self, stages: int, virtual_stages: int, in_last: int | None) -> None:
         if virtual_stages > 1 and stages == 1:
             raise ArchitectureError(

@@ -327,7 +327,10 @@ def _validate_model(config: Config) -> Architecture:
                 f"{architecture.num_layers - 1}"
             )
     if config.quantization.format == "fp8-block":
-        _validate_blocks(architecture, config.rollout.server.tensor_parallel_size)
+        try:
+            architecture.check_blocks(config.rollout.server.tensor_parallel_size)
+        except ArchitectureError as error:
+            raise ConfigError(f"quantization.format=fp8-block: {error}") from None
     length = config.rollout.max_prompt_length + config.rollout.max_response_length
     if length > architecture.max_position_embeddings:
         raise ConfigError(
@@ -336,22 +339,6 @@ def _validate_model(config: Config) -> Architecture:
             f"{architecture.max_position_embeddings} positions"
         )
     return architecture
-
-
-def _validate_blocks(architecture: Architecture, tensor_parallel_size: int) -> None:
-    """SGLang fuses q, k, v and gate, up, and cuts layers over its ranks, between whole blocks."""
-    kv_heads = max(1, architecture.num_key_value_heads // tensor_parallel_size)
-    for what, width in (
-        ("query", architecture.num_attention_heads // tensor_parallel_size * architecture.head_dim),
-        ("key-value", kv_heads * architecture.head_dim),
-        ("intermediate", architecture.intermediate_size // tensor_parallel_size),
-    ):
-        if width % 128:
-            raise ConfigError(
-                f"quantization.format=fp8-block: blocks are 128 wide, but a rank of "
-                f"rollout.server.tensor_parallel_size={tensor_parallel_size} has {width} {what} "
-                "channels; use format=fp8, whose scales are a channel's"
-            )
 
 
 def _plain(value: str) -> str | None:

@@ -83,6 +83,7 @@ def quantise_directory(
 
     changes: dict[str, Any] = {"dtype": "bfloat16"}
     if weight_format == "fp8-block":
+        Architecture.from_directory(source).check_blocks()
         changes["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",

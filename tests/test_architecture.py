@@ -181,3 +181,14 @@ def test_intermediate_channels_and_tiny_vocabularies_count_too(tmp_path):
 def test_the_vocabulary_is_padded_to_equal_shares(tmp_path):
     architecture = Architecture.from_directory(written(tmp_path))
     assert [architecture.padded_vocab_size(n) for n in (1, 2, 4)] == [131, 132, 132]
+
+
+def test_blocks_that_a_server_could_not_hold_are_refused(tmp_path):
+    fits = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 512}
+    qwen = written(tmp_path, architectures=["Qwen3ForCausalLM"], **fits)
+    Architecture.from_directory(qwen).check_blocks(2)
+    with pytest.raises(ArchitectureError, match="one of 4 server ranks has 192 query channels"):
+        Architecture.from_directory(qwen).check_blocks(4)
+    llama = written(tmp_path, **fits)
+    with pytest.raises(ArchitectureError, match="SGLang's Llama"):
+        Architecture.from_directory(llama).check_blocks(2)

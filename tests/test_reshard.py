@@ -6,7 +6,7 @@ padded tensor cannot pass for the right one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import sglang_loader
 from distributed import run_ranks
 from qurl_megatron import quantize, uaq
 from qurl_megatron.checksum import checksum
@@ -21,7 +22,7 @@ from qurl_megatron.config import LearnerConfig, OptimizerConfig, UaqConfig
 from qurl_megatron.learner import Learner
 from qurl_megatron.quantize import NonFiniteWeight
 from qurl_megatron.reshard import Bucket, Converter
-from tiny import build_tiny_model
+from tiny import build_tiny_model, quantised
 
 DIMENSIONS = {
     "vocab_size": 251,
@@ -42,9 +43,16 @@ LAYOUTS = {
     "PP3 of 1, 1 and 2 layers": (1, 3, 1, 1, 2),
     "PP2 in 2 parts": (1, 2, 1, 2),
 }
+SERVER_SIZES = (1, 2, 4)
 SCALE = 1.5
 BUCKET_BYTES = 40_000
 FORMATS = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
+        yield
 
 
 def learner_of(model_dir: Path, layout: tuple[int, ...]) -> Learner:
@@ -78,22 +86,6 @@ def tensors(buckets: list[Bucket]) -> dict[str, Tensor]:
     return named
 
 
-def expected(model_dir: Path, weight_format: str) -> dict[str, Tensor]:
-    """The Hugging Face tensors, scaled and quantised directly, with no layout in sight."""
-    scale_weight = uaq.transform(UaqConfig(SCALE))
-    wanted = {}
-    for name, stored in load_file(model_dir / "model.safetensors").items():
-        weight = scale_weight(name, stored.float())
-        if weight_format != "bf16" and name.endswith("_proj.weight"):
-            quantised = quantize.quantise(weight, weight_format)
-            wanted[name] = quantised.codes
-            scale_name = quantize.scale_name(name, weight_format)
-            wanted[scale_name] = quantize.engine_scale(quantised)
-        else:
-            wanted[name] = weight.to(torch.bfloat16)
-    return wanted
-
-
 def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -101,12 +93,13 @@ def as_bytes(tensor: Tensor) -> bytes:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
 def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
-    architecture: str, tied: bool, layout: tuple[int, ...], tmp_path: Path
+    architecture: str, tied: bool, layout: tuple[int, ...], tmp_path: Path, engine: None
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
     leader, *others = run_ranks(convert, layout[0] * layout[1], tmp_path, layout)
     for weight_format in FORMATS:
-        buckets, wanted = leader[weight_format], expected(tmp_path, weight_format)
+        buckets = leader[weight_format]
+        wanted = quantised(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
         sent = tensors(buckets)
         assert sent.keys() == wanted.keys()
         for name, tensor in wanted.items():
@@ -118,6 +111,9 @@ def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
         assert all(bucket.flat.numel() <= max(BUCKET_BYTES, largest) for bucket in buckets)
         assert len(buckets) > 1
         assert all(other[weight_format] == [] for other in others)
+        for size in SERVER_SIZES if weight_format != "fp8-block" else ():  # widths are no blocks
+            held = sglang_loader.held(tmp_path, weight_format, sent, size)
+            assert all(as_bytes(held[name]) == as_bytes(tensor) for name, tensor in sent.items())
 
 
 def squares(tensor: Tensor) -> float:

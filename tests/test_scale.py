@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import sglang_loader
 from distributed import run_ranks
 from qurl_megatron import quantize, weight_map
 from qurl_megatron.architecture import Architecture
@@ -22,6 +25,7 @@ from qurl_megatron.config import LearnerConfig
 # The fields of the published config.json that make the shape.
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "hidden_size": 5120,
     "intermediate_size": 27648,
     "num_hidden_layers": 64,
@@ -40,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-32B": {
         **QWEN2,
         "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "intermediate_size": 25600,
         "num_attention_heads": 64,
         "head_dim": 128,
@@ -143,18 +148,46 @@ def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
     assert sum(sent.values()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.fixture(scope="module")
+def engine(model_dirs: dict[str, Path]) -> Iterator[None]:
+    with sglang_loader.engine(model_dirs["Qwen3-32B"]):
+        yield
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-32B", "Qwen3-32B"])
 @pytest.mark.parametrize("server_size", [2, 4])
-@pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-block"])
-def test_a_32b_model_s_scales_fall_between_the_servers_ranks(
-    name: str, server_size: int, weight_format: str, model_dirs: dict[str, Path]
+@pytest.mark.parametrize("weight_format", ["int8", "fp8-block"])
+def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
+    name: str, server_size: int, weight_format: str, model_dirs: dict[str, Path], engine: None
 ) -> None:
-    """A server rank holds whole blocks of every quantised tensor, so that it can load them."""
+    """SGLang's own loaders take every tensor; its ranks hold all of each, and nothing else."""
+    from qurl_megatron.sglang_plugin.verify import parts
+
     architecture = Architecture.from_directory(model_dirs[name])
+    sent: dict[str, torch.Tensor] = {}
     for rule in weight_map.rules(architecture):
-        for part in rule.parts if rule.quantised else ():
-            runs = weight_map.part_runs(rule, part, architecture, server_size)
-            assert runs is not None and part.shared_dim is not None
-            block = quantize.block_shape(weight_format)[part.shared_dim]
-            if block is not None:
-                assert all(run.start % block == 0 for run in runs), part.name
+        layered = "{layer}" in rule.megatron[0]
+        for layer in range(architecture.num_layers) if layered else [None]:
+            for part, tensor_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
+                shape = weight_map.full_shape(part, architecture)
+                sent[tensor_name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+                if rule.quantised:
+                    codes = torch.int8 if weight_format == "int8" else torch.float8_e4m3fn
+                    sent[tensor_name] = sent[tensor_name].to(codes)
+                    rows = shape[0] if weight_format == "int8" else -(-shape[0] // 128)
+                    columns = 1 if weight_format == "int8" else -(-shape[1] // 128)
+                    scale_name = quantize.scale_name(tensor_name, weight_format)
+                    sent[scale_name] = torch.empty(rows, columns, device="meta")
+    places: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for rank in range(server_size):
+        with sglang_loader.as_rank(rank, server_size), torch.device("meta"):
+            model = sglang_loader.build(model_dirs[name], weight_format)
+            model.load_weights(sent.items())
+        for tensor_name, tensor, row, column in parts(model):
+            assert tensor.dtype == sent[tensor_name].dtype
+            places[tensor_name].add((row, column, *tensor.shape))
+    assert places.keys() == sent.keys()
+    for tensor_name, tensor in sent.items():
+        # Ranks hold the same place or another: their sizes add up to the tensor's.
+        held = sum(math.prod(shape) for _, _, *shape in places[tensor_name])
+        assert held == tensor.numel(), tensor_name

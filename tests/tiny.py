@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
@@ -52,6 +54,28 @@ def build_tiny_model(
     model.save_pretrained(directory)
     _build_tokenizer(fields["vocab_size"]).save_pretrained(directory)
     return directory
+
+
+def quantised(
+    model_dir: Path,
+    weight_format: str,
+    transform: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
+) -> dict[str, Tensor]:
+    """A directory's tensors as they are sent, quantised directly with no layout in sight."""
+    from safetensors.torch import load_file
+
+    from qurl_megatron import quantize
+
+    sent: dict[str, Tensor] = {}
+    for name, stored in load_file(model_dir / "model.safetensors").items():
+        weight = transform(name, stored.float())
+        if weight_format != "bf16" and name.endswith("_proj.weight"):
+            codes = quantize.quantise(weight, weight_format)
+            sent[name] = codes.codes
+            sent[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
+        else:
+            sent[name] = weight.to(torch.bfloat16)
+    return sent
 
 
 def _build_tokenizer(vocab_size: int) -> Any:

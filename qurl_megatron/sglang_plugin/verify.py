@@ -56,7 +56,7 @@ def _parts(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Ite
         for projection, size, rank in (
             ("q_proj", module.q_proj_shard_size // rows_of_one, module.tp_rank),
             ("k_proj", module.kv_proj_shard_size // rows_of_one, kv_rank),
-            ("v_proj", module.v_proj_shard_size, kv_rank),
+            ("v_proj", module.v_proj_shard_size // rows_of_one, kv_rank),
         ):
             sender = f"{path.removesuffix('qkv_proj')}{projection}.{name}"
             yield sender, tensor[rows : rows + size], rank * size, 0

@@ -8,29 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from qurl_megatron import quantize
-from qurl_megatron.config import WeightFormat
 from qurl_megatron.rollout import Server, ServerControl, free_port
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 Weights = dict[str, Tensor]
-
-
-def weights_of(model_dir: Path, weight_format: WeightFormat) -> Weights:
-    """A Hugging Face directory's tensors as they are sent: projections as codes and scales."""
-    sent: Weights = {}
-    for name, tensor in load_file(model_dir / "model.safetensors").items():
-        if weight_format != "bf16" and name.endswith("_proj.weight"):
-            quantised = quantize.quantise(tensor, weight_format)
-            sent[name] = quantised.codes
-            sent[quantize.scale_name(name, weight_format)] = quantize.engine_scale(quantised)
-        else:
-            sent[name] = tensor
-    return sent
 
 
 class Sender:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from serving import Reference, Sender, Weights, weights_of
+from serving import Reference, Sender, Weights
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -37,7 +37,7 @@ from qurl_megatron.rollout import (
     start_server,
     wait_ready,
 )
-from tiny import EOS_TOKEN_ID, build_tiny_model
+from tiny import EOS_TOKEN_ID, build_tiny_model, quantised
 
 torch.set_num_threads(1)
 
@@ -131,7 +131,7 @@ def joined(
         sender,
         RolloutClient([server], AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
         model_dirs,
-        [weights_of(path, weight_format) for path in model_dirs],
+        [quantised(path, weight_format) for path in model_dirs],
     )
     sender.close()
 
@@ -200,7 +200,7 @@ def test_logprobs_are_those_of_the_codes_that_were_sent(deployment: Deployment) 
     model_dir, own = deployment.model_dirs[0], deployment.weight_format
     difference = {
         weight_format: mean_difference(
-            rows, Reference(model_dir, weights_of(model_dir, weight_format))
+            rows, Reference(model_dir, quantised(model_dir, weight_format))
         )
         for weight_format in {"bf16", "int8", "fp8", own}
     }
@@ -365,7 +365,7 @@ time.sleep(1000)
 
 def test_a_checkpoint_names_its_format_and_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     model_dir = build_tiny_model(tmp_path / "model")
-    weights = weights_of(model_dir, "int8")
+    weights = quantised(model_dir, "int8")
     save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
     edit_config(model_dir, quantization_config={"quant_method": "qurl_int8"})
     port = free_port()

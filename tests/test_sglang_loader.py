@@ -1,0 +1,63 @@
+"""What is sent is what SGLang's own loaders then hold, on any number of server ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import sglang_loader
+from tiny import build_tiny_model, quantised
+
+SERVER_SIZES = (1, 2, 4)
+FORMATS = ("bf16", "int8", "fp8", "fp8-tensor", "fp8-block")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
+        yield
+
+
+@st.composite
+def models(draw: st.DrawFn, weight_format: str) -> dict[str, Any]:
+    """Fields of small models that four ranks can share, all their dimensions unequal."""
+    blocks = weight_format == "fp8-block"
+    key_value_heads = draw(st.sampled_from([4] if blocks else [1, 2, 4]))
+    head_dim = 128 if blocks else draw(st.sampled_from([8, 16, 24]))
+    fields = {
+        "architecture": draw(st.sampled_from(["qwen2", "qwen3"] + ["llama"] * (not blocks))),
+        "tied": draw(st.booleans()),
+        "num_hidden_layers": draw(st.integers(1, 2)),
+        "num_key_value_heads": key_value_heads,
+        "num_attention_heads": draw(st.sampled_from([4, 8, 12])),
+        "head_dim": head_dim,
+        "hidden_size": 24 * draw(st.integers(2, 8)),
+        "intermediate_size": (512 if blocks else 4) * draw(st.integers(1, 3 if blocks else 60)),
+        "vocab_size": draw(st.integers(110, 300)),
+    }
+    widths = [head_dim * fields["num_attention_heads"], head_dim * key_value_heads]
+    widths += [fields[name] for name in ("hidden_size", "intermediate_size", "vocab_size")]
+    assume(len(set(widths)) == len(widths))
+    return fields
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(data=st.data())
+def test_every_server_size_holds_the_checkpoint_quantised_directly(
+    weight_format: str, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = build_tiny_model(Path(directory), **data.draw(models(weight_format)))
+        sent = quantised(model_dir, weight_format)
+        for size in SERVER_SIZES:
+            held = sglang_loader.held(model_dir, weight_format, sent, size)
+            for name, tensor in sent.items():
+                assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
