@@ -78,6 +78,24 @@ def export(
     print(f"{destination} is ready")
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, to compare")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="the page; by default report/index.html of the first run")
+    ] = None,
+) -> None:
+    """Write one HTML page on a run, or on several side by side."""
+    from qurl_megatron.report import write_report
+
+    output = output or run_dirs[0] / "report" / "index.html"
+    with refusals():
+        write_report(run_dirs, output)
+    print(f"{output} is ready")
+
+
 SourceDirectory = Annotated[
     Path, typer.Argument(metavar="SRC", help="a Hugging Face directory: config.json, safetensors")
 ]

@@ -31,6 +31,7 @@ from qurl_megatron.learner import Learner, Update
 from qurl_megatron.metrics import Clock, RunLog, StepMetrics
 from qurl_megatron.objective import policy_objective, rollout_statistics, token_weights
 from qurl_megatron.publish import Published, Publisher
+from qurl_megatron.report import write_report
 from qurl_megatron.reshard import Conversion
 from qurl_megatron.rollout import RolloutClient, Server, load_servers, wait_ready
 from qurl_megatron.sampling import Sampler, SampleSummary
@@ -78,6 +79,8 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
         parts.checkpoints.poll(wait=True)
         export(learner, Path(config.model), config.run_dir / "final_model", config.quantization.uaq)
         log.finish(parts.held_out_accuracy())
+        if device.rank() == 0:
+            write_report([config.run_dir], config.run_dir / "report" / "index.html")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The converter's invariants, on real learner ranks, for every layout that fits four processes.
+"""The converter's invariants, on real learner ranks, for layouts of up to eight processes.
 
 Dimensions are all unequal and the vocabulary does not divide, so that a transposed, misplaced or
 padded tensor cannot pass for the right one.
@@ -33,6 +33,8 @@ DIMENSIONS = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+# Sixteen heads, four key-value heads: for eight ranks.
+LARGER = DIMENSIONS | {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 253}
 # Tensor, pipeline, data and virtual pipeline parallel sizes, layers in the last stage.
 LAYOUTS = {
     "TP1": (1, 1),
@@ -114,6 +116,19 @@ def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
         for size in SERVER_SIZES if weight_format != "fp8-block" else ():  # widths are no blocks
             held = sglang_loader.held(tmp_path, weight_format, sent, size)
             assert all(as_bytes(held[name]) == as_bytes(tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("layout", [(8, 1), (2, 4)], ids=["TP8", "TP2xPP4"])
+def test_eight_ranks_send_what_quantising_the_checkpoint_directly_gives(
+    layout: tuple[int, ...], tmp_path: Path
+) -> None:
+    build_tiny_model(tmp_path, "qwen2", tied=True, **LARGER)
+    leader, *_ = run_ranks(convert, 8, tmp_path, layout)
+    for weight_format in FORMATS:
+        sent = tensors(leader[weight_format])
+        wanted = quantised(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
+        assert sent.keys() == wanted.keys()
+        assert all(as_bytes(sent[name]) == as_bytes(tensor) for name, tensor in wanted.items())
 
 
 def squares(tensor: Tensor) -> float:
