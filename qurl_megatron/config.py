@@ -122,6 +122,8 @@ class RolloutConfig:
     top_k: int = -1  # must stay off, likewise
     max_prompt_length: Count = 1024  # tokens; longer prompts are refused when read
     max_response_length: Count = 1024  # tokens
+    dynamic_sampling_tries: CountOrNone = 0  # rounds of new prompts for groups of equal rewards
+    soft_overlong_tokens: CountOrNone = 0  # last tokens of a response over which reward falls by 1
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
 
 
@@ -242,6 +244,11 @@ def validate(config: Config) -> Architecture:
         raise ConfigError(
             f"rollout.{field}={getattr(rollout, field)}: training wants top_p=1 and top_k=-1,"
             " because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
+        )
+    if rollout.soft_overlong_tokens >= rollout.max_response_length:
+        raise ConfigError(
+            f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
+            f"rollout.max_response_length={rollout.max_response_length}"
         )
     if config.warmup.max_steps and not config.evaluation.problems:
         raise ConfigError(

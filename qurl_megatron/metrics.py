@@ -29,6 +29,7 @@ class StepMetrics:
     response_length_mean: float  # tokens
     response_truncated_fraction: float  # of completions, ended by max_response_length
     verifier_failures: int  # completions whose verifier raised or timed out; they score 0
+    groups_replaced: int  # by dynamic sampling, their rewards being all equal
     kl_behaviour_proximal: float  # mean of log(behaviour / proximal)
     kl_behaviour_proximal_k3: float  # k3 estimate of the same divergence
     logprob_abs_diff: float  # mean |behaviour - proximal|

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from qurl_megatron import rewards
-from qurl_megatron.advantages import grpo_advantages
+from qurl_megatron.advantages import grpo_advantages, soft_overlong_penalty, teaches_nothing
 from qurl_megatron.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config import Config
 from qurl_megatron.data import PromptStream
@@ -21,12 +21,13 @@ from qurl_megatron.rollout import RolloutClient
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What the completions of a step were like."""
+    """What the completions of a step were like, those of replaced groups included."""
 
-    reward_mean: float
+    reward_mean: float  # by the verifier, without a penalty for length
     response_length_mean: float  # tokens
     response_truncated_fraction: float  # of completions
     verifier_failures: int
+    groups_replaced: int  # by dynamic sampling
     sampled_tokens: int
 
 
@@ -62,7 +63,25 @@ class Sampler:
 
     def _sample(self) -> tuple[TrainBatch, SampleSummary]:
         rollout = self._config.rollout
-        prompts = self._stream.next(rollout.prompts_per_step)
+        groups, failures = self._groups(rollout.prompts_per_step)
+        sampled = list(groups)
+        for _ in range(rollout.dynamic_sampling_tries):
+            dull = [row for row, group in enumerate(groups) if teaches_nothing(group.rewards)]
+            if not dull:
+                break
+            others, failed = self._groups(len(dull))
+            sampled += others
+            failures += failed
+            for row, other in zip(dull, others, strict=True):
+                groups[row] = other
+        advantages = grpo_advantages([self._penalised(group) for group in groups])
+        batch = pack(groups, advantages, self._pad_token_id)
+        return batch, _summary(sampled, failures, replaced=len(sampled) - len(groups))
+
+    def _groups(self, prompts_count: int) -> tuple[list[RolloutGroup], int]:
+        """The next prompts' completions with their rewards, and how many verifiers failed."""
+        rollout = self._config.rollout
+        prompts = self._stream.next(prompts_count)
         answers = self._client.generate(
             prompts,
             completions_per_prompt=rollout.completions_per_prompt,
@@ -77,8 +96,17 @@ class Sampler:
             ]
             groups.append(RolloutGroup(prompt, completions, [score.value for score in scores]))
             failures += sum(score.failed for score in scores)
-        advantages = grpo_advantages([group.rewards for group in groups])
-        return pack(groups, advantages, self._pad_token_id), _summary(groups, failures)
+        return groups, failures
+
+    def _penalised(self, group: RolloutGroup) -> list[float]:
+        rollout = self._config.rollout
+        return [
+            reward
+            + soft_overlong_penalty(
+                len(completion.token_ids), rollout.max_response_length, rollout.soft_overlong_tokens
+            )
+            for reward, completion in zip(group.rewards, group.completions, strict=True)
+        ]
 
     def _answers(self) -> TrainBatch:
         groups = []
@@ -95,7 +123,7 @@ class Sampler:
         return self._tokenizer.eos_token_id if padding is None else padding
 
 
-def _summary(groups: list[RolloutGroup], verifier_failures: int) -> SampleSummary:
+def _summary(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     return SampleSummary(
@@ -103,5 +131,6 @@ def _summary(groups: list[RolloutGroup], verifier_failures: int) -> SampleSummar
         response_length_mean=fmean(lengths),
         response_truncated_fraction=fmean(completion.truncated for completion in completions),
         verifier_failures=verifier_failures,
+        groups_replaced=replaced,
         sampled_tokens=sum(lengths),
     )

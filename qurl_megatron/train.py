@@ -146,6 +146,7 @@ def step_metrics(
         response_length_mean=summary.response_length_mean,
         response_truncated_fraction=summary.response_truncated_fraction,
         verifier_failures=summary.verifier_failures,
+        groups_replaced=summary.groups_replaced,
         **rollout_statistics(
             batch.proximal_logprobs,
             batch.behaviour_logprobs,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qurl_megatron.advantages import grpo_advantages
+from qurl_megatron.advantages import grpo_advantages, soft_overlong_penalty
 
 
 def test_advantages_are_rewards_normalised_within_their_group() -> None:
@@ -30,3 +30,11 @@ def test_groups_do_not_see_each_other() -> None:
     together = grpo_advantages(groups, epsilon=1e-6)
     assert together == [grpo_advantages([group], epsilon=1e-6)[0] for group in groups]
     assert together[2] == pytest.approx([1, -1, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0)]
+)
+def test_the_last_tokens_of_a_response_cost_up_to_one(length: int, penalty: float) -> None:
+    assert soft_overlong_penalty(length, max_length=100, soft_tokens=20) == penalty
+    assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0

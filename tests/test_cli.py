@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import recipes
 from qurl_megatron.cli import prepare
 from qurl_megatron.config import ConfigError, load
 from qurl_megatron.data import DataError
@@ -44,6 +47,20 @@ def test_a_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path:
     config = prepare("quickstart", [f"output_dir={tmp_path}", "name=first"])
     assert config.model == str(tmp_path / "first" / "model")
     assert (tmp_path / "first" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(recipes.__path__)])
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "fp8"])
+def test_every_recipe_is_ready_to_start_in_every_format(
+    name: str, weight_format: str, tmp_path: Path
+) -> None:
+    words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
+    if not hasattr(importlib.import_module(f"recipes.{name}"), "build_model"):
+        build_tiny_model(tmp_path / "model", max_position_embeddings=32768)
+        (tmp_path / "problems.jsonl").write_text("\n".join(good_problems()))
+        words += [f"model={tmp_path / 'model'}", f"data={tmp_path / 'problems.jsonl'}"]
+    config = prepare(name, words)
+    assert load(tmp_path / "first" / "config.yaml") == config
 
 
 @pytest.mark.parametrize(

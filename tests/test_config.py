@@ -83,6 +83,7 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
         ("quantization.uaq.scale=inf", "quantization.uaq.scale=inf: input should be less than inf"),
         ("quantization.uaq.layer_scales.two=1.5", "should be a valid integer"),
+        ("rollout.soft_overlong_tokens=8", "less than rollout.max_response_length=8"),
         ("quantization.format=int4", "'bf16', 'int8', 'fp8', 'fp8-tensor' or 'fp8-block'"),
     ],
 )
