@@ -7,7 +7,8 @@ full vocabulary at the sampling temperature, and 0 where `loss_mask` is False.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -53,24 +54,18 @@ class TrainBatch:
     loss_mask: Tensor  # [batch, time] bool, True on sampled tokens
     behaviour_logprobs: Tensor  # [batch, time] float32, from the engine
     advantages: Tensor  # [batch, time] float32, 0 outside loss_mask
-    proximal_logprobs: Tensor | None = (
-        None  # [batch, time] float32, from the learner before any update
-    )
+    # Of the learner before any update, and of the model as it was; [batch, time] float32.
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
 
     def rows(self, index: slice | Tensor) -> TrainBatch:
         """The same batch with only the rows `index` selects."""
-        return TrainBatch(
-            *(
-                None if value is None else value[index]
-                for value in (
-                    self.tokens,
-                    self.loss_mask,
-                    self.behaviour_logprobs,
-                    self.advantages,
-                    self.proximal_logprobs,
-                )
-            )  # type: ignore[arg-type]
-        )
+        return self.map(lambda tensor: tensor[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
+        """The same batch with every tensor it has changed by `change`."""
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return TrainBatch(*(None if t is None else change(t) for t in tensors))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -76,6 +76,7 @@ class ObjectiveConfig:
     eps_high: NonNegative = 0.28
     ratio_cap: Positive = 2.0  # C of Eq. 5 and 9, on proximal / behaviour
     aggregation: Aggregation = "sequence_mean"
+    kl_coefficient: NonNegative = 0.0  # of GRPO's k3 to the model as it was; 0 keeps no copy of it
 
 
 @dataclasses.dataclass
@@ -254,6 +255,11 @@ def validate(config: Config) -> Architecture:
         raise ConfigError(
             "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
             "server; ask for problems, or set warmup.max_steps=0"
+        )
+    if config.warmup.max_steps and config.objective.kl_coefficient:
+        raise ConfigError(
+            f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
+            "the model before its warm-up; set it to 0, or warmup.max_steps=0"
         )
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     parts = optimizer.minibatches_per_step * learner.data_parallel_size

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,23 @@ class Learner:
         dist.all_reduce(result)  # one rank filled each row, so the sum is exact
         logprobs, entropy = result.cpu()
         return logprobs, entropy
+
+    def keep_reference(self) -> None:
+        """Keep a copy of the policy as it is now, in the compute dtype, for `as_reference`."""
+        self._reference = [parameter.detach().clone() for *_, parameter in self._parameters()]
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Within it, `logprobs_and_entropy` scores with the copy that `keep_reference` made."""
+        parameters = [parameter for *_, parameter in self._parameters()]
+        current = [parameter.data for parameter in parameters]
+        try:
+            for parameter, kept in zip(parameters, self._reference, strict=True):
+                parameter.data = kept
+            yield
+        finally:
+            for parameter, data in zip(parameters, current, strict=True):
+                parameter.data = data
 
     def update(
         self,
@@ -373,14 +391,7 @@ class Learner:
                 masked_out = ~real[some].view(-1, 1)  # noqa: B023
                 return values.masked_fill(masked_out, 0).to(device.device())
 
-            proximal = batch.proximal_logprobs
-            trimmed = TrainBatch(
-                tokens=cut(batch.tokens),
-                loss_mask=cut(mask),
-                behaviour_logprobs=cut(batch.behaviour_logprobs),
-                advantages=cut(batch.advantages),
-                proximal_logprobs=None if proximal is None else cut(proximal),
-            )
+            trimmed = dataclasses.replace(batch, loss_mask=mask).map(cut)
             micro_batches.append(_MicroBatch(trimmed, cut(loss_weights), index[some]))
         return micro_batches
 

@@ -37,6 +37,7 @@ class StepMetrics:
     tis_truncated_fraction: float  # proximal / behaviour above the cap C
     acr_widened_fraction: float  # admitted by ACR's bound, clipped by TIS's
     clip_fraction: float  # no gradient because of the clip
+    kl_reference: float  # k3 of KL(current, reference), nats; 0 where no reference is kept
     entropy: float  # nats, of the learner's policy before the update
     loss: float  # mean over minibatches
     grad_norm: float  # before clipping, mean over minibatches
@@ -46,7 +47,7 @@ class StepMetrics:
     weight_quant_error: float  # QuRL Eq. 14, over the quantised weights
     code_flip_fraction: float  # quantised codes that changed since the last publish
     time_rollout_s: float
-    time_proximal_s: float
+    time_proximal_s: float  # and of the reference, where one is kept
     time_update_s: float
     time_publish_s: float
     publish_bytes: int

@@ -63,6 +63,11 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
                 batch.proximal_logprobs, entropy = learner.logprobs_and_entropy(
                     batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
                 )
+                if config.objective.kl_coefficient:
+                    with learner.as_reference():
+                        batch.reference_logprobs, _ = learner.logprobs_and_entropy(
+                            batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
+                        )
             with clock("update"):
                 updates = [
                     learner.update(minibatch, weights, objective, temperature=temperature)
@@ -107,6 +112,8 @@ class Objective:
             eps_low=self.config.eps_low,
             eps_high=self.config.eps_high,
             ratio_cap=self.config.ratio_cap,
+            reference_logprobs=batch.reference_logprobs,
+            kl_coefficient=self.config.kl_coefficient,
         )
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
         moved = moved.where(loss_weights > 0, 0).sum()
@@ -155,6 +162,7 @@ def step_metrics(
         ),
         acr_widened_fraction=sum(update.stats["acr_widened"] for update in updates) / tokens,
         clip_fraction=sum(update.stats["clipped"] for update in updates) / tokens,
+        kl_reference=sum(update.stats["kl_reference"] for update in updates) / tokens,
         entropy=float(entropy[batch.loss_mask].mean()),
         loss=fmean(update.loss for update in updates),
         grad_norm=fmean(update.grad_norm for update in updates),
@@ -246,6 +254,8 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         transform=uaq.transform(config.quantization.uaq),
     )
     stack.enter_context(closing(learner))
+    if config.objective.kl_coefficient:
+        learner.keep_reference()  # before a checkpoint is restored
     checkpoints = Checkpoints(config, learner)
     stack.enter_context(closing(checkpoints))
     log = RunLog(config, writes=device.rank() == 0)

@@ -25,7 +25,7 @@ def recipe() -> Config:
         steps=800,
         learner=LearnerConfig(dtype="bfloat16", micro_batch_size=4),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
-        objective=ObjectiveConfig(objective="acr", eps_low=0.2, eps_high=0.2),
+        objective=ObjectiveConfig(objective="acr", eps_low=0.2, eps_high=0.2, kl_coefficient=1e-3),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(
             prompts_per_step=256,

@@ -111,6 +111,7 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ("rollout.server.tensor_parallel_size=3", "must divide the model's"),
         ("rollout.max_response_length=1000000", "positions"),
         ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
+        ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),
         ("rollout.soft_overlong_tokens=8", "less than rollout.max_response_length=8"),
         ("quantization.format=fp8-block", "has 64 query channels; use format fp8"),
         ("learner.virtual_pipeline_parallel_size=2", "pipeline_parallel_size=1 has none"),
@@ -119,7 +120,7 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
 )
 def test_what_does_not_fit_is_named(model_dir: Path, word: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        validate(runnable(model_dir, word))
+        validate(runnable(model_dir, *word.split()))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 

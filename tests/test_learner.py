@@ -593,3 +593,38 @@ def refusal_of(model: Path, layout: tuple[int, ...]) -> str:
     with pytest.raises(ArchitectureError) as refusal:
         Learner(model, learner_config(layout), OPTIMIZER)
     return str(refusal.value)
+
+
+def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Tensor]:
+    """Log-probs before an update, then of the reference, then of the updated policy, twice."""
+    from qurl_megatron.learner import Learner
+    from qurl_megatron.warmup import negative_log_likelihood
+
+    learner = Learner(model_dir, LearnerConfig(*layout), OptimizerConfig(learning_rate=1e-2))
+    learner.keep_reference()
+    tokens = torch.arange(3, 43).view(2, 20)
+
+    def scores() -> Tensor:
+        return learner.logprobs_and_entropy(tokens, temperature=1.0)[0]
+
+    before = scores()
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    nothing = torch.zeros(tokens.shape)
+    batch = TrainBatch(tokens, mask, nothing, nothing)
+    learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
+    updated = scores()
+    with learner.as_reference():
+        reference = scores()
+    results = [before, reference, updated, scores()]
+    learner.close()
+    return results
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 2)], ids=["TP2", "PP2 tied"])
+def test_the_reference_stays_what_the_policy_was(layout: tuple[int, ...], tmp_path: Path) -> None:
+    build_tiny_model(tmp_path, "qwen2", tied=True)
+    results, *_ = run_ranks(score_with_a_reference, 2, tmp_path, layout)
+    before, reference, updated, again = results
+    assert torch.equal(reference, before)
+    assert torch.equal(again, updated)
+    assert (updated - before).abs().max() > 0.01
