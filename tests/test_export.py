@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from distributed import run_ranks
 from qurl_megatron.config import LearnerConfig, OptimizerConfig, UaqConfig
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
+
+
+def load_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> None:
+    """Under a UAQ whose scales are powers of two, which are undone exactly."""
+    from qurl_megatron import uaq
+    from qurl_megatron.export import export
+    from qurl_megatron.learner import Learner
+
+    config = UaqConfig(2.0, layer_scales={1: 4.0}, through_value=True, through_up=True)
+    learner = Learner(
+        source, LearnerConfig(*layout), OptimizerConfig(), transform=uaq.transform(config)
+    )
+    export(learner, source, destination, config)
+    learner.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("layout", [(4, 1), (2, 1, 2), (1, 2, 1, 2)], ids=["TP4", "TP2xDP2", "VPP"])
+def test_what_was_loaded_comes_back_bit_for_bit(
+    architecture: str, layout: tuple[int, ...], tmp_path: Path
+) -> None:
+    source = build_tiny_model(
+        tmp_path / "model", architecture, vocab_size=251, num_hidden_layers=4, dtype=torch.float32
+    )
+    run_ranks(load_and_export, math.prod(layout[:3]), source, tmp_path / "exported", layout)
+    stored = load_file(source / "model.safetensors")
+    exported: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "exported").glob("*.safetensors"):
+        exported |= load_file(file)
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(exported[name], tensor), name
 
 
 def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> torch.Tensor:

@@ -6,6 +6,7 @@ padded tensor cannot pass for the right one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,6 +42,7 @@ LAYOUTS = {
     "TP2": (2, 1),
     "PP2": (1, 2),
     "TP2xPP2": (2, 2),
+    "TP2xDP2": (2, 1, 2),
     "TP4, two to a key-value head": (4, 1),
     "PP3 of 1, 1 and 2 layers": (1, 3, 1, 1, 2),
     "PP2 in 2 parts": (1, 2, 1, 2),
@@ -98,7 +100,7 @@ def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
     architecture: str, tied: bool, layout: tuple[int, ...], tmp_path: Path, engine: None
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
-    leader, *others = run_ranks(convert, layout[0] * layout[1], tmp_path, layout)
+    leader, *others = run_ranks(convert, math.prod(layout[:3]), tmp_path, layout)
     for weight_format in FORMATS:
         buckets = leader[weight_format]
         wanted = quantised(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
