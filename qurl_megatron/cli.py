@@ -78,6 +78,26 @@ def export(
     print(f"{destination} is ready")
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="a Hugging Face directory or a checkpoint")
+    ],
+    words: Annotated[
+        list[str], typer.Argument(metavar="DATA... [FIELD=VALUE]...", help="files, and settings")
+    ],
+) -> None:
+    """Measure Avg@1 and Avg@k of a model on some problems, on a server of its own."""
+    with refusals():
+        from launch import evaluate
+        from qurl_megatron.avg_at_k import EvalConfig
+        from qurl_megatron.config import with_overrides
+
+        data = [word for word in words if "=" not in word]
+        settings = [word for word in words if "=" in word]
+        evaluate.run(with_overrides(EvalConfig(model=model, data=data), settings))
+
+
 @app.command()
 def report(
     run_dirs: Annotated[

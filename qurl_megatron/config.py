@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import yaml
@@ -186,18 +186,19 @@ class Config:
         return Path(self.output_dir) / self.name
 
 
-_CONFIG = pydantic.TypeAdapter(Config)
+T = TypeVar("T")
+
 _FREE_FORM = {"data_options", "quantization.uaq.layer_scales"}  # dicts of any keys
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def with_overrides(config: Config, words: list[str]) -> Config:
-    """`config` with each `field=value` word applied; a part is named `rollout.top_k=-1`.
+def with_overrides(config: T, words: list[str]) -> T:
+    """`config`, a dataclass, with each `field=value` word applied; of a part `rollout.top_k=-1`.
 
     Raises:
         ConfigError: a word without `=`, an unknown field, or a value of the wrong type.
     """
-    tree = dataclasses.asdict(config)
+    tree = dataclasses.asdict(config)  # type: ignore[call-overload]
     for word in words:
         path, equals, value = word.partition("=")
         if not equals:
@@ -211,13 +212,13 @@ def with_overrides(config: Config, words: list[str]) -> Config:
         if not known or (leaf not in node and not free_form) or isinstance(node.get(leaf), dict):
             raise ConfigError(f"{path}: no such field{_suggestion(path, tree)}")
         node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
-    return from_tree(tree)
+    return from_tree(type(config), tree)
 
 
-def from_tree(tree: dict[str, Any]) -> Config:
-    """A `Config` from nested dicts, every value converted to its field's type."""
+def from_tree(kind: type[T], tree: dict[str, Any]) -> T:
+    """A configuration from nested dicts, every value converted to its field's type."""
     try:
-        return _CONFIG.validate_python(tree)
+        return pydantic.TypeAdapter(kind).validate_python(tree)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
@@ -230,7 +231,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    return from_tree(yaml.safe_load(path.read_text()))
+    return from_tree(Config, yaml.safe_load(path.read_text()))
 
 
 def validate(config: Config) -> Architecture:
@@ -272,6 +273,26 @@ def validate(config: Config) -> Architecture:
     if not config.data:
         raise ConfigError("data=: missing; give a .jsonl file or reasoning_gym:TASK")
     return _validate_model(config)
+
+
+def validate_server(
+    name: str, server: ServerConfig, architecture: Architecture, length: int
+) -> None:
+    """Check that a server can hold this model, and `length` tokens of prompt and response.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if architecture.num_attention_heads % server.tensor_parallel_size:
+        raise ConfigError(
+            f"{name}.tensor_parallel_size={server.tensor_parallel_size}: must divide the model's "
+            f"{architecture.num_attention_heads} attention heads"
+        )
+    if length > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"max_prompt_length and max_response_length add up to {length} tokens, more than the "
+            f"model's {architecture.max_position_embeddings} positions"
+        )
 
 
 def validate_resume(saved: Config, config: Config) -> None:
@@ -324,15 +345,12 @@ def _validate_model(config: Config) -> Architecture:
         raise ConfigError(f"model={directory}: has no .safetensors file")
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    length = config.rollout.max_prompt_length + config.rollout.max_response_length
     for part, server in (
         ("rollout", config.rollout.server),
         ("evaluation", config.evaluation.server),
     ):
-        if architecture.num_attention_heads % server.tensor_parallel_size:
-            raise ConfigError(
-                f"{part}.server.tensor_parallel_size={server.tensor_parallel_size}: must divide "
-                f"the model's {architecture.num_attention_heads} attention heads"
-            )
+        validate_server(f"{part}.server", server, architecture, length)
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:
             raise ConfigError(
@@ -344,13 +362,6 @@ def _validate_model(config: Config) -> Architecture:
             architecture.check_blocks(config.rollout.server.tensor_parallel_size)
         except ArchitectureError as error:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
-    length = config.rollout.max_prompt_length + config.rollout.max_response_length
-    if length > architecture.max_position_embeddings:
-        raise ConfigError(
-            f"rollout.max_response_length={config.rollout.max_response_length}: with "
-            f"rollout.max_prompt_length={config.rollout.max_prompt_length} it exceeds the model's "
-            f"{architecture.max_position_embeddings} positions"
-        )
     return architecture
 
 

@@ -102,16 +102,19 @@ def start_server(
     context_length: int,
     log_file: Path,
     seed: int,
+    loads: bool = False,
 ) -> Server:
-    """Start a server with weights of zeros in `weight_format`; it comes up in the background.
+    """Start a server of `model_dir`; it comes up in the background.
 
+    Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
+    first publish is to bring them.
     `context_length` is prompt and response together, in tokens. The server listens on loopback and
     ends when the calling process does.
     """
     port = free_port()
     arguments = {
         "model-path": model_dir,
-        "load-format": "dummy",  # the first publish brings the weights
+        "load-format": "safetensors" if loads else "dummy",
         "dtype": "bfloat16",
         "host": HOST,
         "port": port,
@@ -127,7 +130,7 @@ def start_server(
     flags = ["--skip-tokenizer-init"]  # prompts and completions travel as tokens
     if server.max_total_tokens is not None:
         arguments["max-total-tokens"] = server.max_total_tokens
-    if weight_format != "bf16":
+    if weight_format != "bf16" and not loads:  # a quantised directory says itself what it is
         arguments["quantization"] = _QUANTIZATION[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     additions = {
@@ -207,6 +210,7 @@ class RolloutClient:
         completions_per_prompt: int,
         temperature: float,
         max_response_length: int,
+        top_p: float = 1.0,
     ) -> list[list[Completion]]:
         """Completions of each prompt, in order; temperature 0 is greedy.
 
@@ -216,6 +220,7 @@ class RolloutClient:
         sampling = {
             "n": completions_per_prompt,
             "temperature": temperature,
+            "top_p": top_p,
             "max_new_tokens": max_response_length,
             "stop_token_ids": self._stop_token_ids,
         }
@@ -256,7 +261,9 @@ class RolloutClient:
             token_ids=token_ids,
             behaviour_logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
-            truncated=meta["finish_reason"]["type"] == "length",
+            # SGLang also calls it "length" when the last token there is room for is a stop token.
+            truncated=meta["finish_reason"]["type"] == "length"
+            and token_ids[-1] not in self._stop_token_ids,
             weight_version=int(meta["weight_version"]),
         )
 

@@ -84,11 +84,11 @@ class Reference:
 
     def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
         """[response] float32, of the response's tokens over the full vocabulary."""
-        logits = self._logits(torch.tensor(prompt + response))[len(prompt) - 1 : -1]
+        logits = self.logits(torch.tensor(prompt + response))[len(prompt) - 1 : -1]
         scaled = (logits / temperature).log_softmax(-1)
         return scaled.gather(1, torch.tensor(response)[:, None])[:, 0]
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
         """tokens [time] -> [time, vocabulary] float32."""
         embedding = self._weights["model.embed_tokens.weight"]
         stream, branch = torch.zeros((), dtype=torch.bfloat16), embedding[tokens]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +15,6 @@ import httpx
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
 from serving import Reference, Sender, Weights
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -31,9 +26,7 @@ from qurl_megatron.publish import PublishError, verify
 from qurl_megatron.rollout import (
     RolloutClient,
     Server,
-    ServerControl,
     ServerFailed,
-    free_port,
     start_server,
     wait_ready,
 )
@@ -331,11 +324,6 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     assert not psutil.wait_procs(tree, timeout=10)[1]
 
 
-def edit_config(model_dir: Path, **fields: Any) -> None:
-    config = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps(config | fields))
-
-
 def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
     server = start_server(
         tmp_path / "no-such-model",
@@ -350,47 +338,3 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
             wait_ready([server], START_TIMEOUT_S)
     finally:
         server.stop()
-
-
-# A process that starts a server from a checkpoint as anybody would, and then only waits.
-PARENT = """
-import subprocess, sys, time
-from qurl_megatron.rollout import die_with_parent
-command = [sys.executable, "-m", "sglang.launch_server", *sys.argv[1:]]
-server = subprocess.Popen(command, preexec_fn=die_with_parent)
-print(server.pid, flush=True)
-time.sleep(1000)
-"""
-
-
-def test_a_checkpoint_names_its_format_and_a_server_ends_with_its_parent(tmp_path: Path) -> None:
-    model_dir = build_tiny_model(tmp_path / "model")
-    weights = quantised(model_dir, "int8")
-    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
-    edit_config(model_dir, quantization_config={"quant_method": "qurl_int8"})
-    port = free_port()
-    flags = f"--model-path {model_dir} --port {port} --device cpu --mem-fraction-static 0.3"
-    flags += " --max-total-tokens 1024 --disable-overlap-schedule --skip-tokenizer-init"
-    log_file = tmp_path / "server.log"
-    with log_file.open("w") as log:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT, *flags.split()],
-            env={**os.environ, "SGLANG_PLATFORM": "qurl_cpu", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    tree = [psutil.Process(parent.pid)]
-    try:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        server = Server(f"http://127.0.0.1:{port}", pid, 1, str(log_file), str(tmp_path))
-        wait_ready([server], START_TIMEOUT_S)
-        tree += tree[0].children(recursive=True)
-        held = combine(ServerControl(server).checksums())
-        assert held == {name: checksum(tensor) for name, tensor in weights.items()}
-    finally:
-        parent.kill()
-        parent.wait()
-    survivors = psutil.wait_procs(tree, timeout=10)[1]
-    assert not survivors

@@ -1,0 +1,105 @@
+"""`qurl eval`: serves a model on this machine, measures it on some files, and ends the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from qurl_megatron import device
+from qurl_megatron.architecture import Architecture
+from qurl_megatron.avg_at_k import Average, EvalConfig, averages, measure
+from qurl_megatron.batch import Prompt
+from qurl_megatron.config import ConfigError, validate_server
+from qurl_megatron.data import read_problems, tokenise
+from qurl_megatron.files import write_whole
+from qurl_megatron.offline import quantise_directory
+from qurl_megatron.rollout import RolloutClient, start_server, wait_ready
+
+
+def run(config: EvalConfig) -> None:
+    """Measure, print a table, and leave `summary.json` and a jsonl of answers a data file.
+
+    Raises:
+        ConfigError, ArchitectureError, DataError: what does not fit, before the server starts.
+        ServerFailed: the server died.
+    """
+    output = Path(config.output)
+    if output.exists():
+        raise ConfigError(f"output={output}: exists; choose another directory")
+    if not config.data:
+        raise ConfigError("data: missing; give at least one .jsonl file or reasoning_gym:TASK")
+    if config.format == "fp8-block" and device.accelerator() == "cpu":
+        raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+    with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
+        model_dir = _hugging_face(Path(config.model), Path(scratch))
+        architecture = Architecture.from_directory(model_dir)
+        length = config.max_prompt_length + config.max_response_length
+        validate_server("server", config.server, architecture, length)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        prompts = {data: _prompts(data, config, tokenizer) for data in config.data}
+        if config.format != "bf16":
+            quantised = Path(scratch) / "quantised"
+            quantise_directory(model_dir, quantised, config.format, lambda done, total: None)
+            model_dir = quantised
+        output.mkdir(parents=True)
+        server = start_server(
+            model_dir,
+            config.server,
+            config.format,
+            context_length=length,
+            log_file=output / "server.log",
+            seed=config.seed,
+            loads=True,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            wait_ready([server], config.server.start_timeout_s)
+            client = RolloutClient([server], tokenizer, architecture.eos_token_ids)
+            found: dict[str, dict[str, Average]] = {}
+            for number, (data, some) in enumerate(prompts.items()):
+                results = measure(client, some, config)
+                lines = (json.dumps(dataclasses.asdict(result)) for result in results)
+                write_whole(output / f"answers_{number}.jsonl", "\n".join(lines) + "\n")
+                found[data] = averages(results)
+        finally:
+            server.stop()
+    summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": {}}
+    for data, named in found.items():
+        summary["results"][data] = {name: dataclasses.asdict(a) for name, a in named.items()}
+    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    Console().print(_table(config, prompts, found))
+
+
+def _hugging_face(model: Path, scratch: Path) -> Path:
+    """The directory itself, or what a run's checkpoint is as one."""
+    if not (model / "state.json").exists():
+        return model
+    from qurl_megatron.export import export_checkpoint
+
+    export_checkpoint(model, scratch / "exported", lambda done, total: None)
+    return scratch / "exported"
+
+
+def _prompts(data: str, config: EvalConfig, tokenizer: Any) -> list[Prompt]:
+    problems = read_problems(data, {}, config.reward, seed=config.seed)
+    return tokenise(problems, tokenizer, config.max_prompt_length)
+
+
+def _table(
+    config: EvalConfig, prompts: dict[str, list[Prompt]], found: dict[str, dict[str, Average]]
+) -> Table:
+    names = list(next(iter(found.values())))
+    table = Table("data", "problems", *names, title=f"{config.model} served in {config.format}")
+    for data, named in found.items():
+        cells = [f"{a.mean:.1%} ± {a.standard_error:.1%}" for a in named.values()]
+        table.add_row(data, str(len(prompts[data])), *cells)
+    return table

@@ -1,0 +1,54 @@
+"""`qurl eval` on a real server: a directory is quantised, served, asked, and scored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import torch
+from running import QURL
+from serving import Reference
+from transformers import AutoTokenizer
+
+from tiny import EOS_TOKEN_ID, build_tiny_model, quantised
+
+LENGTH = 6
+
+
+def test_greedy_and_sampled_answers_are_those_of_the_quantised_model(tmp_path: Path) -> None:
+    model_dir = build_tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    reference = Reference(model_dir, quantised(model_dir, "int8"))
+
+    def greedy(question: str) -> str:
+        tokens = tokenizer(question)["input_ids"]
+        answer: list[int] = []
+        while len(answer) < LENGTH and EOS_TOKEN_ID not in answer:
+            answer.append(int(reference.logits(torch.tensor(tokens + answer))[-1].argmax()))
+        return tokenizer.decode(answer, skip_special_tokens=True)
+
+    questions = [f"What is {n} + {n}?" for n in range(8)]
+    with (tmp_path / "problems.jsonl").open("w") as file:
+        for number, question in enumerate(questions):
+            answer = greedy(question) if number < 6 else "something else"
+            file.write(json.dumps({"question": question, "answer": answer}) + "\n")
+    words = ["reward=exact", "format=int8", "k=4", f"output={tmp_path / 'eval'}"]
+    words += ["max_prompt_length=32", f"max_response_length={LENGTH}", "top_p=0.9"]
+    words += ["server.max_total_tokens=4096", "server.mem_fraction_static=0.3"]
+    done = subprocess.run(
+        [QURL, "eval", model_dir, tmp_path / "problems.jsonl", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
+    (named,) = summary["results"].values()
+    assert named["Avg@1"]["mean"] == 0.75
+    assert "75.0%" in done.stdout and "Avg@4 sampled" in done.stdout
+    answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
+    assert [answer["question"] for answer in answers] == questions
+    sampled = [one["text"] for answer in answers for one in answer["sampled"]]
+    assert len(sampled) == 32 and len(set(sampled)) > 8
+    assert list(tmp_path.glob("eval*")) == [tmp_path / "eval"]
