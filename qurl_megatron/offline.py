@@ -2,7 +2,8 @@
 
 A directory appears under its name only when it is whole. Until then it is `<name>.partial`, written
 one safetensors file at a time, each of which appears by a rename; a second call goes on after the
-files that are there. In memory is one file of the source at a time, as it is written.
+files that are there. In memory is one piece of the source at a time, as it is written: a file, or
+what a larger file is cut into.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,12 +38,13 @@ from qurl_megatron.huggingface import (
 JOB_FILE = "job.json"
 UAQ_FIELD = "qurl_uaq"  # of config.json: the scaling a directory carries
 PROBE_TOKENS = 64
+PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 5 GB of BF16
 
 Rewrite = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 """(name, tensor as stored) -> what is written for it."""
 
 Progress = Callable[[int, int], None]
-"""(bytes of the source that are done, bytes in all)."""
+"""(bytes that are done, bytes in all)."""
 
 
 class OfflineError(ValueError):
@@ -179,30 +182,30 @@ def _rewrite(
     partial = destination.with_name(destination.name + ".partial")
     _begin(partial, {"source": _fingerprint(source, files), **job})
 
-    names = weight_map.hugging_face_names(architecture)
-    sizes = {file: (source / file).stat().st_size for file in files}
+    known = weight_map.hugging_face_names(architecture)
+    pieces = list(_pieces(source, files))
     written: dict[str, str] = {}
     done_bytes = 0
-    for file in files:
-        if not (partial / file).exists():
-            with safe_open(source / file, "pt") as opened:
+    for piece in pieces:
+        if not (partial / piece.target).exists():
+            with safe_open(source / piece.file, "pt") as opened:
                 tensors = {
                     new_name: new_tensor.contiguous()
-                    for name in opened.keys()
+                    for name in piece.names
                     for new_name, new_tensor in (
                         rewrite(name, opened.get_tensor(name))
-                        if name in names
+                        if name in known
                         else [(name, opened.get_tensor(name))]
                     )
                 }
-            write_whole(partial / file, functools.partial(_save, tensors))
-        with safe_open(partial / file, "pt") as opened:
-            written |= dict.fromkeys(opened.keys(), file)
-        done_bytes += sizes[file]
-        progress(done_bytes, sum(sizes.values()))
+            write_whole(partial / piece.target, functools.partial(_save, tensors))
+        with safe_open(partial / piece.target, "pt") as opened:
+            written |= dict.fromkeys(opened.keys(), piece.target)
+        done_bytes += piece.num_bytes
+        progress(done_bytes, sum(piece.num_bytes for piece in pieces))
 
     copy_beside_weights(source, partial)
-    if len(files) > 1:
+    if len(pieces) > 1:
         write_index(partial, written)
     removed = {name for name, value in changes.items() if value is None}
     removed |= {"torch_dtype"} if "dtype" in changes else set()  # its older spelling
@@ -211,6 +214,36 @@ def _rewrite(
     write_whole(partial / "config.json", json.dumps(config, indent=2) + "\n")
     (partial / JOB_FILE).unlink()
     os.replace(partial, destination)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tensors of one source file that are held in memory together, and written as one file."""
+
+    target: str
+    file: str
+    names: list[str]
+    num_bytes: int  # in float32, as they are rewritten
+
+
+def _pieces(source: Path, files: list[str]) -> Iterator[_Piece]:
+    """Every source file as one piece, or cut into several of at most PIECE_BYTES each."""
+    for file in files:
+        groups: list[tuple[list[str], int]] = [([], 0)]
+        with safe_open(source / file, "pt") as opened:
+            for name in opened.keys():
+                num_bytes = 4 * math.prod(opened.get_slice(name).get_shape())
+                names, size = groups[-1]
+                if names and size + num_bytes > PIECE_BYTES:
+                    names, size = [], 0
+                    groups.append((names, size))
+                names.append(name)
+                groups[-1] = names, size + num_bytes
+        for number, (names, num_bytes) in enumerate(groups, start=1):
+            target = file
+            if len(groups) > 1:
+                target = f"{file.removesuffix('.safetensors')}-{number:05}.safetensors"
+            yield _Piece(target, file, names, num_bytes)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

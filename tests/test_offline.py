@@ -101,6 +101,23 @@ def test_a_block_directory_is_what_sglang_s_own_fp8_layers_hold(
     assert written[f"{DOWN}_scale_inv"].shape == (1, 2)  # [64, 256] in blocks of 128
 
 
+def test_a_large_file_is_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = build_tiny_model(tmp_path / "model")
+    stored = load_file(source / "model.safetensors")
+    offline.quantise_directory(source, tmp_path / "whole", "bf16", no_progress)
+    limit = 4 * max(tensor.numel() for tensor in stored.values())
+    monkeypatch.setattr(offline, "PIECE_BYTES", limit)
+    offline.quantise_directory(source, tmp_path / "cut", "bf16", no_progress)
+    files = sorted((tmp_path / "cut").glob("*.safetensors"))
+    assert len(files) > 2
+    for file in files:
+        assert sum(4 * tensor.numel() for tensor in load_file(file).values()) <= limit
+    assert tensors_of(tmp_path / "cut").keys() == stored.keys()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
+    for name, parameter in AutoModelForCausalLM.from_pretrained(source).named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
 class Killed(BaseException):
     pass
 
