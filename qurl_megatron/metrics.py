@@ -110,30 +110,34 @@ class RunLog:
 
     def start(self, held_out_accuracy: float | None) -> None:
         """RL begins now, with this accuracy."""
-        self._accuracy_before = held_out_accuracy
-        self._start = time.perf_counter()
+        self._begin(after_step=0, time_s=0.0, held_out_accuracy_before=held_out_accuracy)
         if held_out_accuracy is not None:
             self.say(f"held-out accuracy before RL {held_out_accuracy:.1%}")
-        if self._console.is_terminal and self._writes:
-            self._live = Live(console=self._console, refresh_per_second=4)
-            self._live.start()
 
     def resume(self, step: int, time_s: float, held_out_accuracy_before: float | None) -> None:
-        """RL goes on after `step`, `time_s` into it; the log of later steps is taken back."""
-        if self._writes:
-            self._steps = [
-                StepMetrics(**line) for line in self._lines("metrics.jsonl") if line["step"] <= step
-            ]
-            version = self._steps[-1].weight_version if self._steps else 0
-            publishes = [
-                line for line in self._lines("weights.jsonl") if line["weight_version"] <= version
-            ]
-            self._rewrite("metrics.jsonl", [dataclasses.asdict(step) for step in self._steps])
-            self._rewrite("weights.jsonl", publishes)
-        self.start(None)
-        self._accuracy_before = held_out_accuracy_before
-        self._start -= time_s
+        """RL goes on after `step`, `time_s` into it."""
+        self._begin(step, time_s, held_out_accuracy_before)
         self.say(f"going on after step {step}")
+
+    def _begin(
+        self, after_step: int, time_s: float, held_out_accuracy_before: float | None
+    ) -> None:
+        """What an earlier part of the run has logged of later steps is taken back."""
+        self._accuracy_before = held_out_accuracy_before
+        self._start = time.perf_counter() - time_s
+        if not self._writes:
+            return
+        lines = [line for line in self._lines("metrics.jsonl") if line["step"] <= after_step]
+        self._steps = [StepMetrics(**line) for line in lines]
+        version = self._steps[-1].weight_version if self._steps else 0
+        publishes = self._lines("weights.jsonl")
+        self._rewrite("metrics.jsonl", lines)
+        self._rewrite(
+            "weights.jsonl", [line for line in publishes if line["weight_version"] <= version]
+        )
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
 
     @property
     def time_s(self) -> float:

@@ -12,6 +12,7 @@ import reasoning_gym
 from running import SMALL, metrics_of
 from transformers import AutoModelForCausalLM
 
+from qurl_megatron.checkpoint import list_checkpoints
 from qurl_megatron.config import load
 from qurl_megatron.metrics import StepMetrics
 
@@ -49,6 +50,8 @@ def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
     assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 <= down["code_flip_fraction"] < 1
     trained = AutoModelForCausalLM.from_pretrained(run.run_dir / "final_model")
     assert trained.num_parameters() > 1e6
+    assert "Layer by layer" in (run.run_dir / "report" / "index.html").read_text()
+    assert [path.name for path in list_checkpoints(run.run_dir)] == ["step_000002"]
     for shown in (
         "warm-up step 4",
         "held-out accuracy after",
