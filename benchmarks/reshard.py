@@ -4,7 +4,8 @@ One layer of Qwen2.5-32B at full width on tensor-parallel ranks of this machine,
 where there are GPUs). Both paths make the same buckets on rank 0, byte for byte, and take turns in
 the same processes. The baseline gathers a bucket's tensors in BF16 and quantises them on rank 0,
 as systems do that quantise where the weights arrive. A third path leaves out what a publish
-measures (Eq. 13, Eq. 14, code flips), to show what that costs.
+measures (Eq. 13, Eq. 14, code flips), to show what that costs. At the end, quantising alone against
+a copy of as many bytes, which is what the memory's bandwidth allows; on a GPU it is one kernel.
 
 Bytes are those that ranks send each other. Memory is what a rank's resident set grew by at most
 (on a GPU, its allocator's peak), beside the layer itself, as buckets and the largest tensor.
@@ -213,6 +214,40 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
     dist.destroy_process_group()
 
 
+def against_a_copy(weight_format: str, repetitions: int) -> None:
+    """Quantising one weight (absmax, scale and cast) against a copy that moves as many bytes."""
+    rows, columns = QWEN_32B_LAYER.intermediate_size, QWEN_32B_LAYER.hidden_size
+    weight = torch.randn(rows, columns, device=device.device()).to(torch.bfloat16)
+    codes = torch.empty_like(weight, dtype=quantize.code_dtype(weight_format))
+    moved_bytes = weight.nbytes + codes.nbytes  # read once, written once
+    source = torch.empty(moved_bytes // 2, dtype=torch.uint8, device=device.device())
+    target = torch.empty_like(source)
+    passes: dict[str, Callable[[], Any]] = {
+        "quantise": lambda: quantize.quantise(weight, weight_format, out=codes),
+        "copy": lambda: target.copy_(source),
+    }
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    for repetition in range(repetitions + 1):  # the first warms up
+        for name, run in passes.items():
+            _wait_for_device()
+            start = time.perf_counter()
+            run()
+            _wait_for_device()
+            if repetition:
+                times[name].append(time.perf_counter() - start)
+    speeds = {name: moved_bytes / median(some) / 1e9 for name, some in times.items()}
+    print(
+        f"{weight_format}, {rows} x {columns} from BF16 on one {device.accelerator()}: "
+        f"{speeds['quantise']:.1f} GB/s, a copy {speeds['copy']:.1f} GB/s: "
+        f"{speeds['quantise'] / speeds['copy']:.2f} of it"
+    )
+
+
+def _wait_for_device() -> None:
+    if device.accelerator() == "cuda":
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensor-parallel-sizes", type=int, nargs="+", default=[2, 4])
@@ -231,6 +266,9 @@ def main() -> None:
         "TP  format  path              sent MiB   time s                 most extra MiB on a rank"
     )
     for size in arguments.tensor_parallel_sizes:
+        if device.accelerator() == "cuda" and size > torch.cuda.device_count():
+            print(f"{size:2}  needs {size} GPUs")
+            continue
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
         port = free_port()
@@ -245,6 +283,8 @@ def main() -> None:
         for process in ranks:
             process.join()
         report(size, rows)
+    for weight_format in FORMATS:
+        against_a_copy(weight_format, arguments.repetitions)
 
 
 def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
