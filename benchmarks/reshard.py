@@ -75,7 +75,7 @@ class Layer:
                 random = torch.empty(shape).normal_(std=0.02, generator=generator)
                 parts.append(random if part.shared_dim is not None else torch.ones(shape))
             shard = weight_map.merge(rule, parts, architecture, tp_size).bfloat16()
-            layer = 0 if "{layer}" in rule.megatron[0] else None
+            layer = 0 if rule.layered else None
             self._shards.append((rule, layer, shard.to(device.device())))
 
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:

@@ -68,8 +68,7 @@ def _start_servers(config: Config, logs: Path, servers: dict[str, list[Server]])
                 Path(config.model),
                 server,
                 weight_format,
-                context_length=config.rollout.max_prompt_length
-                + config.rollout.max_response_length,
+                context_length=config.rollout.max_length,
                 log_file=logs / f"server_{name}.log",
                 seed=config.seed,
             )

@@ -73,27 +73,34 @@ def measure(
 ) -> list[ProblemResult]:
     """Answers to every prompt, greedy and sampled, with what they are worth. Main thread only."""
 
-    def answers(temperature: float, top_p: float, count: int) -> list[list[Answer]]:
-        groups = client.generate(
-            prompts,
-            completions_per_prompt=count,
-            temperature=temperature,
-            top_p=top_p,
-            max_response_length=config.max_response_length,
-        )
-        return [
-            [_answer(config.reward, prompt, completion) for completion in group]
-            for prompt, group in zip(prompts, groups, strict=True)
-        ]
-
-    greedy = answers(0.0, 1.0, 1)
+    greedy = greedy_answers(client, prompts, config.reward, config.max_response_length)
     sampled: list[list[Answer]] = [[] for _ in prompts]
     if config.k:
-        sampled = answers(config.temperature, config.top_p, config.k)
+        groups = client.generate(
+            prompts,
+            completions_per_prompt=config.k,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_response_length=config.max_response_length,
+        )
+        sampled = _scored(config.reward, prompts, groups)
     return [
         ProblemResult(prompt.question, prompt.answer, one, many)
-        for prompt, (one,), many in zip(prompts, greedy, sampled, strict=True)
+        for prompt, one, many in zip(prompts, greedy, sampled, strict=True)
     ]
+
+
+def greedy_answers(
+    client: RolloutClient, prompts: list[Prompt], reward: str, max_response_length: int
+) -> list[Answer]:
+    """The greedy answer to every prompt and what it is worth. Main thread only."""
+    groups = client.generate(
+        prompts,
+        completions_per_prompt=1,
+        temperature=0.0,
+        max_response_length=max_response_length,
+    )
+    return [answer for (answer,) in _scored(reward, prompts, groups)]
 
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
@@ -105,6 +112,10 @@ def averages(results: list[ProblemResult]) -> dict[str, Average]:
     return found
 
 
-def _answer(reward: str, prompt: Prompt, completion: Completion) -> Answer:
-    value = rewards.score(reward, completion.text, prompt).value
-    return Answer(completion.text, value, completion.truncated)
+def _scored(
+    reward: str, prompts: list[Prompt], groups: list[list[Completion]]
+) -> list[list[Answer]]:
+    return [
+        [Answer(c.text, rewards.score(reward, c.text, prompt).value, c.truncated) for c in group]
+        for prompt, group in zip(prompts, groups, strict=True)
+    ]

@@ -22,7 +22,7 @@ import json
 import math
 import multiprocessing
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,12 @@ from qurl_megatron import config as configs
 from qurl_megatron import device, weight_map
 from qurl_megatron.architecture import Architecture
 from qurl_megatron.config import Config, ConfigError
-from qurl_megatron.files import rename_whole, sync
-from qurl_megatron.huggingface import copy_beside_weights
+from qurl_megatron.files import PARTIAL, partial_of, rename_whole, sync
+from qurl_megatron.huggingface import Progress, copy_beside_weights
 from qurl_megatron.learner import Learner
 from qurl_megatron.rollout import die_with_parent
 from qurl_megatron.weight_map import Rule
 
-PARTIAL = ".partial"
 CONTENTS = ("megatron", "model", "config.yaml", "state.json")
 
 
@@ -96,7 +95,7 @@ class Checkpoints:
         """
         self.poll(wait=True)
         whole = self._directory / f"step_{state.step:06}"
-        partial = whole.with_name(whole.name + PARTIAL)
+        partial = partial_of(whole)
         device.from_rank_zero(lambda: self._begin(partial, state))
         with device.megatron_runtime():
             request = dist_checkpointing.save(
@@ -139,7 +138,7 @@ class Checkpoints:
         rename_whole(partial, whole)
         for old in list_checkpoints(self._config.run_dir)[: -self._config.checkpoint.keep_last]:
             # Renamed first: a removal that is cut short must not leave what looks whole.
-            leaving = old.rename(old.with_name(old.name + PARTIAL))
+            leaving = old.rename(partial_of(old))
             shutil.rmtree(leaving)
 
 
@@ -180,9 +179,7 @@ def restore(checkpoint: Path, learner: Learner) -> None:
         )
 
 
-def read_masters(
-    checkpoint: Path, progress: Callable[[int, int], None]
-) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """The float32 weights under their Hugging Face names, layer by layer, as they were trained.
 
     UAQ's scales are still in them. `progress` is told the bytes read and those to be read.
@@ -191,16 +188,15 @@ def read_masters(
     # A BF16 learner steps float32 copies, which are part of its optimizer.
     masters = read_config(checkpoint).learner.dtype == "bfloat16"
     prefix = "optimizer.state.fp32_param." if masters else ""
-    rules = weight_map.rules(architecture)
-    layered = [rule for rule in rules if "{layer}" in rule.megatron[0]]
-    once = [rule for rule in rules if rule not in layered]
-    groups: list[tuple[int | None, list[Rule]]] = [(None, once)]
+    every = weight_map.rules(architecture)
+    layered = [rule for rule in every if rule.layered]
+    groups: list[tuple[int | None, list[Rule]]] = [(None, [r for r in every if not r.layered])]
     groups += [(layer, layered) for layer in range(architecture.num_layers)]
-    total = sum(_bytes(rule, architecture) for _, rules in groups for rule in rules)
-    done = 0
-    for layer, rules in groups:
+    sizes = [sum(_bytes(rule, architecture) for rule in rules) for _, rules in groups]
+    total, done = sum(sizes), 0
+    for (layer, rules), num_bytes in zip(groups, sizes, strict=True):
         yield _read(checkpoint, rules, layer, architecture, prefix)
-        done += sum(_bytes(rule, architecture) for rule in rules)
+        done += num_bytes
         progress(done, total)
 
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import typer
 
 if TYPE_CHECKING:
     from qurl_megatron.config import Config
+    from qurl_megatron.huggingface import Progress
 
 # Before torch, transformers or SGLang are imported; their warnings are not the run's to give.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -193,17 +194,17 @@ def refusals() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str) -> Iterator[Progress]:
     """A bar on the terminal, to be told the bytes that are done and the bytes in all."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich import progress
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TimeRemainingColumn(),
     )
-    with Progress(*columns) as bar:
+    with progress.Progress(*columns) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -127,6 +127,11 @@ class RolloutConfig:
     soft_overlong_tokens: CountOrNone = 0  # last tokens of a response over which reward falls by 1
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
 
+    @property
+    def max_length(self) -> int:
+        """Of prompt and response together, in tokens."""
+        return self.max_prompt_length + self.max_response_length
+
 
 @dataclasses.dataclass
 class WarmupConfig:
@@ -345,12 +350,11 @@ def _validate_model(config: Config) -> Architecture:
         raise ConfigError(f"model={directory}: has no .safetensors file")
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    length = config.rollout.max_prompt_length + config.rollout.max_response_length
     for part, server in (
         ("rollout", config.rollout.server),
         ("evaluation", config.evaluation.server),
     ):
-        validate_server(f"{part}.server", server, architecture, length)
+        validate_server(f"{part}.server", server, architecture, config.rollout.max_length)
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:
             raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from qurl_megatron import rewards
+from statistics import fmean
+
+from qurl_megatron.avg_at_k import greedy_answers
 from qurl_megatron.batch import Prompt
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.publish import Publisher
@@ -27,14 +29,5 @@ class Evaluator:
         return from_rank_zero(lambda: self._measure(prompts))
 
     def _measure(self, prompts: list[Prompt]) -> float:
-        answers = self._client.generate(
-            prompts,
-            completions_per_prompt=1,
-            temperature=0.0,
-            max_response_length=self._max_response_length,
-        )
-        scores = [
-            rewards.score(self._reward, completion.text, prompt).value
-            for prompt, (completion,) in zip(prompts, answers, strict=True)
-        ]
-        return sum(scores) / len(scores)
+        answers = greedy_answers(self._client, prompts, self._reward, self._max_response_length)
+        return fmean(answer.reward for answer in answers)

@@ -5,9 +5,8 @@ A directory appears under its name only when it is whole.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -17,7 +16,8 @@ from qurl_megatron import checkpoint as checkpoints
 from qurl_megatron import uaq
 from qurl_megatron.config import UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
-from qurl_megatron.huggingface import copy_beside_weights, stored_dtype, write_index
+from qurl_megatron.files import partial_of, rename_whole
+from qurl_megatron.huggingface import Progress, copy_beside_weights, stored_dtype, write_index
 from qurl_megatron.learner import Learner
 from qurl_megatron.reshard import Converter
 
@@ -37,12 +37,10 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
     _write(files, source, partial, config)
     if rank() == 0:
         shutil.rmtree(destination, ignore_errors=True)
-        os.replace(partial, destination)
+        rename_whole(partial, destination)
 
 
-def export_checkpoint(
-    checkpoint: Path, destination: Path, progress: Callable[[int, int], None]
-) -> None:
+def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -> None:
     """Write a run's checkpoint to `destination`, holding one layer in memory at a time.
 
     `progress` is told the bytes read and those to be read. Needs no process group.
@@ -56,11 +54,11 @@ def export_checkpoint(
     partial = _begin(destination)
     layers = checkpoints.read_masters(checkpoint, progress)
     _write(layers, checkpoint / "model", partial, config.quantization.uaq)
-    os.replace(partial, destination)
+    rename_whole(partial, destination)
 
 
 def _begin(destination: Path) -> Path:
-    partial = destination.with_name(destination.name + ".partial")
+    partial = partial_of(destination)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+PARTIAL = ".partial"
+
+
+def partial_of(directory: Path) -> Path:
+    """Where a directory is made until it is whole; `rename_whole` then gives it its name."""
+    return directory.with_name(directory.name + PARTIAL)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a jsonl, without a last line that was cut short; none if it is not there."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def write_whole(path: Path, content: str | Callable[[Path], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from qurl_megatron.architecture import Architecture, ArchitectureError
 from qurl_megatron.files import write_whole
 
 INDEX_FILE = "model.safetensors.index.json"
+
+Progress = Callable[[int, int], None]
+"""Is told, while a directory is written, (the bytes that are done, the bytes in all)."""
 
 
 class Weights:

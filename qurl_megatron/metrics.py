@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from qurl_megatron.config import Config
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import read_json_lines, write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RunLog:
         self._console = Console(quiet=not writes)
         self._writes = writes
         self._start = time.perf_counter()
-        self._accuracy_before: float | None = None
+        self.held_out_accuracy_before: float | None = None
         self._steps: list[StepMetrics] = []
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -123,14 +123,16 @@ class RunLog:
         self, after_step: int, time_s: float, held_out_accuracy_before: float | None
     ) -> None:
         """What an earlier part of the run has logged of later steps is taken back."""
-        self._accuracy_before = held_out_accuracy_before
+        self.held_out_accuracy_before = held_out_accuracy_before
         self._start = time.perf_counter() - time_s
         if not self._writes:
             return
-        lines = [line for line in self._lines("metrics.jsonl") if line["step"] <= after_step]
+        run_dir = self._config.run_dir
+        lines = read_json_lines(run_dir / "metrics.jsonl")
+        lines = [line for line in lines if line["step"] <= after_step]
         self._steps = [StepMetrics(**line) for line in lines]
         version = self._steps[-1].weight_version if self._steps else 0
-        publishes = self._lines("weights.jsonl")
+        publishes = read_json_lines(run_dir / "weights.jsonl")
         self._rewrite("metrics.jsonl", lines)
         self._rewrite(
             "weights.jsonl", [line for line in publishes if line["weight_version"] <= version]
@@ -143,10 +145,6 @@ class RunLog:
     def time_s(self) -> float:
         """Of RL so far, all its parts together."""
         return time.perf_counter() - self._start
-
-    @property
-    def held_out_accuracy_before(self) -> float | None:
-        return self._accuracy_before
 
     def write(self, metrics: StepMetrics, held_out_accuracy: float | None) -> None:
         if not self._writes:
@@ -176,7 +174,7 @@ class RunLog:
         if not self._writes:
             return
         summary = RunSummary(
-            held_out_accuracy_before=self._accuracy_before,
+            held_out_accuracy_before=self.held_out_accuracy_before,
             held_out_accuracy_after=held_out_accuracy,
             steps=len(self._steps),
             time_s=self.time_s,
@@ -212,12 +210,6 @@ class RunLog:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self._config.run_dir / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        """What was written, without a last line that was cut short."""
-        path = self._config.run_dir / name
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def _rewrite(self, name: str, lines: list[dict[str, Any]]) -> None:
         write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))

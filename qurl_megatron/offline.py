@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,9 @@ from torch import Tensor
 from qurl_megatron import quantize, uaq, weight_map
 from qurl_megatron.architecture import Architecture
 from qurl_megatron.config import UaqConfig, WeightFormat
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import partial_of, rename_whole, write_whole
 from qurl_megatron.huggingface import (
+    Progress,
     Weights,
     copy_beside_weights,
     read_config,
@@ -42,9 +42,6 @@ PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 
 
 Rewrite = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 """(name, tensor as stored) -> what is written for it."""
-
-Progress = Callable[[int, int], None]
-"""(bytes that are done, bytes in all)."""
 
 
 class OfflineError(ValueError):
@@ -77,10 +74,8 @@ def quantise_directory(
         if weight_format == "bf16" or not weight_map.find_hugging_face(name)[0].quantised:
             yield name, tensor.to(torch.bfloat16)
             return
-        try:
+        with quantize.naming(name):
             quantised = quantize.quantise(tensor, weight_format)
-        except quantize.NonFiniteWeight as error:
-            raise quantize.NonFiniteWeight(f"{name}: {error}") from None
         yield name, quantised.codes
         yield quantize.scale_name(name, weight_format), quantize.engine_scale(quantised)
 
@@ -94,8 +89,7 @@ def quantise_directory(
             "weight_block_size": [128, 128],
         }
     elif weight_format != "bf16":
-        layers = "qurl_int8" if weight_format == "int8" else "qurl_fp8"
-        changes["quantization_config"] = {"quant_method": layers}
+        changes["quantization_config"] = {"quant_method": quantize.ENGINE_METHODS[weight_format]}
     job = {"quantize": weight_format}
     _rewrite(source, destination, rewrite, changes, job, progress)
 
@@ -179,7 +173,7 @@ def _rewrite(
     files = Weights(source, architecture).files  # refuses what is missing, unknown or misshapen
     if destination.exists():
         raise OfflineError(f"{destination} exists; choose another directory")
-    partial = destination.with_name(destination.name + ".partial")
+    partial = partial_of(destination)
     _begin(partial, {"source": _fingerprint(source, files), **job})
 
     known = weight_map.hugging_face_names(architecture)
@@ -213,7 +207,7 @@ def _rewrite(
     config = {name: value for name, value in config.items() if name not in removed}
     write_whole(partial / "config.json", json.dumps(config, indent=2) + "\n")
     (partial / JOB_FILE).unlink()
-    os.replace(partial, destination)
+    rename_whole(partial, destination)
 
 
 @dataclass(frozen=True)

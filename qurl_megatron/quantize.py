@@ -33,6 +33,7 @@ GPU the two formats of a scale a channel are one pass of `channel_kernel.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +62,25 @@ _FORMATS = {
 }
 
 
+ENGINE_METHODS = {  # what SGLang calls its layers of a format; one scale a tensor is sent a channel
+    "int8": "qurl_int8",
+    "fp8": "qurl_fp8",
+    "fp8-tensor": "qurl_fp8",
+    "fp8-block": "qurl_fp8_block",
+}
+
+
 class NonFiniteWeight(ValueError):
     """A weight to be quantised holds NaN or infinity."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Have a refusal say which weight it is of."""
+    try:
+        yield
+    except NonFiniteWeight as error:
+        raise NonFiniteWeight(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qurl_megatron.config import Config, ConfigError, load
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import read_json_lines, write_whole
 
 COLOURS = ("#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00")  # on light and dark
 INK = "#010203"  # stands for the page's own text colour, light or dark
@@ -44,6 +44,10 @@ matplotlib.rcParams.update(
         ),
     }
 )
+
+
+Draw = Callable[[Axes, list["Run"]], None]
+"""Draws some runs into a picture's axes."""
 
 
 class ReportError(ConfigError):
@@ -80,10 +84,10 @@ def read_run(run_dir: Path) -> Run:
     """Raises ReportError if the directory is not a run's, or no step is done."""
     if not (run_dir / "config.yaml").is_file():
         raise ReportError(f"{run_dir}: not a run's directory, it has no config.yaml")
-    steps = _lines(run_dir / "metrics.jsonl")
+    steps = read_json_lines(run_dir / "metrics.jsonl")
     if not steps:
         raise ReportError(f"{run_dir}: no step is done yet, metrics.jsonl is empty")
-    publishes = _lines(run_dir / "weights.jsonl")
+    publishes = read_json_lines(run_dir / "weights.jsonl")
     summary = run_dir / "summary.json"
     return Run(
         run_dir.name,
@@ -140,12 +144,10 @@ def advice(run: Run) -> list[str]:
 
 
 def _page(runs: list[Run]) -> str:
-    shown = [_panel(panel, runs) for panel in _PANELS]
-    shown += [
-        _panel(_Panel(f"Where a step's time goes: {run.name}", _times), [run]) for run in runs
-    ]
+    shown = [_panel(title, draw, runs) for title, draw in _PANELS]
+    shown += [_panel(f"Where a step's time goes: {run.name}", _times, [run]) for run in runs]
     layers = [
-        _panel(_Panel(f"{title}: {run.name}", _layers(metric)), [run])
+        _panel(f"{title}: {run.name}", _layers(metric), [run])
         for run in runs
         if run.weights
         for title, metric in _LAYER_PICTURES
@@ -205,32 +207,27 @@ def _table(runs: list[Run]) -> str:
     return f"<table><tr><th></th>{head}</tr>{body}</table>"
 
 
-@dataclass(frozen=True)
-class _Panel:
-    title: str
-    draw: Callable[[Axes, list[Run]], None]
-
-
-def _panel(panel: _Panel, runs: list[Run]) -> str:
+def _panel(title: str, draw: Draw, runs: list[Run]) -> str:
+    """A picture with its caption."""
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     axes = figure.add_subplot()
-    panel.draw(axes, runs)
+    draw(axes, runs)
     written = io.StringIO()
     # Identifiers of one picture must not be those of another on the same page.
-    with matplotlib.rc_context({"svg.hashsalt": panel.title}):
+    with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    caption = html.escape(panel.title)
+    caption = html.escape(title)
     return (
         f'<figure role="img" aria-label="{caption}"><figcaption>{caption}</figcaption>{svg}'
         "</figure>"
     )
 
 
-def _curves(*metrics: str, ylabel: str, log: bool = False) -> Callable[[Axes, list[Run]], None]:
+def _curves(*metrics: str, ylabel: str, log: bool = False) -> Draw:
     """One line a run and metric, over steps."""
 
     def draw(axes: Axes, runs: list[Run]) -> None:
@@ -283,7 +280,7 @@ def _times(axes: Axes, runs: list[Run]) -> None:
     axes.legend(fontsize=7, ncols=2)
 
 
-def _layers(metric: str) -> Callable[[Axes, list[Run]], None]:
+def _layers(metric: str) -> Draw:
     """A layer a row, a projection a column."""
 
     def draw(axes: Axes, runs: list[Run]) -> None:
@@ -311,27 +308,27 @@ _LAYER_PICTURES = (
     ("Codes that changed", "code_flip_fraction"),
 )
 _PANELS = (
-    _Panel("Reward, and held-out accuracy as dots", _reward),
-    _Panel(
+    ("Reward, and held-out accuracy as dots", _reward),
+    (
         "KL(behaviour, proximal), k3",
         _curves("kl_behaviour_proximal_k3", ylabel="nats", log=True),
     ),
-    _Panel(
+    (
         "Largest ratio proximal / behaviour",
         _curves("ratio_proximal_behaviour_max", ylabel="ratio"),
     ),
-    _Panel(
+    (
         "Tokens truncated at C, and admitted by ACR",
         _curves("tis_truncated_fraction", "acr_widened_fraction", ylabel="fraction of tokens"),
     ),
-    _Panel("Tokens clipped", _curves("clip_fraction", ylabel="fraction of tokens")),
-    _Panel(
+    ("Tokens clipped", _curves("clip_fraction", ylabel="fraction of tokens")),
+    (
         "Update (Eq. 13) against quantisation error (Eq. 14)",
         _curves("weight_update_norm", "weight_quant_error", ylabel="relative to weights", log=True),
     ),
-    _Panel("Codes that changed", _curves("code_flip_fraction", ylabel="fraction of codes")),
-    _Panel("Entropy", _curves("entropy", ylabel="nats")),
-    _Panel("Response length", _curves("response_length_mean", ylabel="tokens")),
+    ("Codes that changed", _curves("code_flip_fraction", ylabel="fraction of codes")),
+    ("Entropy", _curves("entropy", ylabel="nats")),
+    ("Response length", _curves("response_length_mean", ylabel="tokens")),
 )
 
 
@@ -343,9 +340,3 @@ def _smooth(values: list[float]) -> list[float]:
     """Each value's mean with those before it, over a twentieth of all."""
     window = max(1, len(values) // SMOOTHED_OVER)
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
-
-
-def _lines(path: Path) -> list:
-    """Of a jsonl, without a last line that is being written."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -235,7 +234,7 @@ class Converter:
             sums[name] = WeightSums()
             touched, scale = shared.get(name, (None, None))
             if values.numel():
-                with _naming(name):
+                with quantize.naming(name):
                     quantised = quantize.quantise(
                         values, self._format, touched, offset=weight.part.offset, out=views[name]
                     )
@@ -264,7 +263,7 @@ class Converter:
         grids = [torch.zeros(_grid_shape(p, self._format), device=device()) for p in parts]
         for part, grid in zip(parts, grids, strict=True):
             if part.view.numel():
-                with _naming(part.name):
+                with quantize.naming(part.name):
                     own = quantize.block_absmax(part.tensor, self._format, part.offset)
                 grid[_grid_index(part, self._format)] = own
         flat = torch.cat([grid.view(-1) for grid in grids])
@@ -389,15 +388,6 @@ def _grid_index(part: Part, weight_format: str) -> tuple[slice, ...]:
         slice(None) if block is None else slice(start // block, -(-(start + size) // block))
         for start, size, block in zip(part.offset, part.shape, blocks, strict=True)
     )
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Say which weight is refused."""
-    try:
-        yield
-    except quantize.NonFiniteWeight as error:
-        raise quantize.NonFiniteWeight(f"{name}: {error}") from None
 
 
 class _Layout:

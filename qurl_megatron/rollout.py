@@ -32,6 +32,7 @@ import torch
 from qurl_megatron import device
 from qurl_megatron.batch import Completion, Prompt
 from qurl_megatron.config import ServerConfig, WeightFormat
+from qurl_megatron.quantize import ENGINE_METHODS
 
 HOST = "127.0.0.1"
 POLL_S = 0.2
@@ -42,12 +43,6 @@ PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # SGLang leaves a request this many fewer tokens than its context has.
 CONTEXT_RESERVE = 2
-_QUANTIZATION = {  # the server's layers for each format; one scale a tensor is sent a channel
-    "int8": "qurl_int8",
-    "fp8": "qurl_fp8",
-    "fp8-tensor": "qurl_fp8",
-    "fp8-block": "qurl_fp8_block",
-}
 
 
 class ServerFailed(RuntimeError):
@@ -131,7 +126,7 @@ def start_server(
     if server.max_total_tokens is not None:
         arguments["max-total-tokens"] = server.max_total_tokens
     if weight_format != "bf16" and not loads:  # a quantised directory says itself what it is
-        arguments["quantization"] = _QUANTIZATION[weight_format]
+        arguments["quantization"] = ENGINE_METHODS[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     additions = {
         "TMPDIR": scratch_dir,

@@ -67,6 +67,11 @@ class Rule:
         """True for q, k, v, gate and up: the layers UAQ scales (QuRL Eq. 11)."""
         return self.fed_by is not None
 
+    @property
+    def layered(self) -> bool:
+        """True of a parameter that every layer has its own of."""
+        return "{layer}" in self.megatron[0]
+
     def hugging_face_names(self, layer: int | None) -> tuple[str, ...]:
         return tuple(part.name.format(layer=layer) for part in self.parts)
 
@@ -193,8 +198,7 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
     """Every tensor name a checkpoint of this architecture has."""
     names: set[str] = set()
     for rule in rules(architecture):
-        layered = "{layer}" in rule.megatron[0]
-        for layer in range(architecture.num_layers) if layered else [None]:
+        for layer in range(architecture.num_layers) if rule.layered else [None]:
             names.update(rule.hugging_face_names(layer))
     return names
 

@@ -7,7 +7,7 @@ padded tensor cannot pass for the right one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,12 +51,6 @@ SERVER_SIZES = (1, 2, 4)
 SCALE = 1.5
 BUCKET_BYTES = 40_000
 FORMATS = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
-        yield
 
 
 def learner_of(model_dir: Path, layout: tuple[int, ...]) -> Learner:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +147,6 @@ def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
     assert sum(sent.values()) == PARAMETERS[name]
 
 
-@pytest.fixture(scope="module")
-def engine(model_dirs: dict[str, Path]) -> Iterator[None]:
-    with sglang_loader.engine(model_dirs["Qwen3-32B"]):
-        yield
-
-
 @pytest.mark.parametrize("name", ["Qwen2.5-32B", "Qwen3-32B"])
 @pytest.mark.parametrize("server_size", [2, 4])
 @pytest.mark.parametrize("weight_format", ["int8", "fp8-block"])
@@ -166,8 +159,7 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
     architecture = Architecture.from_directory(model_dirs[name])
     sent: dict[str, torch.Tensor] = {}
     for rule in weight_map.rules(architecture):
-        layered = "{layer}" in rule.megatron[0]
-        for layer in range(architecture.num_layers) if layered else [None]:
+        for layer in range(architecture.num_layers) if rule.layered else [None]:
             for part, tensor_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
                 shape = weight_map.full_shape(part, architecture)
                 sent[tensor_name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")

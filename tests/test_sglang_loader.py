@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ from tiny import build_tiny_model, quantised
 
 SERVER_SIZES = (1, 2, 4)
 FORMATS = ("bf16", "int8", "fp8", "fp8-tensor", "fp8-block")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
-        yield
 
 
 @st.composite
@@ -48,6 +41,7 @@ def models(draw: st.DrawFn, weight_format: str) -> dict[str, Any]:
     return fields
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("weight_format", FORMATS)
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(data=st.data())

@@ -4,9 +4,9 @@ A layer holds exactly what the learner sends: `weight` (codes, [out, in]) and `w
 (float32, [out, 1]), so that out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias, with the
 activations x quantised per token as they come (QuRL Eq. 2). With a scale for each 128 x 128 block,
 `weight_scale_inv` (float32, [out / 128, in / 128], rounded up), activations are quantised per token
-and 128 channels. SGLang's own W8A8 layers transpose and
-rebind their weights after the first load and so refuse or lose a second one; these multiply by a
-transposed view and never replace a parameter.
+and 128 channels. SGLang's own W8A8 layers transpose and rebind their weights after the first load
+and so refuse or lose a second one; these multiply by a transposed view and never replace a
+parameter.
 
 On a GPU the products are sgl_kernel's, which want exactly that view and divisible sizes (in by 16,
 out by 8). On a CPU they are float32 products of the codes: as exact, and measured 13 to 50 times as
@@ -47,7 +47,7 @@ def quantise_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 class QuantisedLinearMethod(LinearMethodBase):
-    """The parameters and the CPU arithmetic that both formats share."""
+    """The parameters and the CPU arithmetic that the formats share."""
 
     code_dtype: torch.dtype
 
