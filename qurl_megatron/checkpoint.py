@@ -1,7 +1,8 @@
 """Checkpoints: all that a run goes on from, written beside training and seen only when whole.
 
     RUN/checkpoints/step_000020/
-        megatron/     weights, optimizer and schedule, in Megatron's layout-free format
+        megatron/     weights, optimizers and schedules, of PPO's critic too, in Megatron's
+                      layout-free format
         model/        config.json and tokenizer, for `qurl export`
         config.yaml   of the run when it was saved
         state.json    RunState
@@ -44,6 +45,7 @@ from qurl_megatron import config as configs
 from qurl_megatron import device, weight_map
 from qurl_megatron.architecture import Architecture
 from qurl_megatron.config import Config, ConfigError
+from qurl_megatron.critic import Critic
 from qurl_megatron.files import PARTIAL, partial_of, rename_whole, sync
 from qurl_megatron.huggingface import Progress, copy_beside_weights
 from qurl_megatron.learner import Learner
@@ -71,9 +73,10 @@ class RunState:
 class Checkpoints:
     """Saves one run's checkpoints while it trains. Every learner rank makes the same calls."""
 
-    def __init__(self, config: Config, learner: Learner) -> None:
+    def __init__(self, config: Config, learner: Learner, critic: Critic | None = None) -> None:
         self._config = config
         self._learner = learner
+        self._critic = critic
         self._directory = config.run_dir / "checkpoints"
         self._queue = AsyncCallsQueue(persistent=False)
         # Megatron would spawn this manager, which outlives a rank that is killed.
@@ -99,7 +102,7 @@ class Checkpoints:
         device.from_rank_zero(lambda: self._begin(partial, state))
         with device.megatron_runtime():
             request = dist_checkpointing.save(
-                self._learner.sharded_state(),
+                self._sharded_state(),
                 str(partial / "megatron"),
                 async_sharded_save=True,
             )
@@ -107,6 +110,16 @@ class Checkpoints:
                 lambda: device.from_rank_zero(lambda: self._end(partial, whole))
             )
             self._queue.schedule_async_request(request)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Give learner and critic the checkpoint's weights, optimizer and schedule."""
+        with device.megatron_runtime():
+            state = dist_checkpointing.load(
+                self._sharded_state(loading=True), str(checkpoint / "megatron")
+            )
+            self._learner.restore(state)
+            if self._critic:
+                self._critic.restore(state["critic"])
 
     def poll(self, *, wait: bool = False) -> None:
         """Make visible what every rank has written; `wait` for what is still being written.
@@ -123,6 +136,12 @@ class Checkpoints:
             call.async_caller.close(abort=True)
         filesystem_async._results_queue = None
         self._manager.shutdown()
+
+    def _sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
+        state = self._learner.sharded_state(loading=loading)
+        if self._critic:
+            state["critic"] = self._critic.sharded_state(loading=loading)
+        return state
 
     def _begin(self, partial: Path, state: RunState) -> None:
         for leftover in self._directory.glob("*" + PARTIAL):
@@ -167,16 +186,6 @@ def read_config(checkpoint: Path) -> Config:
             "checkpoints/step_NNNNNN"
         )
     return configs.load(checkpoint / "config.yaml")
-
-
-def restore(checkpoint: Path, learner: Learner) -> None:
-    """Give the learner the checkpoint's weights, optimizer and schedule. Collective."""
-    with device.megatron_runtime():
-        learner.restore(
-            dist_checkpointing.load(
-                learner.sharded_state(loading=True), str(checkpoint / "megatron")
-            )
-        )
 
 
 def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tuple[str, Tensor]]]:

@@ -128,7 +128,7 @@ def quantize(
     source: SourceDirectory,
     destination: NewDirectory,
     weight_format: Annotated[
-        str, typer.Option("--format", help="int8, fp8, fp8-tensor, fp8-block or bf16")
+        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16")
     ] = "int8",
 ) -> None:
     """Quantise a Hugging Face directory as a publish would, for an SGLang server to load.

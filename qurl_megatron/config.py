@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import yaml
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from qurl_megatron.architecture import Architecture, ArchitectureError
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 Aggregation = Literal["sequence_mean", "token_mean"]
-WeightFormat = Literal["bf16", "int8", "fp8", "fp8-tensor", "fp8-block"]
+WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
+AdvantageEstimator = Literal["grpo", "gae"]
 Reward = Literal["reasoning_gym", "math", "exact"]
 
 Count = Annotated[int, Ge(1)]
@@ -80,6 +81,44 @@ class ObjectiveConfig:
 
 
 @dataclasses.dataclass
+class CriticConfig:
+    """PPO's value model: the policy's architecture with a value head, on the same ranks.
+
+    It is there where `advantage_estimator` is gae. Data-parallel copies are as many as the ranks
+    leave room for.
+    """
+
+    model: str = ""  # Hugging Face directory it starts from; empty: the policy's
+    tensor_parallel_size: Count | None = None  # None: as the policy
+    pipeline_parallel_size: Count | None = None  # None: as the policy
+    optimizer: OptimizerConfig = dataclasses.field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5)
+    )
+    value_clip: Positive = 0.5  # most that a step moves a value
+    discount: Annotated[float, Gt(0), Le(1)] = 1.0  # gamma, of a reward one token later
+    gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
+
+    def layout(self, learner: LearnerConfig) -> LearnerConfig:
+        """The value model's, beside a policy of `learner`'s."""
+        tensor_parallel_size = self.tensor_parallel_size or learner.tensor_parallel_size
+        pipeline_parallel_size = self.pipeline_parallel_size or learner.pipeline_parallel_size
+        as_policy = pipeline_parallel_size == learner.pipeline_parallel_size
+        return dataclasses.replace(
+            learner,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=learner.world_size
+            // (tensor_parallel_size * pipeline_parallel_size),
+            virtual_pipeline_parallel_size=(
+                learner.virtual_pipeline_parallel_size if as_policy else 1
+            ),
+            layers_in_last_pipeline_stage=(
+                learner.layers_in_last_pipeline_stage if as_policy else None
+            ),
+        )
+
+
+@dataclasses.dataclass
 class UaqConfig:
     """Invariant scaling of the policy's weights at load (QuRL Eq. 11); `uaq.py` has the reasons."""
 
@@ -117,7 +156,7 @@ class RolloutConfig:
     """What is sampled at each step."""
 
     prompts_per_step: Count = 64
-    completions_per_prompt: Annotated[int, Ge(2)] = 8  # the group of GRPO
+    completions_per_prompt: Count = 8  # the group of GRPO
     temperature: Positive = 1.0
     top_p: float = 1.0  # must stay 1: SGLang does not renormalise its log-probs
     top_k: int = -1  # must stay off, likewise
@@ -180,6 +219,8 @@ class Config:
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    advantage_estimator: AdvantageEstimator = "grpo"  # gae: PPO, with a critic
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
@@ -277,7 +318,15 @@ def validate(config: Config) -> Architecture:
         )
     if not config.data:
         raise ConfigError("data=: missing; give a .jsonl file or reasoning_gym:TASK")
-    return _validate_model(config)
+    if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
+        raise ConfigError(
+            "rollout.completions_per_prompt=1: grpo compares the completions of a prompt and wants "
+            "two at least; advantage_estimator=gae takes one"
+        )
+    architecture = _validate_model(config)
+    if config.advantage_estimator == "gae":
+        _validate_critic(config, architecture, rows)
+    return architecture
 
 
 def validate_server(
@@ -320,6 +369,8 @@ _IN_DATA = "its place in the data depends on it"
 _FIXED = {
     "model": _IN_WEIGHTS,
     "learner.dtype": _IN_WEIGHTS,
+    "advantage_estimator": "its checkpoints hold a critic or none",
+    "critic.model": _IN_WEIGHTS,
     "quantization.uaq": _IN_WEIGHTS,
     "data": _IN_DATA,  # and data_options
     "seed": _IN_DATA,
@@ -367,6 +418,42 @@ def _validate_model(config: Config) -> Architecture:
         except ArchitectureError as error:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
     return architecture
+
+
+def _validate_critic(config: Config, policy: Architecture, rows: int) -> None:
+    critic = config.critic
+    layout = critic.layout(config.learner)
+    if layout.world_size != config.learner.world_size:
+        raise ConfigError(
+            f"critic.tensor_parallel_size={layout.tensor_parallel_size}: with "
+            f"{layout.pipeline_parallel_size} pipeline stages it does not divide the policy's "
+            f"{config.learner.world_size} ranks"
+        )
+    parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
+    if rows % parts:
+        raise ConfigError(
+            f"critic.optimizer.minibatches_per_step={critic.optimizer.minibatches_per_step}: a "
+            f"step's {rows} completions do not divide into minibatches x "
+            f"{layout.data_parallel_size} data-parallel ranks of the critic"
+        )
+    directory = Path(critic.model or config.model)
+    try:
+        architecture = Architecture.from_directory(directory)
+        architecture.check_layout(
+            layout.tensor_parallel_size,
+            layout.pipeline_parallel_size,
+            layout.virtual_pipeline_parallel_size,
+            layout.layers_in_last_pipeline_stage,
+        )
+    except ArchitectureError as error:
+        raise ConfigError(f"critic: {error}") from None
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"critic.model={directory}: has no .safetensors file")
+    if architecture.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"critic.model={directory}: has {architecture.vocab_size} tokens, the policy "
+            f"{policy.vocab_size}; both must read the same"
+        )
 
 
 def _plain(value: str) -> str | None:

@@ -44,10 +44,11 @@ from qurl_megatron.huggingface import Weights
 from qurl_megatron.logprobs import logprobs_and_entropy
 from qurl_megatron.weight_map import Rule
 
-LossFunction = Callable[[Tensor, Tensor, TrainBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """(current_logprobs [rows, time], entropy [rows, time], micro batch, loss_weights [rows, time]) ->
 (loss summed over tokens, named sums over tokens). Only masked-in positions hold log-probs and
-entropies; the others are 0."""
+entropies; the others are 0. Of another model than `Policy`, what its `score` returns comes first.
+"""
 
 Transform = Callable[[str, Tensor], Tensor]
 """(Hugging Face name, this rank's float32 part of the tensor) -> its new values, element-wise."""
@@ -83,8 +84,9 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         transform: Transform | None = None,
+        model: type[Policy] | None = None,
     ) -> None:
-        """Build the model over all ranks and load `model_dir` into it.
+        """Build the model, a `Policy` or what derives from it, and load `model_dir` into it.
 
         Joins the default process group if the caller has made one, or else makes it.
 
@@ -119,7 +121,7 @@ class Learner:
                 create_gloo_process_groups=False,
             )
             self._dtype = _compute_dtype(learner)
-            self.chunks = self._wrap(build_chunks(self.architecture, learner))
+            self.chunks = self._wrap(build_chunks(self.architecture, learner, model or Policy))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
 
@@ -136,26 +138,13 @@ class Learner:
             Log-probs and entropies [batch, time] float32 on the CPU, position t of token t given
             those before it, 0 where not scored.
         """
-        if loss_mask is None:
-            loss_mask = torch.ones_like(tokens, dtype=torch.bool)
-        nothing = torch.zeros(tokens.shape)
-        result = torch.zeros(2, *tokens.shape, device=device.device())
-
-        def keep(micro: _MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
-            if self._reports:
-                # Added: a row that only fills up stands for one that is not its own.
-                time = logprobs.shape[1]
-                result[0, :, :time].index_add_(0, micro.index.to(result.device), logprobs)
-                result[1, :, :time].index_add_(0, micro.index.to(result.device), entropy)
-
-        micro_batches = self._micro_batches(
-            TrainBatch(tokens, loss_mask, nothing, nothing), loss_weights=nothing
-        )
-        with torch.no_grad(), device.megatron_runtime():
-            self._run(micro_batches, keep, temperature, forward_only=True)
-        dist.all_reduce(result)  # one rank filled each row, so the sum is exact
-        logprobs, entropy = result.cpu()
+        logprobs, entropy = self._scores(2, tokens, loss_mask, temperature)
         return logprobs, entropy
+
+    def values(self, tokens: Tensor, loss_mask: Tensor) -> Tensor:
+        """As `logprobs_and_entropy`, of a value model: what it expects before each token."""
+        (values,) = self._scores(1, tokens, loss_mask, temperature=1.0)
+        return values
 
     def keep_reference(self) -> None:
         """Keep a copy of the policy as it is now, in the compute dtype, for `as_reference`."""
@@ -193,10 +182,8 @@ class Learner:
         """
         sums: dict[str, Tensor] = {}
 
-        def loss(
-            micro: _MicroBatch, logprobs: Tensor, entropy: Tensor
-        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, stats = loss_function(logprobs, entropy, micro.rows, micro.loss_weights)
+        def loss(micro: _MicroBatch, *scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, stats = loss_function(*scores, micro.rows, micro.loss_weights)
             for name, value in {"loss": total, **stats}.items():
                 sums[name] = sums.get(name, 0) + value.detach().double()
             # No token counted: with calculate_per_token_loss Megatron then divides by nothing.
@@ -340,6 +327,30 @@ class Learner:
 
     # Running
 
+    def _scores(
+        self, number: int, tokens: Tensor, loss_mask: Tensor | None, temperature: float
+    ) -> Tensor:
+        """The `number` tensors that the model's `score` returns: [number, batch, time], CPU."""
+        if loss_mask is None:
+            loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+        nothing = torch.zeros(tokens.shape)
+        result = torch.zeros(number, *tokens.shape, device=device.device())
+
+        def keep(micro: _MicroBatch, *scores: Tensor) -> None:
+            if self._reports:
+                # Added: a row that only fills up stands for one that is not its own.
+                for all_rows, of_rows in zip(result, scores, strict=True):
+                    time = of_rows.shape[1]
+                    all_rows[:, :time].index_add_(0, micro.index.to(result.device), of_rows)
+
+        micro_batches = self._micro_batches(
+            TrainBatch(tokens, loss_mask, nothing, nothing, nothing), loss_weights=nothing
+        )
+        with torch.no_grad(), device.megatron_runtime():
+            self._run(micro_batches, keep, temperature, forward_only=True)
+        dist.all_reduce(result)  # one rank filled each row, so the sum is exact
+        return result.cpu()
+
     @property
     def _reports(self) -> bool:
         """True on the one rank of each data-parallel copy that speaks for it."""
@@ -398,15 +409,15 @@ class Learner:
     def _run(
         self,
         micro_batches: list[_MicroBatch],
-        consume: Callable[[_MicroBatch, Tensor, Tensor], Any],
+        consume: Callable[..., Any],
         temperature: float,
         *,
         forward_only: bool,
     ) -> None:
         """Megatron's schedule over the micro batches.
 
-        `consume` meets each micro batch's log-probs and entropy [rows, time] on the last pipeline
-        stage and returns what the schedule expects of a loss function.
+        `consume` meets each micro batch and its scores [rows, time] on the last pipeline stage
+        and returns what the schedule expects of a loss function.
         """
 
         def forward_step(
@@ -434,7 +445,9 @@ class Learner:
         )
 
 
-def build_chunks(architecture: Architecture, learner: LearnerConfig) -> list[Policy]:
+def build_chunks(
+    architecture: Architecture, learner: LearnerConfig, model: type[Policy]
+) -> list[Policy]:
     """This rank's part of the model, in as many chunks as its stage is cut into; no weights yet.
 
     Its place comes from Megatron's parallel state. Enter `device.megatron_runtime()` around it.
@@ -476,21 +489,24 @@ def build_chunks(architecture: Architecture, learner: LearnerConfig) -> list[Pol
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     chunks = []
     for virtual_stage in range(virtual_stages or 1):
-        chunk = Policy(config, architecture, virtual_stage if virtual_stages else None)
-        for name, parameter in chunk.named_parameters():
-            # Megatron marks them as it initialises them; unmarked, they count once in the norm.
-            rule, _ = weight_map.find_megatron(name)
-            parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None
-        chunks.append(chunk)
+        chunks.append(model(config, architecture, virtual_stage if virtual_stages else None))
+    for _, rule, _, parameter in parameters_of(chunks, architecture):
+        # Megatron marks them as it initialises them; unmarked, they count once in the norm.
+        parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None  # type: ignore[attr-defined]
     return chunks
 
 
 def parameters_of(
     chunks: list[Policy], architecture: Architecture
 ) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
-    """Name in its chunk, rule, layer number in the whole model, parameter."""
+    """Name in its chunk, rule, layer number in the whole model, parameter.
+
+    Of those that a Hugging Face model has.
+    """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
+            if name in chunk.own_parameters:
+                continue
             tied = name == "output_layer.weight" and architecture.tie_word_embeddings
             # The last stage's copy of a tied embedding goes by the embedding's rule.
             rule, layer = weight_map.find_megatron(
@@ -513,6 +529,8 @@ def _compute_dtype(learner: LearnerConfig) -> torch.dtype:
 
 class Policy(GPTModel):
     """GPTModel whose last stage ends in hidden states, to be scored without whole logits."""
+
+    own_parameters: frozenset[str] = frozenset()  # names of those no Hugging Face model has
 
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None
@@ -540,7 +558,7 @@ class Policy(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
-    def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
         """Log-probs and entropy [rows, time] float32 of the masked-in tokens, elsewhere 0.
 
         `hidden` [time - 1, rows, hidden] is the last stage's output; `loss_mask` excludes the

@@ -48,10 +48,14 @@ class StepMetrics:
     code_flip_fraction: float  # quantised codes that changed since the last publish
     time_rollout_s: float
     time_proximal_s: float  # and of the reference, where one is kept
+    time_critic_s: float  # 0 without a critic
     time_update_s: float
     time_publish_s: float
     publish_bytes: int
     rollout_tokens_per_s: float  # sampled tokens
+    value_loss: float | None = None  # of PPO's critic, as the next two: see `critic.py`
+    value_clip_fraction: float | None = None
+    value_explained_variance: float | None = None
     held_out_accuracy: float | None = None  # on steps that evaluate
 
 

@@ -126,6 +126,34 @@ def policy_objective(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_weights: Tensor,
+    *,
+    value_clip: float,
+) -> ObjectiveOutput:
+    """PPO's clipped value loss: the larger of two squared errors, halved.
+
+    One error is that of `values`, one that of `values` kept within `value_clip` of `old_values`,
+    those before the update. All tensors are `[batch, time]` float32; only `values` has a gradient,
+    and positions whose `loss_weights` is 0 contribute nothing.
+
+    `stats` are sums over tokens with weight > 0: `tokens`, and `clipped`, those whose gradient the
+    clip took away.
+    """
+    counted = loss_weights > 0
+    values = _where(counted, values)
+    old_values, returns = _where(counted, old_values), _where(counted, returns)
+    kept = torch.minimum(torch.maximum(values, old_values - value_clip), old_values + value_clip)
+    error, kept_error = (values - returns).square(), (kept - returns).square()
+    loss = (_where(counted, loss_weights) * torch.maximum(error, kept_error)).sum() / 2
+    clipped = (kept_error > error).sum()
+    stats = {"tokens": counted.sum(), "clipped": clipped}
+    return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
+
+
 def token_weights(loss_mask: Tensor, aggregation: str) -> Tensor:
     """What each token weighs in the loss, `[batch, time]` float32, from a bool mask of that shape.
 

@@ -4,9 +4,13 @@
 
     format      codes                        block of one scale   scale
     int8        torch.int8, symmetric        an output channel    absmax / 127
+    int4        torch.int8, from -7 to 7     an output channel    absmax / 7
     fp8         torch.float8_e4m3fn (E4M3)   an output channel    absmax / 448
     fp8-tensor  torch.float8_e4m3fn          the whole tensor     1 / (448 / absmax)
     fp8-block   torch.float8_e4m3fn          128 x 128            1 / power of two under 448/absmax
+
+`int4` is `int8` of fewer codes, a byte each, in the same layers and no faster: it shows what a
+wider gap does to training.
 
 Blocks are those of the full tensor, counted from its first row and column; the last ones may be
 smaller. Rules that make codes a pure function of a weight and its block's absmax, so that a
@@ -54,6 +58,7 @@ class _Format:
 
 _FORMATS = {
     "int8": _Format(torch.int8, 127.0, (1, None)),
+    "int4": _Format(torch.int8, 7.0, (1, None)),
     "fp8": _Format(torch.float8_e4m3fn, 448.0, (1, None)),
     "fp8-tensor": _Format(torch.float8_e4m3fn, 448.0, (None, None), multiplies=True),
     "fp8-block": _Format(
@@ -64,6 +69,7 @@ _FORMATS = {
 
 ENGINE_METHODS = {  # what SGLang calls its layers of a format; one scale a tensor is sent a channel
     "int8": "qurl_int8",
+    "int4": "qurl_int8",
     "fp8": "qurl_fp8",
     "fp8-tensor": "qurl_fp8",
     "fp8-block": "qurl_fp8_block",

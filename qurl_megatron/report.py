@@ -28,7 +28,7 @@ from qurl_megatron.files import read_json_lines, write_whole
 
 COLOURS = ("#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00")  # on light and dark
 INK = "#010203"  # stands for the page's own text colour, light or dark
-PHASES = ("rollout", "proximal", "update", "publish")
+PHASES = ("rollout", "proximal", "critic", "update", "publish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SMOOTHED_OVER = 20  # parts of a run: a thick line is the mean over one of them
 
@@ -272,8 +272,11 @@ def _reward(axes: Axes, runs: list[Run]) -> None:
 
 def _times(axes: Axes, runs: list[Run]) -> None:
     (run,) = runs
-    values = [_smooth(run.series(f"time_{phase}_s")) for phase in PHASES]
-    axes.stackplot(run.series("step"), values, labels=PHASES, colors=COLOURS)
+    times = {phase: run.series(f"time_{phase}_s") for phase in PHASES}
+    if not any(times["critic"]):
+        del times["critic"]
+    times = {phase: _smooth(series) for phase, series in times.items()}
+    axes.stackplot(run.series("step"), *times.values(), labels=list(times), colors=COLOURS)
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)

@@ -74,8 +74,9 @@ class Sampler:
             failures += failed
             for row, other in zip(dull, others, strict=True):
                 groups[row] = other
-        advantages = grpo_advantages([self._penalised(group) for group in groups])
-        batch = pack(groups, advantages, self._pad_token_id)
+        penalised = [self._penalised(group) for group in groups]
+        # PPO's come of its critic; in their place until then are GRPO's, 0 for groups of one.
+        batch = pack(groups, penalised, grpo_advantages(penalised), self._pad_token_id)
         return batch, _summary(sampled, failures, replaced=len(sampled) - len(groups))
 
     def _groups(self, prompts_count: int) -> tuple[list[RolloutGroup], int]:
@@ -115,7 +116,8 @@ class Sampler:
             token_ids = [*token_ids, self._tokenizer.eos_token_id]
             answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, 0)
             groups.append(RolloutGroup(prompt, [answer], [1.0]))
-        return pack(groups, [[0.0]] * len(groups), self._pad_token_id)
+        nothing = [[0.0]] * len(groups)
+        return pack(groups, nothing, nothing, self._pad_token_id)
 
     @property
     def _pad_token_id(self) -> int:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -22,8 +22,9 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device, uaq
 from qurl_megatron.batch import Prompt, TrainBatch
-from qurl_megatron.checkpoint import Checkpoints, RunState, read_state, restore
+from qurl_megatron.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.config import Config, ObjectiveConfig, WeightFormat, load
+from qurl_megatron.critic import Critic, CriticMetrics
 from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
 from qurl_megatron.export import export
@@ -68,6 +69,8 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
                         batch.reference_logprobs, _ = learner.logprobs_and_entropy(
                             batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
                         )
+            with clock("critic"):
+                critic_metrics = parts.critic.step(batch) if parts.critic else None
             with clock("update"):
                 updates = [
                     learner.update(minibatch, weights, objective, temperature=temperature)
@@ -75,7 +78,9 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
                 ]
             with clock("publish"):
                 published = publisher.publish()
-            metrics = step_metrics(config, step, batch, summary, entropy, updates, published, clock)
+            metrics = step_metrics(
+                config, step, batch, summary, entropy, critic_metrics, updates, published, clock
+            )
             log.write(metrics, parts.held_out_accuracy() if is_evaluated(config, step) else None)
             log.write_weights(published.version, weight_metrics(published.conversion))
             parts.checkpoint(step, published.version)
@@ -122,9 +127,7 @@ class Objective:
 
 def minibatches(config: Config, batch: TrainBatch) -> Iterator[tuple[TrainBatch, Tensor]]:
     """Equal parts of the batch, in order, with their loss weights."""
-    rows = len(batch) // config.optimizer.minibatches_per_step
-    for start in range(0, len(batch), rows):
-        minibatch = batch.rows(slice(start, start + rows))
+    for minibatch in batch.split(config.optimizer.minibatches_per_step):
         yield minibatch, token_weights(minibatch.loss_mask, config.objective.aggregation)
 
 
@@ -139,6 +142,7 @@ def step_metrics(
     batch: TrainBatch,
     summary: SampleSummary,
     entropy: Tensor,
+    critic_metrics: CriticMetrics | None,
     updates: list[Update],
     published: Published,
     clock: Clock,
@@ -173,10 +177,12 @@ def step_metrics(
         code_flip_fraction=published.conversion.total.code_flip_fraction,
         time_rollout_s=clock.seconds["rollout"],
         time_proximal_s=clock.seconds["proximal"],
+        time_critic_s=clock.seconds["critic"],
         time_update_s=clock.seconds["update"],
         time_publish_s=clock.seconds["publish"],
         publish_bytes=published.sent_bytes,
         rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
+        **(asdict(critic_metrics) if critic_metrics else {}),
     )
 
 
@@ -197,6 +203,7 @@ class Parts:
     """What the loop works with. Prompts are on global rank 0 only."""
 
     learner: Learner
+    critic: Critic | None  # of PPO
     publisher: Publisher
     sampler: Sampler
     evaluator: Evaluator | None
@@ -211,7 +218,7 @@ class Parts:
         if newest is None:
             return None
         state = read_state(newest)
-        restore(newest, self.learner)
+        self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts)
         self.publisher.version = state.weight_version - 1  # the first publish gives it again
         self.log.resume(state.step, state.time_s, state.held_out_accuracy_before)
@@ -256,7 +263,11 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     stack.enter_context(closing(learner))
     if config.objective.kl_coefficient:
         learner.keep_reference()  # before a checkpoint is restored
-    checkpoints = Checkpoints(config, learner)
+    critic = None
+    if config.advantage_estimator == "gae":
+        critic = Critic(config)
+        stack.enter_context(closing(critic))
+    checkpoints = Checkpoints(config, learner, critic)
     stack.enter_context(closing(checkpoints))
     log = RunLog(config, writes=device.rank() == 0)
     stack.enter_context(closing(log))
@@ -285,6 +296,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         )
     return Parts(
         learner=learner,
+        critic=critic,
         publisher=publisher("rollout", config.quantization.format),
         sampler=Sampler(config, clients["rollout"], training[check:], tokenizer),
         evaluator=evaluator,

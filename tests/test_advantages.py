@@ -3,8 +3,14 @@
 import math
 
 import pytest
+import torch
 
-from qurl_megatron.advantages import grpo_advantages, soft_overlong_penalty
+from qurl_megatron.advantages import (
+    generalised_advantages,
+    grpo_advantages,
+    soft_overlong_penalty,
+    whitened,
+)
 
 
 def test_advantages_are_rewards_normalised_within_their_group() -> None:
@@ -38,3 +44,39 @@ def test_groups_do_not_see_each_other() -> None:
 def test_the_last_tokens_of_a_response_cost_up_to_one(length: int, penalty: float) -> None:
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=20) == penalty
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0
+
+
+def test_generalised_advantages_by_hand() -> None:
+    """Two prompt tokens, three sampled; discount 1/2, lambda 1/2, reward 8 at the end.
+
+    delta = [0 + 2/2 - 4, 0 + 1/2 - 2, 8 - 1] = [-3, -3/2, 7]; advantages from the last backward:
+    7, -3/2 + 7/4, -3 + 1/16.
+    """
+    mask = torch.tensor([[False, False, True, True, True, False]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 8.0, 0.0]])
+    values = torch.tensor([[9.0, 9.0, 4.0, 2.0, 1.0, 9.0]])  # those outside the mask are no one's
+    advantages, returns = generalised_advantages(
+        rewards, values, mask, discount=0.5, gae_lambda=0.5
+    )
+    assert advantages.tolist() == [[0.0, 0.0, -2.9375, 0.25, 7.0, 0.0]]
+    assert returns.tolist() == [[0.0, 0.0, 1.0625, 2.25, 8.0, 0.0]]
+
+
+def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
+    mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
+    values = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    advantages, returns = generalised_advantages(
+        rewards, values, mask, discount=1.0, gae_lambda=1.0
+    )
+    expected = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
+    torch.testing.assert_close(returns, expected)
+    torch.testing.assert_close(advantages, (expected - values) * mask)
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_the_mask() -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+    result = whitened(torch.tensor([[1.0, 2.0], [3.0, 50.0]]), mask, epsilon=0.0)
+    assert result.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
+    with pytest.raises(ValueError, match="two tokens"):
+        whitened(torch.ones(1, 2), torch.tensor([[True, False]]))

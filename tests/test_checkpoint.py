@@ -16,7 +16,7 @@ import torch
 
 from distributed import run_ranks
 from qurl_megatron.checkpoint import CheckpointError, list_checkpoints, read_config, read_state
-from qurl_megatron.config import Config, LearnerConfig, OptimizerConfig, save
+from qurl_megatron.config import Config, CriticConfig, LearnerConfig, OptimizerConfig, save
 from tiny import build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")
@@ -28,6 +28,9 @@ def config_of(directory: Path, dtype: str, layout: tuple[int, ...]) -> Config:
     config = Config(model=str(directory / "model"), output_dir=str(directory), name="run")
     config.learner = LearnerConfig(*layout, dtype=dtype, micro_batch_size=2)  # type: ignore[arg-type]
     config.optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
+    config.critic = CriticConfig(
+        tensor_parallel_size=1, pipeline_parallel_size=1, optimizer=config.optimizer
+    )
     return config
 
 
@@ -38,30 +41,35 @@ def train(
     steps: range,
     killed_at: int | None = None,
 ) -> list[float]:
-    """Loss, gradient norm and rate of `steps`; each step begins while the last is being saved.
+    """Losses, gradient norm and rate of `steps`; each step begins while the last is being saved.
 
-    Goes on from the newest checkpoint, if there is one.
+    A critic, in a layout of its own, learns beside the policy. Goes on from the newest
+    checkpoint, if there is one.
     """
     from qurl_megatron import uaq
     from qurl_megatron.batch import TrainBatch
-    from qurl_megatron.checkpoint import Checkpoints, RunState, restore
+    from qurl_megatron.checkpoint import Checkpoints, RunState
+    from qurl_megatron.critic import Critic
     from qurl_megatron.learner import Learner
     from qurl_megatron.warmup import negative_log_likelihood
 
     config = config_of(directory, dtype, layout)
     transform = uaq.transform(config.quantization.uaq)
     learner = Learner(Path(config.model), config.learner, config.optimizer, transform=transform)
-    checkpoints = Checkpoints(config, learner)
+    critic = Critic(config)
+    checkpoints = Checkpoints(config, learner, critic)
     if newest := checkpoints.newest():
-        restore(newest, learner)
+        checkpoints.restore(newest)
     seen = []
     for step in steps:
         tokens = torch.randint(2, 90, (8, 12), generator=torch.Generator().manual_seed(step))
         mask = torch.ones_like(tokens, dtype=torch.bool)
         nothing = torch.zeros(tokens.shape)
-        batch = TrainBatch(tokens, mask, nothing, nothing)
+        rewards = (tokens > 45).float()
+        batch = TrainBatch(tokens, mask, nothing, rewards, nothing)
+        value_loss = critic.step(batch).value_loss
         update = learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
-        seen += [update.loss, update.grad_norm, update.learning_rate]
+        seen += [update.loss, update.grad_norm, update.learning_rate, value_loss]
         checkpoints.poll()
         checkpoints.save(RunState(step, step + 1, 0.0, None, {"position": step}))
         if step == killed_at:
@@ -71,6 +79,7 @@ def train(
     logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)
     torch.save(logprobs, directory / "logprobs.pt")
     checkpoints.close()
+    critic.close()
     learner.close()
     return seen
 
@@ -87,8 +96,8 @@ def test_a_resumed_learner_takes_the_steps_it_would_have_taken(dtype: str, tmp_p
     assert read_state(tmp_path / "run" / "checkpoints" / "step_000003").prompts == {"position": 3}
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")
     resumed, _ = run_ranks(train, 2, tmp_path, dtype, (2,), range(4, STEPS + 1))
-    assert resumed == straight[-3:]
-    assert straight[-6] != straight[-3]  # the loss does move
+    assert resumed == straight[-4:]
+    assert straight[-8] != straight[-4] and straight[-5] != straight[-1]  # the losses do move
 
 
 @pytest.mark.parametrize(

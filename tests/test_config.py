@@ -13,6 +13,8 @@ import recipes
 from qurl_megatron.config import (
     Config,
     ConfigError,
+    CriticConfig,
+    LearnerConfig,
     load,
     save,
     validate,
@@ -78,12 +80,12 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         ("steps=many", "steps=many: input should be a valid integer"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
         ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
-        ("rollout.completions_per_prompt=1", "greater than or equal to 2"),
+        ("rollout.completions_per_prompt=0", "greater than or equal to 1"),
         ("evaluation.held_out_fraction=1", "should be less than 1"),
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
         ("quantization.uaq.scale=inf", "quantization.uaq.scale=inf: input should be less than inf"),
         ("quantization.uaq.layer_scales.two=1.5", "should be a valid integer"),
-        ("quantization.format=int4", "'bf16', 'int8', 'fp8', 'fp8-tensor' or 'fp8-block'"),
+        ("quantization.format=int3", "'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-block'"),
     ],
 )
 def test_a_wrong_word_is_named(word: str, message: str) -> None:
@@ -116,6 +118,10 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ("quantization.format=fp8-block", "has 64 query channels; use format fp8"),
         ("learner.virtual_pipeline_parallel_size=2", "pipeline_parallel_size=1 has none"),
         ("learner.layers_in_last_pipeline_stage=1", "do not divide over the other 0"),
+        ("rollout.completions_per_prompt=1", "advantage_estimator=gae takes one"),
+        ("advantage_estimator=gae critic.tensor_parallel_size=2", "policy's 1 ranks"),
+        ("advantage_estimator=gae critic.optimizer.minibatches_per_step=3", "of the critic"),
+        ("advantage_estimator=gae critic.model=/no/such/directory", "critic: "),
     ],
 )
 def test_what_does_not_fit_is_named(model_dir: Path, word: str, message: str) -> None:
@@ -123,6 +129,25 @@ def test_what_does_not_fit_is_named(model_dir: Path, word: str, message: str) ->
         validate(runnable(model_dir, *word.split()))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_ppo_takes_one_completion_a_prompt(model_dir: Path) -> None:
+    words = ["advantage_estimator=gae", "rollout.completions_per_prompt=1"]
+    assert validate(runnable(model_dir, *words)).family == "qwen2"
+
+
+def test_a_critic_has_a_layout_of_its_own_on_its_policys_ranks() -> None:
+    policy = LearnerConfig(
+        4, 2, 2, virtual_pipeline_parallel_size=2, layers_in_last_pipeline_stage=3
+    )
+    assert CriticConfig().layout(policy) == policy
+    own = CriticConfig(tensor_parallel_size=2, pipeline_parallel_size=1).layout(policy)
+    assert (own.tensor_parallel_size, own.pipeline_parallel_size, own.data_parallel_size) == (
+        2,
+        1,
+        8,
+    )
+    assert (own.virtual_pipeline_parallel_size, own.layers_in_last_pipeline_stage) == (1, None)
 
 
 def test_a_warm_up_needs_evaluation_problems(model_dir: Path) -> None:
@@ -157,6 +182,7 @@ def test_every_recipe_builds_a_typed_configuration(name: str, tmp_path: Path) ->
         ("learner.dtype=float32", "weights are saved so"),
         ("data=other.jsonl", "place in the data"),
         ("seed=1", "place in the data"),
+        ("advantage_estimator=gae", "hold a critic or none"),
     ],
 )
 def test_a_run_does_not_go_on_under_what_its_checkpoints_contradict(

@@ -64,7 +64,7 @@ def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -
     )
     nothing = torch.zeros(TOKENS.shape)
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
-    batch = TrainBatch(TOKENS, mask, nothing, nothing)
+    batch = TrainBatch(TOKENS, mask, nothing, nothing, nothing)
     learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
     export(learner, source, destination, UaqConfig(1.5))
     logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)

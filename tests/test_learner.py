@@ -76,6 +76,7 @@ def make_batch() -> tuple[TrainBatch, Tensor]:
         tokens=torch.randint(0, DIMS["vocab_size"], shape, generator=generator),
         loss_mask=(time >= prompt) & (time < length),
         behaviour_logprobs=torch.zeros(shape),
+        rewards=torch.zeros(shape),
         advantages=torch.randn(shape, generator=generator),
     )
     return batch, batch.loss_mask / batch.loss_mask.sum()
@@ -610,7 +611,7 @@ def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Ten
     before = scores()
     mask = torch.ones_like(tokens, dtype=torch.bool)
     nothing = torch.zeros(tokens.shape)
-    batch = TrainBatch(tokens, mask, nothing, nothing)
+    batch = TrainBatch(tokens, mask, nothing, nothing, nothing)
     learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
     updated = scores()
     with learner.as_reference():

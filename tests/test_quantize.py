@@ -49,13 +49,17 @@ def test_weight_itself_stays_as_it_was(weight_format: str, dtype: torch.dtype) -
     assert torch.equal(weight, before)
 
 
-@given(weights)
+@pytest.mark.parametrize(("weight_format", "largest"), [("int8", 127), ("int4", 7)])
+@given(weight=weights)
 @settings(deadline=None)
-def test_int8_is_within_half_a_step_of_the_weight(weight: torch.Tensor) -> None:
-    quantised = quantise(weight, "int8")
+def test_integers_are_within_half_a_step_of_the_weight(
+    weight_format: str, largest: int, weight: torch.Tensor
+) -> None:
+    quantised = quantise(weight, weight_format)
+    assert quantised.codes.abs().max() <= largest
     error = (quantised.codes.double() * quantised.scale.double() - weight.double()).abs()
-    # weight / scale, at most 127, is rounded to float32 before it is rounded to an integer.
-    division_rounding = 127 * 2.0**-24
+    # weight / scale is rounded to float32 before it is rounded to an integer.
+    division_rounding = largest * 2.0**-24
     assert (error <= quantised.scale.double() * (0.5 + division_rounding)).all()
 
 
@@ -205,8 +209,8 @@ def test_code_flips_counts_changed_codes(weight_format: str) -> None:
 
 def test_unknown_format_and_misshapen_absmax_are_refused() -> None:
     weight = torch.ones(3, 4)
-    with pytest.raises(ValueError, match="'int4'.*int8, fp8"):
-        quantise(weight, "int4")
+    with pytest.raises(ValueError, match="'int3'.*int8, int4, fp8"):
+        quantise(weight, "int3")
     with pytest.raises(ValueError, match=r"float32 \[3\].*\[3, 4\].*\[3, 1\]"):
         quantise(weight, "int8", absmax=torch.ones(3))
 

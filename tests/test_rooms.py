@@ -22,7 +22,7 @@ LEVELS = [
     {"uaq"},
     {"device", "huggingface", "logprobs", "metrics", "data"},
     {"learner", "rollout"},
-    {"reshard", "sampling", "warmup", "offline", "avg_at_k"},
+    {"reshard", "sampling", "warmup", "offline", "avg_at_k", "critic"},
     {"publish", "checkpoint", "report"},
     {"export", "evaluation"},
     {"train"},

@@ -67,7 +67,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from qurl_megatron import device
-    from qurl_megatron.learner import build_chunks, parameters_of
+    from qurl_megatron.learner import Policy, build_chunks, parameters_of
 
     shapes: dict[str, list[list[tuple]]] = {name: [] for name in model_dirs}
     for stage in range(LEARNER.pipeline_parallel_size):
@@ -85,7 +85,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
             )
             for name, directory in model_dirs.items():
                 architecture = Architecture.from_directory(directory)
-                chunks = build_chunks(architecture, LEARNER)
+                chunks = build_chunks(architecture, LEARNER, Policy)
                 shapes[name].append(
                     [
                         (rule.megatron[0], layer, tuple(parameter.shape))

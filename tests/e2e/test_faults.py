@@ -44,6 +44,7 @@ def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(start) -> None
 def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(start) -> None:
     words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
     words += ["optimizer.weight_decay=1"]  # moves the weights fast, whatever the rewards are
+    words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
     run = start("train", "quickstart", *SMALL, *words, "steps=1000")
     run.wait_for(r"step 5/")
     run.find("sglang::scheduler").kill()
@@ -60,6 +61,7 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     assert f"going on after step {done}" in resumed.text()
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
+    assert all(step["value_loss"] > 0 and step["time_critic_s"] > 0 for step in after)
     assert [step["step"] for step in after] == list(range(1, len(after) + 1))
     assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
     # The servers had the checkpoint's weights before their first prompt, and not the model's.
