@@ -1,0 +1,219 @@
+"""What each objective learns from the same start: `python benchmarks/objectives.py`.
+
+Every arm of a seed begins with the same warmed-up model of the quickstart and is a whole
+`qurl train quickstart` with its own objective, format and s. Two settings:
+
+    quickstart   the quickstart's task and learning rate, 8-bit rollouts
+    large_gap    4-bit codes in the same INT8 layers and twice the learning rate, so that the
+                 quantised policy is as far from the learner as in the paper's late training
+
+Each run's figures go into benchmarks/results/ as it ends. Called again, it goes on where it was: a
+run whose figures are there is not made again, one that was cut off is resumed. It ends with a table
+and, where the runs themselves are still there, a page that overlays those of the first seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from importlib.metadata import version
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from threading import Lock
+from typing import Any
+
+from qurl_megatron.files import read_json_lines, write_whole
+
+QURL = Path(sys.executable).with_name("qurl")
+RESULTS = Path(__file__).parent / "results"
+STEPS = 50
+
+PLAIN = "quantization.uaq.scale=1"
+UAQ = "quantization.uaq.scale=1.5"
+
+
+def arm(objective: str, weight_format: str, uaq: str = PLAIN) -> list[str]:
+    return [f"objective.objective={objective}", f"quantization.format={weight_format}", uaq]
+
+
+SETTINGS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
+    "quickstart": (
+        {
+            "bf16": arm("on_policy", "bf16"),
+            "naive int8": arm("naive", "int8"),
+            "on_policy int8": arm("on_policy", "int8"),
+            "tis int8": arm("tis", "int8"),
+            "acr int8": arm("acr", "int8"),
+            "acr+uaq int8": arm("acr", "int8", UAQ),
+            "tis fp8": arm("tis", "fp8"),
+            "acr fp8": arm("acr", "fp8"),
+        },
+        [],
+    ),
+    "large_gap": (
+        {
+            "bf16": arm("on_policy", "bf16"),
+            "naive int4": arm("naive", "int4"),
+            "on_policy int4": arm("on_policy", "int4"),
+            "tis int4": arm("tis", "int4"),
+            "acr int4": arm("acr", "int4"),
+            "acr+uaq int4": arm("acr", "int4", UAQ),
+        },
+        ["optimizer.learning_rate=3e-4"],
+    ),
+}
+START = Lock()
+# One rank learns while the server waits, and the other way round: two runs share two cores.
+COMMON = ["learner.tensor_parallel_size=1", "checkpoint.keep_last=1"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--setting", choices=SETTINGS, default="quickstart")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
+    arguments = parser.parse_args()
+    arms, words = SETTINGS[arguments.setting]
+    results = Results(arguments.setting)
+
+    def finish(key: tuple[int, str]) -> None:
+        seed, name = key
+        if results.has(name, seed):
+            return
+        run_dir = run_directory(arguments.output_dir, arguments.setting, name, seed)
+        start = make_start(arguments.output_dir, seed) / "final_model"
+        own = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
+        complete(run_dir, [*COMMON, *own, *words, *arms[name]])
+        results.add(name, seed, summarise(run_dir))
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(finish, [(seed, name) for seed in arguments.seeds for name in arms]))
+    results.show(arms, arguments.seeds)
+    shown = [
+        run_directory(arguments.output_dir, arguments.setting, name, arguments.seeds[0])
+        for name in arms
+    ]
+    if all(run_dir.exists() for run_dir in shown):
+        page = arguments.output_dir / f"{arguments.setting}.html"
+        subprocess.run([QURL, "report", *shown, "--output", page], check=True)
+
+
+def run_directory(output_dir: Path, setting: str, name: str, seed: int) -> Path:
+    return output_dir / f"{setting}-{name.replace(' ', '-')}-{seed}"
+
+
+class Results:
+    """The JSON file of one setting, whole after every run."""
+
+    def __init__(self, setting: str) -> None:
+        self._path = RESULTS / f"objectives_{setting}.json"
+        self._lock = Lock()
+        self._tree: dict[str, Any] = {
+            "command": f"python benchmarks/objectives.py --setting {setting}",
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "sglang", "megatron-core")},
+            "steps": STEPS,
+            "runs": {},
+        }
+        if self._path.exists():
+            self._tree |= {"runs": json.loads(self._path.read_text())["runs"]}
+
+    def has(self, name: str, seed: int) -> bool:
+        return f"{name}, seed {seed}" in self._tree["runs"]
+
+    def add(self, name: str, seed: int, row: dict[str, float]) -> None:
+        with self._lock:
+            self._tree["runs"][f"{name}, seed {seed}"] = {
+                "date": date.today().isoformat(),
+                **row,
+            }
+            self._path.parent.mkdir(exist_ok=True)
+            write_whole(self._path, json.dumps(self._tree, indent=2) + "\n")
+            print(f"{name}, seed {seed}: {row['held_out_accuracy']:.1%}", flush=True)
+
+    def show(self, arms: Iterable[str], seeds: list[int]) -> None:
+        print("| arm | held-out, %, by seed | mean | s.e. | collapsed | KL k3 | max ratio | > C |")
+        print("|---|---|---|---|---|---|---|---|")
+        for name in arms:
+            rows = [self._tree["runs"][f"{name}, seed {seed}"] for seed in seeds]
+            after = [100 * row["held_out_accuracy"] for row in rows]
+            error = stdev(after) / sqrt(len(after)) if len(after) > 1 else 0.0
+
+            def mean(metric: str) -> float:
+                return fmean(row[metric] for row in rows)  # noqa: B023
+
+            print(
+                f"| {name} | {', '.join(f'{value:.1f}' for value in after)} | {fmean(after):.1f} "
+                f"| {error:.1f} | {sum(row['collapsed'] for row in rows)} of {len(rows)} "
+                f"| {mean('kl_behaviour_proximal_k3'):.1e} "
+                f"| {max(row['ratio_proximal_behaviour_max'] for row in rows):.1f} "
+                f"| {mean('tis_truncated_fraction'):.2%} |"
+            )
+
+
+def make_start(output_dir: Path, seed: int) -> Path:
+    """The quickstart's model after its warm-up: a run of one step that changes nothing."""
+    run_dir = output_dir / f"start-{seed}"
+    with START:  # arms of one seed share it
+        complete(run_dir, [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"])
+    return run_dir
+
+
+def complete(run_dir: Path, words: list[str]) -> None:
+    if (run_dir / "summary.json").exists():
+        return
+    command = [QURL, "resume", run_dir]
+    if not run_dir.exists():
+        where = [f"name={run_dir.name}", f"output_dir={run_dir.parent}"]
+        command = [QURL, "train", "quickstart", *words, *where]
+    log = run_dir.parent / f"{run_dir.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}; see {log}")
+
+
+def summarise(run_dir: Path) -> dict[str, float]:
+    """What a run came to; means over its last tenth of steps unless they say otherwise."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    steps = read_json_lines(run_dir / "metrics.jsonl")
+    late = steps[-max(1, len(steps) // 10) :]
+    means = (
+        "reward_mean",
+        "kl_behaviour_proximal_k3",
+        "tis_truncated_fraction",
+        "acr_widened_fraction",
+        "clip_fraction",
+        "code_flip_fraction",
+    )
+    return {
+        "held_out_accuracy_before": summary["held_out_accuracy_before"],
+        "held_out_accuracy": summary["held_out_accuracy_after"],
+        "steps": len(steps),
+        "collapsed": collapsed([step["reward_mean"] for step in steps]),
+        "ratio_proximal_behaviour_max": max(step["ratio_proximal_behaviour_max"] for step in steps),
+        **{metric: fmean(step[metric] for step in late) for metric in means},
+    }
+
+
+def collapsed(rewards: list[float]) -> bool:
+    """Whether the reward ended below half of its best, both as means over a tenth of the run."""
+    tenth = max(1, len(rewards) // 10)
+    starts = range(0, len(rewards) - tenth + 1, tenth)
+    means = [fmean(rewards[start : start + tenth]) for start in starts]
+    return means[-1] < max(means) / 2
+
+
+if __name__ == "__main__":
+    main()
