@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.architecture import Architecture
-from qurl_megatron.avg_at_k import Average, EvalConfig, averages, measure
+from qurl_megatron.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.batch import Prompt
 from qurl_megatron.config import ConfigError, validate_server
 from qurl_megatron.data import read_problems, tokenise
@@ -36,7 +36,9 @@ def run(config: EvalConfig) -> None:
     if output.exists():
         raise ConfigError(f"output={output}: exists; choose another directory")
     if not config.data:
-        raise ConfigError("data: missing; give at least one .jsonl file or reasoning_gym:TASK")
+        raise ConfigError(
+            "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
+        )
     if config.format == "fp8-block" and device.accelerator() == "cpu":
         raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
     with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
@@ -66,9 +68,16 @@ def run(config: EvalConfig) -> None:
             client = RolloutClient([server], tokenizer, architecture.eos_token_ids)
             found: dict[str, dict[str, Average]] = {}
             for number, (data, some) in enumerate(prompts.items()):
-                results = measure(client, some, config)
-                lines = (json.dumps(dataclasses.asdict(result)) for result in results)
-                write_whole(output / f"answers_{number}.jsonl", "\n".join(lines) + "\n")
+                results = measure(
+                    client,
+                    some,
+                    config.reward,
+                    config.max_response_length,
+                    k=config.k,
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                )
+                write_answers(results, output / f"answers_{number}.jsonl")
                 found[data] = averages(results)
         finally:
             server.stop()

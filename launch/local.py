@@ -60,7 +60,7 @@ def run(config: Config) -> int:
 def _start_servers(config: Config, logs: Path, servers: dict[str, list[Server]]) -> None:
     """Fill `servers` as they start, so that those already there are ended if one does not."""
     sets = {"rollout": (config.rollout.server, config.quantization.format)}
-    if config.evaluation.problems:
+    if config.evaluation.wanted:
         sets["evaluation"] = (config.evaluation.server, "bf16")
     for name, (server, weight_format) in sets.items():
         servers[name] = [

@@ -7,16 +7,24 @@ share of k sampled answers that are. Both with the standard error over problems.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated
-
-from annotated_types import Gt, Le
 
 from qurl_megatron import rewards
 from qurl_megatron.batch import Completion, Prompt
-from qurl_megatron.config import Count, CountOrNone, Positive, Reward, ServerConfig, WeightFormat
+from qurl_megatron.config import (
+    Count,
+    CountOrNone,
+    Positive,
+    Reward,
+    ServerConfig,
+    TopP,
+    WeightFormat,
+)
+from qurl_megatron.files import write_whole
 from qurl_megatron.rollout import RolloutClient
 
 
@@ -29,7 +37,7 @@ class EvalConfig:
     reward: Reward = "math"
     k: CountOrNone = 0  # sampled answers a problem; 0: Avg@1 only
     temperature: Positive = 1.0  # of sampled answers
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_p: TopP = 1.0
     format: WeightFormat = "bf16"  # of the served weights
     max_prompt_length: Count = 1024
     max_response_length: Count = 1024
@@ -56,6 +64,7 @@ class Answer:
     text: str
     reward: float
     truncated: bool
+    verifier_failed: bool  # it raised or timed out, and the reward is 0
 
 
 @dataclass(frozen=True)
@@ -69,38 +78,46 @@ class ProblemResult:
 
 
 def measure(
-    client: RolloutClient, prompts: list[Prompt], config: EvalConfig
+    client: RolloutClient,
+    prompts: list[Prompt],
+    reward: str,
+    max_response_length: int,
+    *,
+    k: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> list[ProblemResult]:
-    """Answers to every prompt, greedy and sampled, with what they are worth. Main thread only."""
+    """Answers to every prompt, a greedy one and `k` sampled, with what they are worth.
 
-    greedy = greedy_answers(client, prompts, config.reward, config.max_response_length)
-    sampled: list[list[Answer]] = [[] for _ in prompts]
-    if config.k:
-        groups = client.generate(
-            prompts,
-            completions_per_prompt=config.k,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_response_length=config.max_response_length,
-        )
-        sampled = _scored(config.reward, prompts, groups)
-    return [
-        ProblemResult(prompt.question, prompt.answer, one, many)
-        for prompt, one, many in zip(prompts, greedy, sampled, strict=True)
-    ]
-
-
-def greedy_answers(
-    client: RolloutClient, prompts: list[Prompt], reward: str, max_response_length: int
-) -> list[Answer]:
-    """The greedy answer to every prompt and what it is worth. Main thread only."""
+    Main thread only.
+    """
     groups = client.generate(
         prompts,
         completions_per_prompt=1,
         temperature=0.0,
         max_response_length=max_response_length,
     )
-    return [answer for (answer,) in _scored(reward, prompts, groups)]
+    greedy = [answer for (answer,) in _scored(reward, prompts, groups)]
+    sampled: list[list[Answer]] = [[] for _ in prompts]
+    if k:
+        groups = client.generate(
+            prompts,
+            completions_per_prompt=k,
+            temperature=temperature,
+            top_p=top_p,
+            max_response_length=max_response_length,
+        )
+        sampled = _scored(reward, prompts, groups)
+    return [
+        ProblemResult(prompt.question, prompt.answer, one, many)
+        for prompt, one, many in zip(prompts, greedy, sampled, strict=True)
+    ]
+
+
+def write_answers(results: list[ProblemResult], path: Path) -> None:
+    """A jsonl of `results`, one problem a line."""
+    lines = (json.dumps(dataclasses.asdict(result)) + "\n" for result in results)
+    write_whole(path, "".join(lines))
 
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
@@ -116,6 +133,11 @@ def _scored(
     reward: str, prompts: list[Prompt], groups: list[list[Completion]]
 ) -> list[list[Answer]]:
     return [
-        [Answer(c.text, rewards.score(reward, c.text, prompt).value, c.truncated) for c in group]
+        [_answer(reward, prompt, one) for one in group]
         for prompt, group in zip(prompts, groups, strict=True)
     ]
+
+
+def _answer(reward: str, prompt: Prompt, completion: Completion) -> Answer:
+    score = rewards.score(reward, completion.text, prompt)
+    return Answer(completion.text, score.value, completion.truncated, score.failed)

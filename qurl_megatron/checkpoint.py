@@ -66,7 +66,7 @@ class RunState:
     step: int  # the last one done
     weight_version: int  # published after it
     time_s: float  # of RL so far
-    held_out_accuracy_before: float | None  # before the first RL step
+    evaluation_before: dict[str, Any]  # `Evaluation`, before the first RL step
     prompts: dict[str, Any]  # `PromptStream.state`
 
 

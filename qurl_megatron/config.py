@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,6 +31,9 @@ CountOrNone = Annotated[int, Ge(0)]  # 0 switches off what it counts
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Fraction = Annotated[float, Gt(0), Lt(1)]
+FractionOrNone = Annotated[float, Ge(0), Lt(1)]
+TopP = Annotated[float, Gt(0), Le(1)]
+Name = Annotated[str, pydantic.StringConstraints(pattern=r"^[\w-]+$")]
 
 
 class ConfigError(ValueError):
@@ -152,6 +156,14 @@ class ServerConfig:
 
 
 @dataclasses.dataclass
+class StageConfig:
+    """What a later stage of training samples in place of what `RolloutConfig` says."""
+
+    max_response_length: Count  # tokens
+    completions_per_prompt: Count
+
+
+@dataclasses.dataclass
 class RolloutConfig:
     """What is sampled at each step."""
 
@@ -164,12 +176,27 @@ class RolloutConfig:
     max_response_length: Count = 1024  # tokens
     dynamic_sampling_tries: CountOrNone = 0  # rounds of new prompts for groups of equal rewards
     soft_overlong_tokens: CountOrNone = 0  # last tokens of a response over which reward falls by 1
+    stages: dict[Annotated[int, Ge(2)], StageConfig] = dataclasses.field(
+        default_factory=dict
+    )  # by the step they begin with; weights, optimizer and place in the data go on
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
 
     @property
+    def longest_response(self) -> int:
+        """Of all stages, in tokens."""
+        later = [stage.max_response_length for stage in self.stages.values()]
+        return max([self.max_response_length, *later])
+
+    @property
     def max_length(self) -> int:
-        """Of prompt and response together, in tokens."""
-        return self.max_prompt_length + self.max_response_length
+        """Of prompt and response together, in any stage, in tokens."""
+        return self.max_prompt_length + self.longest_response
+
+    def at(self, step: int) -> RolloutConfig:
+        """What is sampled at `step`, in the words of a single stage."""
+        begun = [first for first in self.stages if first <= step]
+        changes = vars(self.stages[max(begun)]) if begun else {}
+        return dataclasses.replace(self, stages={}, **changes)
 
 
 @dataclasses.dataclass
@@ -185,12 +212,26 @@ class WarmupConfig:
 
 @dataclasses.dataclass
 class EvaluationConfig:
-    """Held-out accuracy, greedy, on a BF16 server that is sent the full-precision weights."""
+    """Accuracy on a BF16 server that is sent the full-precision weights.
 
-    problems: CountOrNone = 512  # held-out problems at most; 0 leaves evaluation out
-    held_out_fraction: Fraction = 0.1  # of the data, by a hash of the question
+    Greedy on problems held out of the run's data; Avg@1 and Avg@k on files of their own.
+    """
+
+    problems: CountOrNone = 512  # held-out problems at most; 0 measures none
+    held_out_fraction: FractionOrNone = 0.1  # of the data, by a hash of the question; 0: none
+    data: dict[Name, str] = dataclasses.field(
+        default_factory=dict
+    )  # files by the name they are reported under, each as `Config.data`
+    k: CountOrNone = 0  # sampled answers to each problem of these files; 0: Avg@1 only
+    temperature: Positive = 1.0  # of sampled answers
+    top_p: TopP = 1.0
     every_steps: CountOrNone = 0  # 0: only before the first step and after the last
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to measure, and so a server for it."""
+        return bool(self.data or (self.problems and self.held_out_fraction))
 
 
 @dataclasses.dataclass
@@ -206,13 +247,14 @@ class Config:
     """A run."""
 
     model: str = ""  # Hugging Face directory: config.json, tokenizer, safetensors
-    data: str = ""  # jsonl file, or reasoning_gym:TASK
+    data: str = ""  # .jsonl, .json or .parquet file, dataset directory, or reasoning_gym:TASK
     data_options: dict[str, Any] = dataclasses.field(
         default_factory=dict
     )  # of the reasoning-gym task
     reward: Reward = "math"
     name: str = ""  # of the run's directory; empty: recipe and time
     output_dir: str = "runs"
+    wandb_project: str = ""  # of Weights & Biases, which is then told every metric; empty: none
     seed: int = 0
     steps: Count = 100  # rollout steps
     time_limit_s: Positive | None = None  # RL ends after the step that passes it
@@ -234,7 +276,14 @@ class Config:
 
 T = TypeVar("T")
 
-_FREE_FORM = {"data_options", "quantization.uaq.layer_scales"}  # dicts of any keys
+# Dicts of any keys; a stage is given as {max_response_length: 8, completions_per_prompt: 8}.
+_FREE_FORM = {
+    "data_options",
+    "evaluation.data",
+    "quantization.uaq.layer_scales",
+    "rollout.stages",
+}
+HELD_OUT = "held_out"  # what evaluation on problems of the run's own data goes by
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -286,19 +335,14 @@ def validate(config: Config) -> Architecture:
     Raises:
         ConfigError: the first thing that does not fit: `field=value: what is wrong`.
     """
-    rollout, learner, optimizer = config.rollout, config.learner, config.optimizer
+    rollout = config.rollout
     if rollout.top_p != 1 or rollout.top_k != -1:
         field = "top_p" if rollout.top_p != 1 else "top_k"
         raise ConfigError(
             f"rollout.{field}={getattr(rollout, field)}: training wants top_p=1 and top_k=-1,"
             " because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
         )
-    if rollout.soft_overlong_tokens >= rollout.max_response_length:
-        raise ConfigError(
-            f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
-            f"rollout.max_response_length={rollout.max_response_length}"
-        )
-    if config.warmup.max_steps and not config.evaluation.problems:
+    if config.warmup.max_steps and not config.evaluation.wanted:
         raise ConfigError(
             "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
             "server; ask for problems, or set warmup.max_steps=0"
@@ -308,20 +352,21 @@ def validate(config: Config) -> Architecture:
             f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
             "the model before its warm-up; set it to 0, or warmup.max_steps=0"
         )
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
-    parts = optimizer.minibatches_per_step * learner.data_parallel_size
-    if rows % parts:
+    rows = [_validate_stage(config, first) for first in (1, *rollout.stages)]
+    if HELD_OUT in config.evaluation.data:
         raise ConfigError(
-            f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's {rows} "
-            "completions (rollout.prompts_per_step x completions_per_prompt) do not divide into "
-            f"minibatches x {learner.data_parallel_size} data-parallel ranks"
+            f"evaluation.data.{HELD_OUT}: problems of the run's own data go by that name; choose "
+            "another"
         )
     if not config.data:
-        raise ConfigError("data=: missing; give a .jsonl file or reasoning_gym:TASK")
-    if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
         raise ConfigError(
-            "rollout.completions_per_prompt=1: grpo compares the completions of a prompt and wants "
-            "two at least; advantage_estimator=gae takes one"
+            "data=: missing; give a .jsonl or .parquet file, a dataset directory or "
+            "reasoning_gym:TASK"
+        )
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"wandb_project={config.wandb_project}: the package wandb is not installed; "
+            "pip install wandb, or leave wandb_project empty"
         )
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
@@ -375,10 +420,36 @@ _FIXED = {
     "data": _IN_DATA,  # and data_options
     "seed": _IN_DATA,
     "evaluation.held_out_fraction": _IN_DATA,
+    "evaluation.data": _IN_DATA,  # its questions are not trained on
     "warmup.": "its warm-up is over",
     "name": "is kept under it",
     "output_dir": "is kept there",
 }
+
+
+def _validate_stage(config: Config, first_step: int) -> int:
+    """How many completions a step has in the stage that begins with `first_step`."""
+    rollout, learner, optimizer = config.rollout.at(first_step), config.learner, config.optimizer
+    field = f"rollout.stages.{first_step}" if first_step > 1 else "rollout"
+    if rollout.soft_overlong_tokens >= rollout.max_response_length:
+        raise ConfigError(
+            f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
+            f"{field}.max_response_length={rollout.max_response_length}"
+        )
+    if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
+        raise ConfigError(
+            f"{field}.completions_per_prompt=1: grpo compares the completions of a prompt and "
+            "wants two at least; advantage_estimator=gae takes one"
+        )
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    parts = optimizer.minibatches_per_step * learner.data_parallel_size
+    if rows % parts:
+        raise ConfigError(
+            f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's {rows} "
+            f"completions (rollout.prompts_per_step x {field}.completions_per_prompt) do not "
+            f"divide into minibatches x {learner.data_parallel_size} data-parallel ranks"
+        )
+    return rows
 
 
 def _validate_model(config: Config) -> Architecture:
@@ -420,7 +491,8 @@ def _validate_model(config: Config) -> Architecture:
     return architecture
 
 
-def _validate_critic(config: Config, policy: Architecture, rows: int) -> None:
+def _validate_critic(config: Config, policy: Architecture, rows: list[int]) -> None:
+    """`rows` are the completions of a step, in each stage."""
     critic = config.critic
     layout = critic.layout(config.learner)
     if layout.world_size != config.learner.world_size:
@@ -430,10 +502,11 @@ def _validate_critic(config: Config, policy: Architecture, rows: int) -> None:
             f"{config.learner.world_size} ranks"
         )
     parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
-    if rows % parts:
+    uneven = next((count for count in rows if count % parts), None)
+    if uneven is not None:
         raise ConfigError(
             f"critic.optimizer.minibatches_per_step={critic.optimizer.minibatches_per_step}: a "
-            f"step's {rows} completions do not divide into minibatches x "
+            f"step's {uneven} completions do not divide into minibatches x "
             f"{layout.data_parallel_size} data-parallel ranks of the critic"
         )
     directory = Path(critic.model or config.model)

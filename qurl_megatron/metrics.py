@@ -1,14 +1,28 @@
-"""What a run measures: one `StepMetrics` a step, written to metrics.jsonl and shown as it comes."""
+"""What a run measures: one `StepMetrics` a step, logged and shown as it comes.
+
+    metrics.jsonl     every field of `StepMetrics`, one line a step
+    weights.jsonl     what a publish showed of every quantised weight
+    evaluation/       what was answered at each evaluation
+    tensorboard/      the fields of metrics.jsonl as curves
+    wandb/            the same for Weights & Biases, where the run asks for it
+    summary.json      `RunSummary`, when the run is complete
+
+Each step is there once, however often the run was stopped: what was logged after the checkpoint a
+run goes on from is taken back. Weights & Biases takes nothing back: there each part of a run, from
+one start to the next stop, is a run of its own in the group of the run's name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +31,36 @@ from rich.table import Table
 
 from qurl_megatron.config import Config
 from qurl_megatron.files import read_json_lines, write_whole
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+Averages = dict[str, dict[str, float]]
+"""`Avg@1` and, where answers were sampled, `Avg@k sampled` -> `mean` and `standard_error`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What the policy scores in full precision, at one point of a run."""
+
+    held_out_accuracy: float | None = None  # greedy; None where nothing is held out
+    files: dict[str, Averages] = dataclasses.field(default_factory=dict)  # of evaluation.data
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What was measured and what it came to, for a person."""
+        shown = [] if self.held_out_accuracy is None else [f"{self.held_out_accuracy:.1%}"]
+        named = [("held-out accuracy", value) for value in shown]
+        for name, averages in self.files.items():
+            for what, average in averages.items():
+                value = f"{average['mean']:.1%} \N{PLUS-MINUS SIGN} {average['standard_error']:.1%}"
+                named.append((f"{name} {what}", value))
+        return named
+
+
+def evaluation_directory(run_dir: Path, step: int) -> Path:
+    """Where the answers of an evaluation are: a jsonl each of held-out problems and of files."""
+    return run_dir / "evaluation" / f"step_{step:06}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +100,9 @@ class StepMetrics:
     value_loss: float | None = None  # of PPO's critic, as the next two: see `critic.py`
     value_clip_fraction: float | None = None
     value_explained_variance: float | None = None
-    held_out_accuracy: float | None = None  # on steps that evaluate
+    # On steps that evaluate: `Evaluation`.
+    held_out_accuracy: float | None = None
+    evaluation: dict[str, Averages] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +111,8 @@ class RunSummary:
 
     held_out_accuracy_before: float | None  # before the first RL step, in full precision
     held_out_accuracy_after: float | None
+    evaluation_before: dict[str, Averages]  # of evaluation.data
+    evaluation_after: dict[str, Averages]
     steps: int
     time_s: float  # of RL: without start-up and warm-up
     weight_version: int  # published, to the rollout servers
@@ -86,7 +134,7 @@ class Clock:
 
 
 class RunLog:
-    """Writes metrics.jsonl and weights.jsonl and draws progress: live on a terminal, else in lines.
+    """Logs a run and draws its progress: live on a terminal, else in lines.
 
     Every learner rank has one; only the one that `writes` does anything.
     """
@@ -96,7 +144,9 @@ class RunLog:
         self._console = Console(quiet=not writes)
         self._writes = writes
         self._start = time.perf_counter()
-        self.held_out_accuracy_before: float | None = None
+        self.before = Evaluation()
+        self._curves: SummaryWriter | None = None
+        self._wandb: wandb.Run | None = None
         self._steps: list[StepMetrics] = []
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -112,22 +162,21 @@ class RunLog:
         """One line outside the display."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def start(self, held_out_accuracy: float | None) -> None:
-        """RL begins now, with this accuracy."""
-        self._begin(after_step=0, time_s=0.0, held_out_accuracy_before=held_out_accuracy)
-        if held_out_accuracy is not None:
-            self.say(f"held-out accuracy before RL {held_out_accuracy:.1%}")
+    def start(self, before: Evaluation) -> None:
+        """RL begins now, with a policy that scores this."""
+        self._begin(after_step=0, time_s=0.0, before=before)
+        for what, value in before.lines():
+            self.say(f"{what} before RL {value}")
+        self._draw(0, {"held_out_accuracy": before.held_out_accuracy, "evaluation": before.files})
 
-    def resume(self, step: int, time_s: float, held_out_accuracy_before: float | None) -> None:
+    def resume(self, step: int, time_s: float, before: Evaluation) -> None:
         """RL goes on after `step`, `time_s` into it."""
-        self._begin(step, time_s, held_out_accuracy_before)
+        self._begin(step, time_s, before)
         self.say(f"going on after step {step}")
 
-    def _begin(
-        self, after_step: int, time_s: float, held_out_accuracy_before: float | None
-    ) -> None:
+    def _begin(self, after_step: int, time_s: float, before: Evaluation) -> None:
         """What an earlier part of the run has logged of later steps is taken back."""
-        self.held_out_accuracy_before = held_out_accuracy_before
+        self.before = before
         self._start = time.perf_counter() - time_s
         if not self._writes:
             return
@@ -141,6 +190,11 @@ class RunLog:
         self._rewrite(
             "weights.jsonl", [line for line in publishes if line["weight_version"] <= version]
         )
+        last = evaluation_directory(run_dir, after_step)
+        for answers in last.parent.glob("step_*"):
+            if answers.name > last.name:
+                shutil.rmtree(answers)
+        self._open_curves(after_step)
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
@@ -150,12 +204,18 @@ class RunLog:
         """Of RL so far, all its parts together."""
         return time.perf_counter() - self._start
 
-    def write(self, metrics: StepMetrics, held_out_accuracy: float | None) -> None:
+    def write(self, metrics: StepMetrics, evaluation: Evaluation | None) -> None:
         if not self._writes:
             return
-        metrics = dataclasses.replace(metrics, held_out_accuracy=held_out_accuracy)
+        if evaluation is not None:
+            metrics = dataclasses.replace(
+                metrics,
+                held_out_accuracy=evaluation.held_out_accuracy,
+                evaluation=evaluation.files,
+            )
         self._steps.append(metrics)
         self._append("metrics.jsonl", dataclasses.asdict(metrics))
+        self._draw(metrics.step, dataclasses.asdict(metrics))
         if self._live is None:
             self.say(self._line(metrics))
         else:
@@ -173,13 +233,15 @@ class RunLog:
         limit_s = self._config.time_limit_s
         return limit_s is not None and self.time_s > limit_s
 
-    def finish(self, held_out_accuracy: float | None) -> None:
+    def finish(self, after: Evaluation) -> None:
         """End the display with what the run came to; summary.json says the same."""
         if not self._writes:
             return
         summary = RunSummary(
-            held_out_accuracy_before=self.held_out_accuracy_before,
-            held_out_accuracy_after=held_out_accuracy,
+            held_out_accuracy_before=self.before.held_out_accuracy,
+            held_out_accuracy_after=after.held_out_accuracy,
+            evaluation_before=self.before.files,
+            evaluation_after=after.files,
             steps=len(self._steps),
             time_s=self.time_s,
             weight_version=self._steps[-1].weight_version,
@@ -189,14 +251,15 @@ class RunLog:
         path = self._config.run_dir / "summary.json"
         path.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
-        self._console.print(self._closing_table(summary))
+        self._console.print(self._closing_table(summary, after))
 
-    def _closing_table(self, summary: RunSummary) -> Table:
+    def _closing_table(self, summary: RunSummary, evaluation: Evaluation) -> Table:
         table = Table(title=str(self._config.run_dir), show_header=False)
+        for when, measured in (("before RL", self.before), ("after", evaluation)):
+            for what, value in measured.lines():
+                table.add_row(f"{what} {when}", value)
         before, after = summary.held_out_accuracy_before, summary.held_out_accuracy_after
         if before is not None and after is not None:
-            table.add_row("held-out accuracy before RL", f"{before:.1%}")
-            table.add_row("held-out accuracy after", f"{after:.1%}")
             table.add_row("gained", f"{100 * (after - before):+.1f} points")
         table.add_row("steps", f"{summary.steps}")
         table.add_row("time of RL", f"{summary.time_s:.0f} s")
@@ -206,10 +269,47 @@ class RunLog:
         return table
 
     def close(self) -> None:
-        """Leave the display's last state on the screen."""
+        """Leave the display's last state on the screen, and end what draws curves."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._curves is not None:
+            self._curves.close()
+            self._curves = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def _open_curves(self, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard then forgets what an earlier part of the run has written of later steps.
+        self._curves = SummaryWriter(
+            str(self._config.run_dir / "tensorboard"),
+            purge_step=after_step + 1 if after_step else 0,
+        )
+        if self._config.wandb_project:
+            import wandb  # no requirement: only those who ask for it need it
+
+            self._wandb = wandb.init(
+                project=self._config.wandb_project,
+                group=self._config.name,
+                name=f"{self._config.name} from step {after_step + 1}",
+                dir=self._config.run_dir,
+                config=dataclasses.asdict(self._config),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+
+    def _draw(self, step: int, measured: dict[str, Any]) -> None:
+        """A point of every curve there is a number of."""
+        if self._curves is None:
+            return
+        values = dict(_values(measured))
+        for name, value in values.items():
+            self._curves.add_scalar(name, value, step)
+        self._curves.flush()
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self._config.run_dir / name).open("a") as file:
@@ -242,3 +342,12 @@ class RunLog:
             ("tokens/s", f"{metrics.rollout_tokens_per_s:.0f}"),
             ("version", f"{metrics.weight_version}"),
         ]
+
+
+def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of nested dicts by its path: `evaluation/NAME/Avg@1/mean`. `step` is left out."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _values(value, f"{prefix}{name}/")
+        elif value is not None and name != "step":
+            yield prefix + name, float(value)

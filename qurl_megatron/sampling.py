@@ -13,7 +13,7 @@ from typing import Any
 from qurl_megatron import rewards
 from qurl_megatron.advantages import grpo_advantages, soft_overlong_penalty, teaches_nothing
 from qurl_megatron.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
-from qurl_megatron.config import Config
+from qurl_megatron.config import Config, RolloutConfig
 from qurl_megatron.data import PromptStream
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.rollout import RolloutClient
@@ -53,35 +53,36 @@ class Sampler:
         if rank() == 0:
             self._stream.restore(state)
 
-    def sample(self) -> tuple[TrainBatch, SampleSummary]:
-        """The next prompts' completions, scored and laid out, without proximal log-probs."""
-        return from_rank_zero(self._sample)
+    def sample(self, step: int) -> tuple[TrainBatch, SampleSummary]:
+        """The next prompts' completions, scored and laid out, without proximal log-probs.
+
+        As many and as long as the stage that `step` is in says.
+        """
+        return from_rank_zero(lambda: self._sample(self._config.rollout.at(step)))
 
     def answers(self) -> TrainBatch:
         """The next prompts with their own answers as responses, for supervised training."""
         return from_rank_zero(self._answers)
 
-    def _sample(self) -> tuple[TrainBatch, SampleSummary]:
-        rollout = self._config.rollout
-        groups, failures = self._groups(rollout.prompts_per_step)
+    def _sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary]:
+        groups, failures = self._groups(rollout, rollout.prompts_per_step)
         sampled = list(groups)
         for _ in range(rollout.dynamic_sampling_tries):
             dull = [row for row, group in enumerate(groups) if teaches_nothing(group.rewards)]
             if not dull:
                 break
-            others, failed = self._groups(len(dull))
+            others, failed = self._groups(rollout, len(dull))
             sampled += others
             failures += failed
             for row, other in zip(dull, others, strict=True):
                 groups[row] = other
-        penalised = [self._penalised(group) for group in groups]
+        penalised = [_penalised(group, rollout) for group in groups]
         # PPO's come of its critic; in their place until then are GRPO's, 0 for groups of one.
         batch = pack(groups, penalised, grpo_advantages(penalised), self._pad_token_id)
         return batch, _summary(sampled, failures, replaced=len(sampled) - len(groups))
 
-    def _groups(self, prompts_count: int) -> tuple[list[RolloutGroup], int]:
+    def _groups(self, rollout: RolloutConfig, prompts_count: int) -> tuple[list[RolloutGroup], int]:
         """The next prompts' completions with their rewards, and how many verifiers failed."""
-        rollout = self._config.rollout
         prompts = self._stream.next(prompts_count)
         answers = self._client.generate(
             prompts,
@@ -99,16 +100,6 @@ class Sampler:
             failures += sum(score.failed for score in scores)
         return groups, failures
 
-    def _penalised(self, group: RolloutGroup) -> list[float]:
-        rollout = self._config.rollout
-        return [
-            reward
-            + soft_overlong_penalty(
-                len(completion.token_ids), rollout.max_response_length, rollout.soft_overlong_tokens
-            )
-            for reward, completion in zip(group.rewards, group.completions, strict=True)
-        ]
-
     def _answers(self) -> TrainBatch:
         groups = []
         for prompt in self._stream.next(self._config.warmup.batch_size):
@@ -123,6 +114,16 @@ class Sampler:
     def _pad_token_id(self) -> int:
         padding = self._tokenizer.pad_token_id
         return self._tokenizer.eos_token_id if padding is None else padding
+
+
+def _penalised(group: RolloutGroup, rollout: RolloutConfig) -> list[float]:
+    return [
+        reward
+        + soft_overlong_penalty(
+            len(completion.token_ids), rollout.max_response_length, rollout.soft_overlong_tokens
+        )
+        for reward, completion in zip(group.rewards, group.completions, strict=True)
+    ]
 
 
 def _summary(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:

@@ -29,7 +29,7 @@ from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
 from qurl_megatron.export import export
 from qurl_megatron.learner import Learner, Update
-from qurl_megatron.metrics import Clock, RunLog, StepMetrics
+from qurl_megatron.metrics import Clock, Evaluation, RunLog, StepMetrics
 from qurl_megatron.objective import policy_objective, rollout_statistics, token_weights
 from qurl_megatron.publish import Published, Publisher
 from qurl_megatron.report import write_report
@@ -53,13 +53,14 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
         if steps_done is None:
             if config.warmup.max_steps:
                 warm_up(config, learner, parts.sampler.answers, parts.warmup_accuracy, log.say)
-            log.start(parts.held_out_accuracy())
+            log.start(parts.evaluate(step=0))
             steps_done = 0
         publisher.publish()
+        step, evaluation = steps_done, None
         for step in range(steps_done + 1, config.steps + 1):
             clock = Clock()
             with clock("rollout"):
-                batch, summary = parts.sampler.sample()
+                batch, summary = parts.sampler.sample(step)
             with clock("proximal"):
                 batch.proximal_logprobs, entropy = learner.logprobs_and_entropy(
                     batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
@@ -81,14 +82,15 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
             metrics = step_metrics(
                 config, step, batch, summary, entropy, critic_metrics, updates, published, clock
             )
-            log.write(metrics, parts.held_out_accuracy() if is_evaluated(config, step) else None)
+            evaluation = parts.evaluate(step) if is_evaluated(config, step) else None
+            log.write(metrics, evaluation)
             log.write_weights(published.version, weight_metrics(published.conversion))
             parts.checkpoint(step, published.version)
             if device.from_rank_zero(log.time_is_up):
                 break
         parts.checkpoints.poll(wait=True)
         export(learner, Path(config.model), config.run_dir / "final_model", config.quantization.uaq)
-        log.finish(parts.held_out_accuracy())
+        log.finish(evaluation or parts.evaluate(step))
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")
 
@@ -158,7 +160,7 @@ def step_metrics(
         response_truncated_fraction=summary.response_truncated_fraction,
         verifier_failures=summary.verifier_failures,
         groups_replaced=summary.groups_replaced,
-        **rollout_statistics(
+        **rollout_statistics(  # type: ignore[arg-type]  # it has none but floats' names
             batch.proximal_logprobs,
             batch.behaviour_logprobs,
             batch.loss_mask,
@@ -208,6 +210,7 @@ class Parts:
     sampler: Sampler
     evaluator: Evaluator | None
     held_out: list[Prompt]
+    files: dict[str, list[Prompt]]
     warmup_check: list[Prompt]
     log: RunLog
     checkpoints: Checkpoints
@@ -221,7 +224,7 @@ class Parts:
         self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts)
         self.publisher.version = state.weight_version - 1  # the first publish gives it again
-        self.log.resume(state.step, state.time_s, state.held_out_accuracy_before)
+        self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step
 
     def checkpoint(self, step: int, weight_version: int) -> None:
@@ -233,13 +236,15 @@ class Parts:
                     step=step,
                     weight_version=weight_version,
                     time_s=self.log.time_s,
-                    held_out_accuracy_before=self.log.held_out_accuracy_before,
+                    evaluation_before=asdict(self.log.before),
                     prompts=self.sampler.state(),
                 )
             )
 
-    def held_out_accuracy(self) -> float | None:
-        return self.evaluator.accuracy(self.held_out) if self.evaluator else None
+    def evaluate(self, step: int) -> Evaluation:
+        if self.evaluator is None:
+            return Evaluation()
+        return self.evaluator.evaluate(step, self.held_out, self.files)
 
     def warmup_accuracy(self) -> float:
         assert self.evaluator is not None  # `validate` refuses a warm-up without one
@@ -251,8 +256,9 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     training: list[Prompt] = []
     held_out: list[Prompt] = []
+    files: dict[str, list[Prompt]] = {}
     if device.rank() == 0:
-        training, held_out = load_prompts(config, tokenizer)
+        training, held_out, files = load_prompts(config, tokenizer)
     check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     learner = Learner(
         Path(config.model),
@@ -288,12 +294,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
 
     evaluator = None
     if "evaluation" in servers:
-        evaluator = Evaluator(
-            publisher("evaluation", "bf16"),
-            clients["evaluation"],
-            config.reward,
-            config.rollout.max_response_length,
-        )
+        evaluator = Evaluator(config, publisher("evaluation", "bf16"), clients["evaluation"])
     return Parts(
         learner=learner,
         critic=critic,
@@ -301,6 +302,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         sampler=Sampler(config, clients["rollout"], training[check:], tokenizer),
         evaluator=evaluator,
         held_out=held_out[: config.evaluation.problems],
+        files=files,
         warmup_check=training[:check],
         log=log,
         checkpoints=checkpoints,
