@@ -221,6 +221,9 @@ def prepare(recipe: str, overrides: list[str]) -> Config:
 
     module = _recipe(recipe)
     config = configs.with_overrides(module.recipe(), overrides)
+    given = any(word.startswith("quantization.uaq.") for word in overrides)
+    if config.quantization.format == "bf16" and not given:
+        config.quantization.uaq = configs.UaqConfig(scale=1)  # nothing to make updates visible to
     config.name = config.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if config.run_dir.exists():
         raise configs.ConfigError(

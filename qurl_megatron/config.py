@@ -138,7 +138,7 @@ class UaqConfig:
 class QuantizationConfig:
     """How the rollout copy of the policy is made."""
 
-    format: WeightFormat = "int8"
+    format: WeightFormat = "int8"  # given bf16 alone, `qurl train` leaves a recipe's UAQ out
     uaq: UaqConfig = dataclasses.field(default_factory=UaqConfig)
     bucket_bytes: Annotated[int, Ge(1024 * 1024)] = 512 * 1024 * 1024  # most bytes sent at once
 

@@ -345,7 +345,7 @@ class RunLog:
 
 
 def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of nested dicts by its path: `evaluation/NAME/Avg@1/mean`. `step` is left out."""
+    """Every number of nested dicts, but `step`, by its path: `evaluation/NAME/Avg@1/mean`."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _values(value, f"{prefix}{name}/")

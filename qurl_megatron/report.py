@@ -14,8 +14,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -25,6 +27,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qurl_megatron.config import Config, ConfigError, load
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.metrics import Averages
 
 COLOURS = ("#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00")  # on light and dark
 INK = "#010203"  # stands for the page's own text colour, light or dark
@@ -60,12 +63,24 @@ class Run:
 
     name: str
     config: Config
-    steps: list[dict[str, float]]  # metrics.jsonl
+    steps: list[dict[str, Any]]  # metrics.jsonl
     weights: dict[str, dict[str, float]]  # of the last publish, by weight; weights.jsonl
-    summary: dict[str, float]  # empty until the run is complete
+    summary: dict[str, Any]  # empty until the run is complete
 
     def series(self, metric: str) -> list[float]:
         return [step[metric] for step in self.steps]
+
+    def evaluations(self) -> dict[str, dict[int, Averages]]:
+        """What evaluation on each file came to, by its name and by the steps it was made after."""
+        measured = {0: self.summary.get("evaluation_before")}
+        measured |= {step["step"]: step.get("evaluation") for step in self.steps}
+        if after := self.summary.get("evaluation_after"):
+            measured[self.steps[-1]["step"]] = after
+        found: dict[str, dict[int, Averages]] = {}
+        for step, files in measured.items():
+            for name, averages in (files or {}).items():
+                found.setdefault(name, {})[step] = averages
+        return found
 
     def early(self, metric: str) -> float:
         """Mean over the first tenth of the steps."""
@@ -145,6 +160,8 @@ def advice(run: Run) -> list[str]:
 
 def _page(runs: list[Run]) -> str:
     shown = [_panel(title, draw, runs) for title, draw in _PANELS]
+    files = dict.fromkeys(name for run in runs for name in run.evaluations())
+    shown += [_panel(f"Evaluation: {name}", _evaluation(name), runs) for name in files]
     shown += [_panel(f"Where a step's time goes: {run.name}", _times, [run]) for run in runs]
     layers = [
         _panel(f"{title}: {run.name}", _layers(metric), [run])
@@ -185,6 +202,20 @@ def _table(runs: list[Run]) -> str:
         value = run.summary.get(f"held_out_accuracy_{when}")
         return "not measured" if value is None else f"{value:.1%}"
 
+    def score(run: Run, name: str, what: str) -> str:
+        averages = [
+            found[what] for found in run.evaluations().get(name, {}).values() if what in found
+        ]
+        shown = [f"{a['mean']:.1%} \N{PLUS-MINUS SIGN} {a['standard_error']:.1%}" for a in averages]
+        return f"{shown[0]} \N{RIGHTWARDS ARROW} {shown[-1]}" if shown else "not measured"
+
+    measures = dict.fromkeys(
+        (name, what)
+        for run in runs
+        for name, found in run.evaluations().items()
+        for averages in found.values()
+        for what in averages
+    )
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("objective", lambda run: run.config.objective.objective),
         ("rollout weights", lambda run: run.config.quantization.format),
@@ -199,6 +230,10 @@ def _table(runs: list[Run]) -> str:
         ("seconds a publish", lambda run: f"{fmean(run.series('time_publish_s')):.3f}"),
         ("bytes a publish", lambda run: f"{run.steps[-1]['publish_bytes']:,}"),
     ]  # fmt: skip
+    rows += [
+        (f"{name} {what}, first and last measured", partial(score, name=name, what=what))
+        for name, what in measures
+    ]
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     body = "".join(
         f"<tr><th>{what}</th>{''.join(f'<td>{html.escape(of(run))}</td>' for run in runs)}</tr>"
@@ -268,6 +303,32 @@ def _reward(axes: Axes, runs: list[Run]) -> None:
                 measured.append((at, value))
         if measured:
             axes.plot(*zip(*sorted(measured), strict=True), "o", color=_colour(number))
+
+
+def _evaluation(name: str) -> Draw:
+    """Averages on one file with their standard errors, one line a run and measure, over steps."""
+
+    def draw(axes: Axes, runs: list[Run]) -> None:
+        several = len(runs) > 1
+        for number, run in enumerate(runs):
+            found = run.evaluations().get(name, {})
+            for style, what in enumerate(dict.fromkeys(w for a in found.values() for w in a)):
+                steps = [step for step, averages in found.items() if what in averages]
+                axes.errorbar(
+                    steps,
+                    [found[step][what]["mean"] for step in steps],
+                    yerr=[found[step][what]["standard_error"] for step in steps],
+                    color=_colour(number if several else style),
+                    linestyle=("-", "--")[style if several else 0],
+                    marker="o",
+                    markersize=3,
+                    label=f"{run.name}: {what}" if several else what,
+                )
+        axes.set_xlabel("step")
+        axes.set_ylabel("share of answers that are right")
+        axes.legend(fontsize=7)
+
+    return draw
 
 
 def _times(axes: Axes, runs: list[Run]) -> None:

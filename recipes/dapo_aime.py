@@ -1,12 +1,18 @@
-"""DAPO on AIME with QuRL: `qurl train dapo_aime model=DIR data=FILE`.
+"""DAPO on AIME 2024 with QuRL.
 
-`model` is Qwen2.5-7B-Math as a Hugging Face directory, `data` DAPO's 17k problems as a jsonl with
-`question` and `answer` on each line. From the QuRL paper, Section 5.1: 512 queries of 16 responses,
-200 steps at 1e-6, clip at 0.2 and 0.28, no KL; Section 5.2: s = 1.5. From DAPO: the token mean, 16
-minibatches a step, and the penalty over the last fifth of a response; of its dynamic sampling the
-number of tries is bounded here.
+    qurl train dapo_aime model=DIR data=dapo-math-17k.parquet \\
+        evaluation.data.aime24=aime-2024.parquet
 
-`quantization.format=fp8` or `=bf16` gives the paper's other two columns.
+`model` is Qwen2.5-7B-Math as a Hugging Face directory. `data` and the file to evaluate on are
+DAPO's own parquet files, in verl's format: `prompt`, a list of chat messages, and
+`reward_model.ground_truth`; their repeated rows count once.
+
+From the QuRL paper, Section 5.1: 512 queries of 16 responses, 200 steps at 1e-6, clip at 0.2 and
+0.28, no KL; Avg@1, and Avg@32 at temperature 1 and top_p 0.7. Section 5.2: s = 1.5. From DAPO: the
+token mean, 16 minibatches a step, and the penalty over the last fifth of a response; of its dynamic
+sampling the number of tries is bounded here.
+
+`quantization.format=fp8` and `=bf16` give the paper's other two columns; BF16 goes without UAQ.
 """
 
 from __future__ import annotations
@@ -41,5 +47,7 @@ def recipe() -> Config:
             dynamic_sampling_tries=4,
             soft_overlong_tokens=614,
         ),
-        evaluation=EvaluationConfig(every_steps=20),
+        evaluation=EvaluationConfig(
+            held_out_fraction=0.0, k=32, temperature=1.0, top_p=0.7, every_steps=20
+        ),
     )

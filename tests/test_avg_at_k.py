@@ -10,7 +10,7 @@ from qurl_megatron.avg_at_k import Answer, Average, ProblemResult, averages
 
 
 def result(greedy: float, *sampled: float) -> ProblemResult:
-    answers = [Answer("", reward, False) for reward in (greedy, *sampled)]
+    answers = [Answer("", reward, False, False) for reward in (greedy, *sampled)]
     return ProblemResult("question", "answer", answers[0], answers[1:])
 
 

@@ -71,7 +71,7 @@ def train(
         update = learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
         seen += [update.loss, update.grad_norm, update.learning_rate, value_loss]
         checkpoints.poll()
-        checkpoints.save(RunState(step, step + 1, 0.0, None, {"position": step}))
+        checkpoints.save(RunState(step, step + 1, 0.0, {}, {"position": step}))
         if step == killed_at:
             (directory / "manager").write_text(str(checkpoints._manager._process.pid))
             os.kill(os.getpid(), signal.SIGKILL)

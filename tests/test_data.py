@@ -1,11 +1,17 @@
 """Prompts: reading, refusing, splitting, tokenising and serving them."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import reasoning_gym
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -79,7 +85,13 @@ def test_jsonl_is_read_with_each_name_of_the_question(tmp_path: Path) -> None:
         ({"question": "3 + 3?", "answer": ["6"]}, "line 3: answer is a list; a string is wanted"),
         ({"answer": "6"}, "line 3: question is missing or empty"),
         ({"prompt": "", "answer": "6"}, "line 3: prompt is missing or empty"),
-        ({"prompt": [{"role": "user"}], "answer": "6"}, "line 3: prompt is a list"),
+        ({"prompt": [{"role": "user"}], "answer": "6"}, "line 3: prompt[0].content is missing"),
+        ({"prompt": [], "answer": "6"}, "line 3: prompt is a list, but not one of chat messages"),
+        ({"prompt": ["3 + 3?"], "answer": "6"}, "line 3: prompt is a list, but not one of chat"),
+        (
+            {"prompt": "3 + 3?", "reward_model": {"style": "rule"}},
+            "line 3: reward_model.ground_truth is missing or empty",
+        ),
         ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "line 3: metadata is a str"),
     ],
 )
@@ -96,11 +108,137 @@ def test_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
     for data, options, message in [
         (str(missing), {}, "missing.jsonl: no such file"),
         (str(empty), {}, "empty.jsonl: no problems"),
-        ("prompts.csv", {}, "'prompts.csv': unsupported; a .jsonl file or reasoning_gym:TASK"),
+        (write(tmp_path / "a.csv", GOOD), {}, "a.csv: unsupported; a .jsonl, .json, .parquet file"),
+        (str(tmp_path / "none"), {}, "none: no such file or directory"),
+        (str(tmp_path / "none:test"), {}, "none:test: no such file or directory"),
         (write(tmp_path / "a.jsonl", GOOD), {"size": 3}, "data_options.size"),
     ]:
         with pytest.raises(DataError, match=re.escape(message)):
             read_problems(data, options, "exact")
+
+
+CHAT = [{"role": "user", "content": "3 + 3?"}]
+VERL = {
+    "data_source": "math_dapo",
+    "prompt": CHAT,
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "6", "style": "rule"},
+    "extra_info": {"index": "a"},
+}
+GSM8K = {"question": "48 and half of it?", "answer": "48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72"}
+DEEPSCALER = {"problem": "What is $x$?", "answer": "\\frac{1}{2}", "solution": "It is a half."}
+
+
+def write_parquet(path: Path, *rows: Any) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "right", "wrong"),
+    [
+        (VERL, "3 + 3?", "It is \\boxed{6}", "\\boxed{7}"),
+        (GSM8K, "48 and half of it?", "She has #### 72", "She has #### 24"),
+        (DEEPSCALER, "What is $x$?", "\\boxed{0.5}", "\\boxed{2}"),
+    ],
+    ids=["verl", "gsm8k", "deepscaler"],
+)
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_files_as_they_are_published_are_read_and_scored(
+    row: dict[str, Any], question: str, right: str, wrong: str, suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    data = {
+        ".parquet": lambda: write_parquet(path, row, row),
+        ".jsonl": lambda: write(path, row, row),
+        ".json": lambda: write(path, [row, row]),
+    }[suffix]()
+    (problem,) = read_problems(data, {}, "math")
+    assert (problem.question, problem.messages[-1]["content"]) == (question, question)
+    assert score("math", right, problem) == (1.0, False)
+    assert score("math", wrong, problem) == (0.0, False)
+
+
+def test_broken_row_of_a_parquet_file_is_refused_with_its_number(tmp_path: Path) -> None:
+    data = write_parquet(tmp_path / "a.parquet", GOOD, {"question": "2 + 2?"}, GOOD)
+    with pytest.raises(DataError, match=r"a\.parquet row 2: answer is missing or empty"):
+        read_problems(data, {}, "exact")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"a\.parquet: not readable as parquet") as refusal:
+        read_problems(data, {}, "exact")
+    assert "\n" not in str(refusal.value)
+
+
+def questions(data: str) -> list[str]:
+    return [problem.question for problem in read_problems(data, {}, "exact")]
+
+
+def numbered(*numbers: int) -> list[dict[str, str]]:
+    return [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in numbers]
+
+
+def test_dataset_directory_is_read_by_its_splits(tmp_path: Path) -> None:
+    shards, saved = tmp_path / "shards", tmp_path / "saved"
+    (shards / "data").mkdir(parents=True)
+    write_parquet(shards / "data" / "train-00000-of-00002.parquet", *numbered(0, 1))
+    write_parquet(shards / "data" / "train-00001-of-00002.parquet", *numbered(2))
+    write_parquet(shards / "data" / "test-00000-of-00001.parquet", *numbered(3))
+    splits = {"train": numbered(0, 1, 2), "test": numbered(3)}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    ).save_to_disk(saved)
+    for directory in (shards, saved):
+        assert questions(str(directory)) == ["0 + 1?", "1 + 1?", "2 + 1?"]
+        assert questions(f"{directory}:test") == ["3 + 1?"]
+        with pytest.raises(DataError, match="no split 'tset'; name one of train, test"):
+            questions(f"{directory}:tset")
+
+
+def test_only_split_of_a_directory_needs_no_name(tmp_path: Path) -> None:
+    write(tmp_path / "test.jsonl", *numbered(1, 2))
+    assert questions(str(tmp_path)) == ["1 + 1?", "2 + 1?"]
+    datasets.Dataset.from_list(numbered(5)).save_to_disk(tmp_path / "saved")
+    assert questions(str(tmp_path / "saved")) == ["5 + 1?"]
+
+
+def test_broken_shard_is_named_with_its_line(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", *numbered(1))
+    write(tmp_path / "train-1.jsonl", *numbered(2), b"{broken")
+    with pytest.raises(DataError, match=r"train-1\.jsonl line 2: not JSON"):
+        questions(str(tmp_path))
+    datasets.Dataset.from_list([GOOD, {"question": "2?"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="saved split train row 2: answer is missing"):
+        questions(str(tmp_path / "saved"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: not a dataset's directory") as refusal:
+        questions(str(tmp_path / "empty"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_reading_a_directory_leaves_nothing_behind_and_asks_no_network(tmp_path: Path) -> None:
+    """In a process of its own, as the library reads its environment when it is imported."""
+    data, home, scratch = tmp_path / "data", tmp_path / "home", tmp_path / "scratch"
+    for directory in (data, home, scratch):
+        directory.mkdir()
+    write(data / "train.jsonl", GOOD)
+    script = (
+        "import socket, sys\n"
+        "def refuse(*_): raise AssertionError('a connection was made')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from qurl_megatron.data import read_problems\n"
+        f"print(len(read_problems({str(data)!r}, {{}}, 'exact')))\n"
+    )
+    environment = {"HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "1\n", done.stderr
+    assert list(scratch.iterdir()) == [] and list(home.iterdir()) == []
+    assert [path.name for path in data.iterdir()] == ["train.jsonl"]
 
 
 def test_line_that_reasoning_gym_cannot_score_is_refused_with_its_number(tmp_path: Path) -> None:
@@ -119,7 +257,7 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
     data = write(tmp_path / "chain_sum.jsonl", *entries)
     config = Config(data=str(data), reward="reasoning_gym")
     config.rollout.max_prompt_length = 256
-    prompts, held_out = load_prompts(config, character_tokenizer())
+    prompts, held_out, _ = load_prompts(config, character_tokenizer())
     assert len(prompts) + len(held_out) == len({entry["question"] for entry in entries}) >= 500
     for prompt in prompts + held_out:
         right = f"I add.\n<answer>{prompt.answer}</answer>"
@@ -141,12 +279,12 @@ def test_task_is_generated_with_its_options_and_without_repeated_questions() -> 
 
 
 def test_same_seed_gives_the_same_problems_and_another_one_others() -> None:
-    def questions(seed: int, options: dict[str, int]) -> list[str]:
+    def generated(seed: int, options: dict[str, int]) -> list[str]:
         options = {"size": 50, **options}
         return [p.question for p in read_problems(SPELL_BACKWARD, options, "exact", seed=seed)]
 
-    assert questions(0, {}) == questions(0, {}) != questions(1, {})
-    assert questions(1, {"seed": 0}) == questions(0, {})  # the task's own option wins
+    assert generated(0, {}) == generated(0, {}) != generated(1, {})
+    assert generated(1, {"seed": 0}) == generated(0, {})  # the task's own option wins
 
 
 @pytest.mark.parametrize(
@@ -207,6 +345,27 @@ def test_split_that_leaves_a_side_empty_is_refused() -> None:
     assert split(prompts("What is 1?"), 0.0).held_out == []
 
 
+def test_no_question_of_a_file_to_evaluate_on_is_trained_on(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", *numbered(*range(60)))
+    seen = [{"question": f" {n}  +\t1?", "answer": f"{n + 1}"} for n in range(50)]
+    tests = write(tmp_path / "b.jsonl", *seen, *numbered(1000))
+    config = Config(data=data, reward="exact")
+    config.evaluation.data = {"b": tests}
+    train, held_out, files = load_prompts(config, character_tokenizer())
+    assert len(files["b"]) == 51
+    assert 0 < len(train) < 10 and held_out
+    assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
+    config.evaluation.data = {"b": data}
+    with pytest.raises(DataError, match="every problem to train on is in evaluation.data too"):
+        load_prompts(config, character_tokenizer())
+
+
+def test_nothing_is_held_out_of_a_run_that_asks_for_nothing(tmp_path: Path) -> None:
+    config = Config(data=write(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
+    config.evaluation.held_out_fraction = 0.0
+    assert [len(part) for part in load_prompts(config, character_tokenizer())] == [60, 0, 0]
+
+
 def test_question_is_tokenised_as_it_stands_without_a_chat_template(tmp_path: Path) -> None:
     problems = read_problems(write(tmp_path / "a.jsonl", GOOD), {}, "exact")
     [prompt] = tokenise(problems, character_tokenizer(), max_prompt_length=6)
@@ -221,6 +380,33 @@ def test_chat_template_makes_it_the_users_turn_and_opens_the_assistants(tmp_path
     problems = read_problems(write(tmp_path / "a.jsonl", GOOD), {}, "exact")
     [prompt] = tokenise(problems, tokenizer, max_prompt_length=8)
     assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
+
+
+def test_chat_goes_through_the_chat_template_as_it_is(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(CHAT_TEMPLATE)
+    tokenizer.add_tokens(["<system>"], special_tokens=True)
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    problems = read_problems(
+        write(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {}, "math"
+    )
+    alone, after_system = tokenise(problems, tokenizer, max_prompt_length=100)
+    assert tokenizer.decode(alone.token_ids).replace(" ", "") == "<user>3+3?<assistant>"
+    shown = tokenizer.decode(after_system.token_ids).replace(" ", "")
+    assert shown == "<system>Bebrief.<user>3+3?<assistant>"
+    assert alone.id != after_system.id
+
+
+def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    data = write(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
+    problems = read_problems(data, {}, "math")
+    with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
+        tokenise(problems, character_tokenizer(), max_prompt_length=100)
+    (alone,) = tokenise(problems[:1], character_tokenizer(), max_prompt_length=100)
+    assert len(alone.token_ids) == len("3 + 3?")
+    strict = character_tokenizer("{{ raise_exception('system messages are not supported') }}")
+    with pytest.raises(DataError, match="line 1: the chat template refuses it.*not supported"):
+        tokenise(problems, strict, max_prompt_length=100)
 
 
 def test_prompt_that_is_too_long_is_refused_with_its_line_and_length(tmp_path: Path) -> None:
