@@ -306,7 +306,11 @@ def with_overrides(config: T, words: list[str]) -> T:
         free_form = ".".join(parents) in _FREE_FORM
         if not known or (leaf not in node and not free_form) or isinstance(node.get(leaf), dict):
             raise ConfigError(f"{path}: no such field{_suggestion(path, tree)}")
-        node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
+        try:
+            node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{word}: not readable as YAML ({reason})") from None
     return from_tree(type(config), tree)
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from math import sqrt
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qurl_megatron.avg_at_k import Answer, Average, ProblemResult, averages
+from qurl_megatron.avg_at_k import (
+    Answer,
+    Average,
+    ProblemResult,
+    averages,
+    measure,
+    write_answers,
+)
+from qurl_megatron.batch import Completion, Prompt
 
 
 def result(greedy: float, *sampled: float) -> ProblemResult:
@@ -25,3 +36,48 @@ def test_averages_are_over_problems_with_their_standard_error() -> None:
 
 def test_without_samples_there_is_avg_at_1_alone() -> None:
     assert averages([result(1)]) == {"Avg@1": Average(1.0, 0.0)}
+
+
+class Scripted:
+    """Answers greedily with what is right, and in samples with each of some texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self.settings: list[dict[str, Any]] = []
+
+    def generate(self, prompts: list[Prompt], **settings: Any) -> list[list[Completion]]:
+        self.settings.append(settings)
+        greedy = settings["temperature"] == 0
+        return [
+            [
+                Completion([1], [0.0], text, False, 1)
+                for text in ([p.answer] if greedy else self.texts)
+            ]
+            for p in prompts
+        ]
+
+
+PROMPT = Prompt("0", "question", "42", [1])
+
+
+def test_answers_are_greedy_and_sampled_as_asked_and_a_failed_verifier_is_seen(
+    tmp_path: Path,
+) -> None:
+    client = Scripted("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
+    results = measure(client, [PROMPT], "math", 64, k=4, temperature=0.6, top_p=0.95)  # type: ignore[arg-type]
+    greedy, sampled = client.settings
+    assert (greedy["completions_per_prompt"], greedy["temperature"]) == (1, 0.0)
+    assert (sampled["completions_per_prompt"], sampled["temperature"]) == (4, 0.6)
+    assert sampled["top_p"] == 0.95
+    found = averages(results)
+    assert (found["Avg@1"].mean, found["Avg@4 sampled"].mean) == (1.0, 0.25)
+    write_answers(results, tmp_path / "answers.jsonl")
+    (line,) = (json.loads(line) for line in (tmp_path / "answers.jsonl").open())
+    assert [a["reward"] for a in line["sampled"]] == [1, 0, 0, 0]
+    assert [a["verifier_failed"] for a in line["sampled"]] == [False, False, True, False]
+
+
+def test_without_k_only_a_greedy_answer_is_asked_for() -> None:
+    client = Scripted()
+    (found,) = measure(client, [PROMPT], "exact", 64)  # type: ignore[arg-type]
+    assert len(client.settings) == 1 and found.sampled == [] and found.greedy.reward == 1

@@ -9,11 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import recipes
 from qurl_megatron.cli import prepare
-from qurl_megatron.config import ConfigError, load
+from qurl_megatron.config import ConfigError, UaqConfig, load, with_overrides
 from qurl_megatron.data import DataError
 from tiny import build_tiny_model
 
@@ -49,18 +53,78 @@ def test_a_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path:
     assert (tmp_path / "first" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(recipes.__path__)])
+RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+
+
+def verl_row(n: int) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": f"What is {n} + 2?"}],
+        "reward_model": {"ground_truth": f"{n + 2}", "style": "rule"},
+    }
+
+
+def write_data(recipe: str, directory: Path) -> list[str]:
+    """A file to train on and one to evaluate on, as the recipe's docstring says they are."""
+    if recipe == "dapo_aime":
+        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+            table = pa.Table.from_pylist([verl_row(n) for n in rows])
+            pq.write_table(table, directory / f"{name}.parquet")
+        files = ["train.parquet", "test.parquet"]
+    elif recipe == "deepscaler_grpo":
+        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+            problems = [{"problem": f"What is {n} + 2?", "answer": f"{n + 2}"} for n in rows]
+            (directory / f"{name}.json").write_text(json.dumps(problems))
+        files = ["train.json", "test.json"]
+    elif recipe == "grpo":
+        (directory / "train.jsonl").write_text("\n".join(good_problems()))
+        (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
+        files = ["train.jsonl", "test.jsonl"]
+    else:
+        raise AssertionError(f"say here which files the recipe {recipe} takes")
+    return [f"data={directory / files[0]}", f"evaluation.data.test={directory / files[1]}"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("weight_format", ["bf16", "int8", "fp8"])
 def test_every_recipe_is_ready_to_start_in_every_format(
     name: str, weight_format: str, tmp_path: Path
 ) -> None:
+    """With its own numbers and files in its own format, on a tiny model of its architecture."""
+    recipe = importlib.import_module(f"recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
-    if not hasattr(importlib.import_module(f"recipes.{name}"), "build_model"):
-        build_tiny_model(tmp_path / "model", max_position_embeddings=32768)
-        (tmp_path / "problems.jsonl").write_text("\n".join(good_problems()))
-        words += [f"model={tmp_path / 'model'}", f"data={tmp_path / 'problems.jsonl'}"]
+    if not hasattr(recipe, "build_model"):
+        build_tiny_model(tmp_path / "model", "qwen2", max_position_embeddings=32768)
+        words += [f"model={tmp_path / 'model'}", *write_data(name, tmp_path)]
     config = prepare(name, words)
     assert load(tmp_path / "first" / "config.yaml") == config
+
+    given = with_overrides(recipe.recipe(), words)
+    given.model, given.name = config.model, config.name
+    assert given.quantization.uaq.scale >= 1
+    if weight_format == "bf16":
+        given.quantization.uaq = UaqConfig(scale=1)
+    assert config == given  # nothing of the recipe's had to give way
+
+
+def test_uaq_goes_with_a_quantised_rollout_unless_it_is_asked_for(tmp_path: Path) -> None:
+    words = [f"output_dir={tmp_path}", "quantization.format=bf16"]
+    assert prepare("quickstart", [*words, "name=without"]).quantization.uaq.scale == 1
+    words += ["quantization.uaq.scale=2"]
+    assert prepare("quickstart", [*words, "name=with"]).quantization.uaq.scale == 2
+
+
+def test_deepscalers_stages_are_those_of_the_paper() -> None:
+    config = importlib.import_module("recipes.deepscaler_grpo").recipe()
+    stages = [(step, config.rollout.at(step)) for step in (1, 800, 801, 1200, 1201, config.steps)]
+    assert [(step, s.max_response_length, s.completions_per_prompt) for step, s in stages] == [
+        (1, 8192, 8),
+        (800, 8192, 8),
+        (801, 16384, 16),
+        (1200, 16384, 16),
+        (1201, 24576, 16),
+        (1600, 24576, 16),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +133,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
         ("model=/no/such/model", "/no/such/model"),
         ("data=/no/such/file.jsonl", "/no/such/file.jsonl"),
         ("data=reasoning_gym:no_such_task", "no_such_task"),
+        ("evaluation.data.aime=/no/such/aime.parquet", "/no/such/aime.parquet"),
         ("learner.tensor_parallel_size=3", "3"),
         ("learner.pipeline_parallel_size=5", "5"),
         ("rollout.top_p=0.9", "rollout.top_p=0.9"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import pkgutil
 import re
 from pathlib import Path
@@ -63,8 +63,49 @@ def test_a_layer_may_be_given_a_scale_of_its_own() -> None:
     assert config.quantization.uaq.layer_scales == {3: 1.25}
 
 
+STAGES = [
+    "rollout.stages.4={max_response_length: 12, completions_per_prompt: 4}",
+    "rollout.stages.7={max_response_length: 10, completions_per_prompt: 2}",
+]
+
+
+def test_a_later_stage_changes_length_and_group_and_nothing_else() -> None:
+    words = ["rollout.max_response_length=6", "rollout.completions_per_prompt=8"]
+    rollout = with_overrides(Config(), [*STAGES, *words, "rollout.temperature=0.6"]).rollout
+    shapes = [
+        (rollout.at(step).max_response_length, rollout.at(step).completions_per_prompt)
+        for step in (1, 3, 4, 6, 7, 100)
+    ]
+    assert shapes == [(6, 8), (6, 8), (12, 4), (12, 4), (10, 2), (10, 2)]
+    assert rollout.at(4).temperature == 0.6
+    assert rollout.max_length == rollout.max_prompt_length + 12  # the server's, in every stage
+
+
+def test_files_to_evaluate_on_go_by_names() -> None:
+    evaluation = with_overrides(
+        Config(), ["evaluation.data.aime24=/data/aime", "evaluation.data.gsm8k=/data/gsm8k:test"]
+    ).evaluation
+    assert evaluation.data == {"aime24": "/data/aime", "gsm8k": "/data/gsm8k:test"}
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("evaluation.problems=8", True),
+        ("evaluation.problems=0", False),
+        ("evaluation.held_out_fraction=0", False),
+        ("evaluation.problems=0 evaluation.data.aime=FILE", True),
+    ],
+)
+def test_a_server_to_evaluate_on_is_wanted_where_there_is_something_to_measure(
+    words: str, wanted: bool
+) -> None:
+    assert with_overrides(Config(), words.split()).evaluation.wanted is wanted
+
+
 def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
-    config = with_overrides(Config(), ["seed=3", "data_options.size=9", "time_limit_s=60"])
+    words = ["seed=3", "data_options.size=9", "time_limit_s=60", "evaluation.data.aime=FILE"]
+    config = with_overrides(Config(), [*words, *STAGES])
     save(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
 
@@ -74,7 +115,7 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
     [
         ("steps", "steps: not of the form field=value"),
         ("rollout.temprature=1", "rollout.temprature: no such field; did you mean rollout.temper"),
-        ("temperature=1", "temperature: no such field; did you mean rollout.temperature?"),
+        ("temperature=1", "temperature: no such field; did you mean rollout.temperature or eval"),
         ("rollout=1", "rollout: no such field"),
         ("rollout.server.threads.x=1", "no such field"),
         ("steps=many", "steps=many: input should be a valid integer"),
@@ -85,6 +126,16 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
         ("quantization.uaq.scale=inf", "quantization.uaq.scale=inf: input should be less than inf"),
         ("quantization.uaq.layer_scales.two=1.5", "should be a valid integer"),
+        ("rollout.stages.4=12", "rollout.stages.4=12: input should be a dictionary or an instance"),
+        ("rollout.stages.4={max_response_length: 12}", "rollout.stages.4.completions_per_prompt"),
+        (
+            "rollout.stages.4={max_response_length: 0, completions_per_prompt: 2}",
+            "rollout.stages.4.max_response_length=0: input should be greater than or equal to 1",
+        ),
+        ("rollout.stages.4={max_response", "rollout.stages.4={max_response: not readable as YAML"),
+        ("rollout.stages.1={}", "greater than or equal to 2"),
+        ("evaluation.data.a/b=FILE", "evaluation.data.a/b"),
+        ("evaluation.top_p=0", "evaluation.top_p=0: input should be greater than 0"),
         ("quantization.format=int3", "'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-block'"),
     ],
 )
@@ -105,6 +156,21 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ("rollout.top_p=0.9", "training wants top_p=1 and top_k=-1"),
         ("rollout.top_k=50", "training wants top_p=1 and top_k=-1"),
         ("optimizer.minibatches_per_step=3", "do not divide into minibatches"),
+        (
+            "rollout.prompts_per_step=1 optimizer.minibatches_per_step=4"
+            " rollout.stages.9={'max_response_length':8,'completions_per_prompt':6}",
+            "rollout.stages.9.completions_per_prompt) do not divide into minibatches",
+        ),
+        (
+            "rollout.soft_overlong_tokens=5"
+            " rollout.stages.9={'max_response_length':5,'completions_per_prompt':8}",
+            "less than rollout.stages.9.max_response_length=5",
+        ),
+        (
+            "rollout.stages.9={'max_response_length':1000000,'completions_per_prompt':8}",
+            "positions",
+        ),
+        ("evaluation.data.held_out=FILE", "evaluation.data.held_out: problems of the run's own"),
         ("data=", "data=: missing"),
         ("model=", "model=: missing"),
         ("model=/no/such/directory", "/no/such/directory"),
@@ -119,6 +185,16 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ("learner.virtual_pipeline_parallel_size=2", "pipeline_parallel_size=1 has none"),
         ("learner.layers_in_last_pipeline_stage=1", "do not divide over the other 0"),
         ("rollout.completions_per_prompt=1", "advantage_estimator=gae takes one"),
+        (
+            "rollout.stages.9={'max_response_length':8,'completions_per_prompt':1}",
+            "rollout.stages.9.completions_per_prompt=1: grpo compares",
+        ),
+        (
+            "advantage_estimator=gae critic.optimizer.minibatches_per_step=64"
+            " rollout.stages.9={'max_response_length':8,'completions_per_prompt':1}"
+            " rollout.prompts_per_step=32",
+            "a step's 32 completions do not divide",
+        ),
         ("advantage_estimator=gae critic.tensor_parallel_size=2", "policy's 1 ranks"),
         ("advantage_estimator=gae critic.optimizer.minibatches_per_step=3", "of the critic"),
         ("advantage_estimator=gae critic.model=/no/such/directory", "critic: "),
@@ -192,3 +268,19 @@ def test_a_run_does_not_go_on_under_what_its_checkpoints_contradict(
     with pytest.raises(ConfigError, match=rf"^{re.escape(word.split('=')[0])}.*{message}"):
         validate_resume(saved, with_overrides(saved, [word]))
     validate_resume(saved, with_overrides(saved, ["learner.tensor_parallel_size=2", "steps=7"]))
+
+
+def test_a_run_does_not_go_on_with_other_files_to_evaluate_on() -> None:
+    saved = Config(data="problems.jsonl")
+    with pytest.raises(ConfigError, match="^evaluation.data=.*place in the data"):
+        validate_resume(saved, with_overrides(saved, ["evaluation.data.aime=FILE"]))
+
+
+def test_weights_and_biases_is_wanted_only_where_it_is_asked_for(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate(runnable(model_dir, "wandb_project=project"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    validate(runnable(model_dir))
+    with pytest.raises(ConfigError, match="wandb_project=project: the package wandb is not insta"):
+        validate(runnable(model_dir, "wandb_project=project"))

@@ -26,25 +26,40 @@ QUIET = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
     "weight_quant_error": 5e-5,
     "publish_bytes": 1_342_464,
     "held_out_accuracy": None,
+    "evaluation": None,
 }
 PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 ]
 
 
+def averages(mean: float) -> dict[str, dict[str, float]]:
+    return {
+        "Avg@1": {"mean": mean, "standard_error": 0.0625},
+        "Avg@32 sampled": {"mean": mean / 2, "standard_error": 0.03125},
+    }
+
+
 def write_run(run_dir: Path, *, late: dict[str, float] | None = None) -> Path:
-    """A run of 40 steps, the last ten of them with other values."""
+    """A run of 40 steps, the last ten of them with other values; evaluated before, at 20, after."""
     run_dir.mkdir()
     save(Config(), run_dir / "config.yaml")
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1, 41):
             line = QUIET | {"step": step, "reward_mean": step / 50}
+            if step == 20:
+                line |= {"held_out_accuracy": 0.5, "evaluation": {"aime24": averages(0.3)}}
             file.write(json.dumps(line | (late or {}) if step > 30 else line) + "\n")
     measured = {"weight_update_norm": 1e-5, "weight_quant_error": 5e-5, "code_flip_fraction": 0.1}
     weights = {f"model.layers.{n}.{p}.weight": measured for n in range(3) for p in PROJECTIONS}
     publish = {"weight_version": 41, "weights": weights}
     (run_dir / "weights.jsonl").write_text(json.dumps(publish) + "\n")
-    summary = {"held_out_accuracy_before": 0.25, "held_out_accuracy_after": 0.75}
+    summary = {
+        "held_out_accuracy_before": 0.25,
+        "held_out_accuracy_after": 0.75,
+        "evaluation_before": {"aime24": averages(0.2)},
+        "evaluation_after": {"aime24": averages(0.4)},
+    }
     (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir
 
@@ -81,7 +96,8 @@ def test_a_page_on_two_runs_has_both_everywhere_and_fetches_nothing(tmp_path: Pa
         assert f"Where a step's time goes: {name}" in page.pictures
         assert f"Quantisation error (Eq. 14): {name}" in page.pictures
     assert "KL(behaviour, proximal), k3" in page.pictures
-    for shown in ("25.0%", "75.0%", "1,342,464", "40 of 100"):
+    assert "Evaluation: aime24" in page.pictures
+    for shown in ("25.0%", "75.0%", "1,342,464", "40 of 100", "20.0% \u00b1 6.2% \u2192 40.0%"):
         assert text.count(shown) >= 2
     identifiers = re.findall(r'clipPath id="([^"]+)"', text)
     assert len(identifiers) == len(set(identifiers)) > 10
@@ -114,6 +130,18 @@ def test_a_run_that_is_still_going_has_a_page(tmp_path: Path) -> None:
         file.write('{"step": 41, "rew')  # being written
     write_report([run_dir], tmp_path / "index.html")
     assert "not measured" in (tmp_path / "index.html").read_text()
+
+
+def test_evaluations_are_in_the_order_they_were_made(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    found = read_run(run_dir).evaluations()["aime24"]
+    assert [(step, a["Avg@1"]["mean"]) for step, a in found.items()] == [
+        (0, 0.2),
+        (20, 0.3),
+        (40, 0.4),
+    ]
+    (run_dir / "summary.json").unlink()  # still going
+    assert list(read_run(run_dir).evaluations()["aime24"]) == [20]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

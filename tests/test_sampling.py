@@ -10,7 +10,7 @@ import torch
 
 from distributed import run_ranks
 from qurl_megatron.batch import Completion, Prompt, TrainBatch
-from qurl_megatron.config import Config
+from qurl_megatron.config import Config, StageConfig
 from qurl_megatron.sampling import SampleSummary
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
@@ -22,9 +22,11 @@ class Scripted:
 
     texts: dict[str, list[str]]  # by prompt, the text of each completion
     asked: list[list[str]] = dataclasses.field(default_factory=list)
+    settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def generate(self, prompts: list[Prompt], **_: Any) -> list[list[Completion]]:
+    def generate(self, prompts: list[Prompt], **settings: Any) -> list[list[Completion]]:
         self.asked.append([prompt.id for prompt in prompts])
+        self.settings.append(settings)
         return [
             [
                 Completion([50] * length, [-1.0] * length, text, False, 1)
@@ -54,7 +56,7 @@ def sample(tries: int, texts: dict[str, list[str]], soft_tokens: int = 0) -> Any
     config.rollout.soft_overlong_tokens = soft_tokens
     client = Scripted(texts)
     sampler = Sampler(config, client, PROMPTS, Tokenizer())  # type: ignore[arg-type]
-    batch, summary = sampler.sample()
+    batch, summary = sampler.sample(step=1)
     dist.destroy_process_group()
     return batch, summary, client.asked
 
@@ -99,3 +101,58 @@ def test_length_costs_advantage_and_not_the_reward_that_is_reported() -> None:
     batch, summary, _ = run(0, right, 2)
     assert summary.reward_mean == 1
     assert torch.sign(batch.advantages.sum(1)).tolist() == [1, -1, 1, -1]
+
+
+def sample_mathematics(texts: list[str]) -> Any:
+    """One step of one prompt whose completions say `texts`, verified as mathematics."""
+    import torch.distributed as dist
+
+    from qurl_megatron import device
+    from qurl_megatron.sampling import Sampler
+
+    device.initialise_distributed()
+    config = Config(reward="math")
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, len(texts)
+    prompt = Prompt("0", "question", "42", [10])
+    client = Scripted({"0": texts})
+    sampled = Sampler(config, client, [prompt], Tokenizer()).sample(step=1)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+    return sampled
+
+
+def test_verifier_that_times_out_or_crashes_costs_its_completion_and_not_the_run() -> None:
+    right, wrong = "\\boxed{42}", "\\boxed{41}"
+    too_slow, too_deep = "\\boxed{9^{9^{9^9}}}", "9" * 100_000
+    batch, summary = run_ranks(sample_mathematics, 1, [right, too_slow, too_deep, wrong])[0]
+    assert summary.verifier_failures == 2
+    assert summary.reward_mean == 1 / 4
+    assert torch.sign(batch.advantages.sum(1)).tolist() == [1, -1, -1, -1]
+
+
+def sample_steps(stages: dict[int, StageConfig], steps: list[int]) -> Any:
+    """Of each step the settings it was sampled with, its prompts, and the rows of its batch."""
+    import torch.distributed as dist
+
+    from qurl_megatron import device
+    from qurl_megatron.sampling import Sampler
+
+    device.initialise_distributed()
+    config = Config(reward="exact")
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 2, 2
+    config.rollout.max_response_length, config.rollout.stages = 4, stages
+    client = Scripted({prompt.id: ["yes"] * 2 for prompt in PROMPTS})
+    sampler = Sampler(config, client, PROMPTS, Tokenizer())  # type: ignore[arg-type]
+    for step in steps:
+        sampler.sample(step)
+    dist.destroy_process_group()
+    return client.settings, client.asked, sampler.state()
+
+
+def test_stages_change_how_much_is_sampled_and_not_from_where() -> None:
+    stages = {3: StageConfig(8, 4), 4: StageConfig(16, 3)}
+    steps = [1, 2, 3, 4, 5]
+    settings, asked, state = run_ranks(sample_steps, 1, stages, steps)[0]
+    asked_for = [(one["max_response_length"], one["completions_per_prompt"]) for one in settings]
+    assert asked_for == [(4, 2), (4, 2), (8, 4), (16, 3), (16, 3)]
+    _, without, state_without = run_ranks(sample_steps, 1, {}, steps)[0]
+    assert (asked, state) == (without, state_without)
