@@ -8,7 +8,6 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-
 from typing import Any
 
 import pyarrow as pa

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 QURL = Path(sys.executable).with_name("qurl")
 SMALL = [
@@ -75,3 +76,9 @@ class Run:
 
 def metrics_of(run: Run) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve_steps(run: Run, tag: str) -> list[int]:
+    """The steps at which TensorBoard shows a metric."""
+    shown = EventAccumulator(str(run.run_dir / "tensorboard")).Reload()
+    return [event.step for event in shown.Scalars(tag)]

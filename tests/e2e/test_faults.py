@@ -7,7 +7,7 @@ import signal
 import time
 
 import psutil
-from running import SMALL, metrics_of
+from running import SMALL, curve_steps, metrics_of
 
 from qurl_megatron.checkpoint import list_checkpoints, read_state
 
@@ -75,3 +75,5 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     assert "learner rank 0" in resumed.text()
     assert str(run.run_dir.relative_to(run.output.parent) / "logs" / "resumed_1") in resumed.text()
     assert resumed.survivors() == []
+    shown = curve_steps(run, "reward_mean")
+    assert len(shown) >= done + 4 and shown == list(range(1, len(shown) + 1))

@@ -7,19 +7,25 @@ import os
 import signal
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 import reasoning_gym
-from running import SMALL, metrics_of
+from running import SMALL, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
 from qurl_megatron.checkpoint import list_checkpoints
 from qurl_megatron.config import load
-from qurl_megatron.metrics import StepMetrics
+from qurl_megatron.metrics import StepMetrics, evaluation_directory
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
 
 
-def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
+def test_quickstart_runs_through_and_says_what_it_did(start, tmp_path: Path) -> None:
+    words = reasoning_gym.create_dataset("spell_backward", 16, min_word_len=4, max_word_len=4)
+    pq.write_table(pa.Table.from_pylist(list(words)), tmp_path / "words.parquet")
     run = start(
         "train",
         "quickstart",
@@ -29,6 +35,9 @@ def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
         "warmup.target_accuracy=0.99",
         "evaluation.problems=32",
         "evaluation.every_steps=2",
+        f"evaluation.data.words={tmp_path / 'words.parquet'}",
+        "evaluation.k=2",
+        "rollout.stages.2={max_response_length: 10, completions_per_prompt: 6}",
     )
     assert run.exit_code() == 0, run.text()
     assert run.survivors() == []
@@ -44,17 +53,46 @@ def test_quickstart_runs_through_and_says_what_it_did(start) -> None:
         assert 0 < step["logprob_abs_diff"] < 0.1
         assert 1e-6 < step["weight_quant_error"] < 1e-3
         assert step["publish_bytes"] > 1_000_000
+    # The second step is in another stage: 6 completions to each of 8 prompts, and not 4.
+    for step, completions in zip(steps, (32, 48), strict=True):
+        sampled_tokens = step["rollout_tokens_per_s"] * step["time_rollout_s"]
+        assert round(sampled_tokens / step["response_length_mean"], 6) == completions
+
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert steps[0]["evaluation"] is None
+    assert summary["evaluation_after"] == steps[1]["evaluation"]
+    assert sorted(path.name for path in (run.run_dir / "evaluation").iterdir()) == [
+        "step_000000",
+        "step_000002",
+    ]
+    for step, when in ((0, "before"), (2, "after")):
+        measured = summary[f"evaluation_{when}"]["words"]
+        answers = evaluation_directory(run.run_dir, step)
+        held_out = [json.loads(line) for line in (answers / "held_out.jsonl").open()]
+        assert len(held_out) == 32
+        right = fmean(answer["greedy"]["reward"] for answer in held_out)
+        assert summary[f"held_out_accuracy_{when}"] == right
+        found = [json.loads(line) for line in (answers / "words.jsonl").open()]
+        assert [answer["question"] for answer in found] == [word["question"] for word in words]
+        right = fmean(one["reward"] for answer in found for one in answer["sampled"])
+        assert measured["Avg@2 sampled"]["mean"] == pytest.approx(right)
+        assert all(len(answer["sampled"]) == 2 for answer in found)
+    assert curve_steps(run, "loss") == [1, 2]
+    assert curve_steps(run, "evaluation/words/Avg@1/mean") == [0, 2]
+
     weights = [json.loads(line) for line in (run.run_dir / "weights.jsonl").open()]
     assert [publish["weight_version"] for publish in weights] == [2, 3]
     down = weights[-1]["weights"]["model.layers.0.mlp.down_proj.weight"]
     assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 <= down["code_flip_fraction"] < 1
     trained = AutoModelForCausalLM.from_pretrained(run.run_dir / "final_model")
     assert trained.num_parameters() > 1e6
-    assert "Layer by layer" in (run.run_dir / "report" / "index.html").read_text()
+    report = (run.run_dir / "report" / "index.html").read_text()
+    assert "Layer by layer" in report and "Evaluation: words" in report
     assert [path.name for path in list_checkpoints(run.run_dir)] == ["step_000002"]
     for shown in (
         "warm-up step 4",
         "held-out accuracy after",
+        "words Avg@2 sampled after",
         "weight versions published",
         "bytes",
     ):
