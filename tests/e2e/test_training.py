@@ -24,7 +24,9 @@ NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and
 
 
 def test_quickstart_runs_through_and_says_what_it_did(start, tmp_path: Path) -> None:
-    words = reasoning_gym.create_dataset("spell_backward", 16, min_word_len=4, max_word_len=4)
+    words = reasoning_gym.create_dataset(
+        "spell_backward", size=16, seed=0, min_word_len=4, max_word_len=4
+    )
     pq.write_table(pa.Table.from_pylist(list(words)), tmp_path / "words.parquet")
     run = start(
         "train",
