@@ -49,8 +49,9 @@ class Evaluation:
 
     def lines(self) -> list[tuple[str, str]]:
         """What was measured and what it came to, for a person."""
-        shown = [] if self.held_out_accuracy is None else [f"{self.held_out_accuracy:.1%}"]
-        named = [("held-out accuracy", value) for value in shown]
+        named = []
+        if self.held_out_accuracy is not None:
+            named.append(("held-out accuracy", f"{self.held_out_accuracy:.1%}"))
         for name, averages in self.files.items():
             for what, average in averages.items():
                 value = f"{average['mean']:.1%} \N{PLUS-MINUS SIGN} {average['standard_error']:.1%}"
@@ -283,7 +284,8 @@ class RunLog:
     def _open_curves(self, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard then forgets what an earlier part of the run has written of later steps.
+        # TensorBoard is to forget what an earlier part of the run has written from this step on;
+        # step 0 is the evaluation before the first.
         self._curves = SummaryWriter(
             str(self._config.run_dir / "tensorboard"),
             purge_step=after_step + 1 if after_step else 0,

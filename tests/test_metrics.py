@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qurl_megatron.config import Config
+from qurl_megatron.config import Config, RolloutConfig, StageConfig
 from qurl_megatron.metrics import Evaluation, RunLog, StepMetrics, evaluation_directory
 
 NOTHING: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
@@ -151,7 +151,8 @@ def test_weights_and_biases_is_told_each_part_of_a_run_in_the_run_directory(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (run_dir := tmp_path / "run").mkdir()
-    log = log_of(run_dir, wandb_project="project")
+    stages = RolloutConfig(stages={2: StageConfig(8, 2)})  # numbers as keys
+    log = log_of(run_dir, wandb_project="project", rollout=stages)
     log.start(BEFORE)
     for step in (1, 2, 3):
         write(log, step, reward_mean=step / 8)
