@@ -326,7 +326,7 @@ def _evaluation(name: str) -> Draw:
                 )
         axes.set_xlabel("step")
         axes.set_ylabel("share of answers that are right")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, handlelength=3)
 
     return draw
 
