@@ -340,7 +340,9 @@ def _read_directory(directory: Path, split_name: str | None) -> Entries:
         raise
     except Exception as error:  # the library's own, of many kinds
         reason = " ".join(str(error).split())
-        raise DataError(f"{directory}: not a dataset's directory ({reason})") from error
+        raise DataError(
+            f"{directory}: not the directory of one dataset ({reason}); give one that is"
+        ) from error
     for shard in files[_split_of(files, split_name, directory)]:
         yield from _read_file(Path(shard))
 

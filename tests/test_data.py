@@ -201,6 +201,19 @@ def test_only_split_of_a_directory_needs_no_name(tmp_path: Path) -> None:
     assert questions(str(tmp_path / "saved")) == ["5 + 1?"]
 
 
+def test_directory_of_several_datasets_is_refused_with_their_names(tmp_path: Path) -> None:
+    """As GSM8K comes from the Hub."""
+    configs = []
+    for number, name in enumerate(("main", "socratic")):
+        (tmp_path / name).mkdir()
+        write_parquet(tmp_path / name / "train-00000-of-00001.parquet", *numbered(number))
+        configs.append({"config_name": name, "data_files": f"{name}/train-*"})
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    with pytest.raises(DataError, match=r"\['main', 'socratic'\].*give one that is"):
+        questions(str(tmp_path))
+    assert questions(str(tmp_path / "socratic")) == ["1 + 1?"]
+
+
 def test_broken_shard_is_named_with_its_line(tmp_path: Path) -> None:
     write(tmp_path / "train-0.jsonl", *numbered(1))
     write(tmp_path / "train-1.jsonl", *numbered(2), b"{broken")
@@ -210,7 +223,7 @@ def test_broken_shard_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="saved split train row 2: answer is missing"):
         questions(str(tmp_path / "saved"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: not a dataset's directory") as refusal:
+    with pytest.raises(DataError, match="empty: not the directory of one dataset") as refusal:
         questions(str(tmp_path / "empty"))
     assert "\n" not in str(refusal.value)
 
