@@ -75,6 +75,16 @@ def write_data(recipe: str, directory: Path) -> list[str]:
             problems = [{"problem": f"What is {n} + 2?", "answer": f"{n + 2}"} for n in rows]
             (directory / f"{name}.json").write_text(json.dumps(problems))
         files = ["train.json", "test.json"]
+    elif recipe == "gsm8k_ppo":
+        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+            problems = [
+                {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
+                for n in rows
+            ]
+            table = pa.Table.from_pylist(problems)
+            (directory / "main").mkdir(exist_ok=True)
+            pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
+        files = ["main", "main:test"]
     elif recipe == "grpo":
         (directory / "train.jsonl").write_text("\n".join(good_problems()))
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))

@@ -1,0 +1,52 @@
+"""PPO on GSM8K with QuRL.
+
+    qurl train gsm8k_ppo model=DIR data=GSM8K/main evaluation.data.gsm8k=GSM8K/main:test
+
+`model` is Qwen2.5-0.5B-Instruct as a Hugging Face directory. `data` is GSM8K as the Hub has it, a
+directory with `train-*.parquet` and `test-*.parquet` whose rows are `question` and `answer`, the
+number after "####"; verl's parquet files of it work too.
+
+From the QuRL paper, Section 5.1: all 7.4k problems, 256 a step, 15 epochs of 29 whole steps, at most
+512 tokens a response, 1e-5, no UAQ at this learning rate, greedy decoding on the test set. From
+Flash-RL: C = 2. From verl's example of PPO on GSM8K: one response a problem, four minibatches a
+step for policy and critic, the critic at 1e-5. One GPU of 80 GB has room for the learner; it was
+never run on one.
+
+`quantization.format=fp8` and `=bf16` are the paper's other rollouts.
+"""
+
+from __future__ import annotations
+
+from qurl_megatron.config import (
+    Config,
+    CriticConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    RolloutConfig,
+    UaqConfig,
+)
+
+
+def recipe() -> Config:
+    return Config(
+        reward="math",
+        steps=435,
+        advantage_estimator="gae",
+        learner=LearnerConfig(micro_batch_size=16),
+        optimizer=OptimizerConfig(learning_rate=1e-5, minibatches_per_step=4),
+        critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-5, minibatches_per_step=4)),
+        objective=ObjectiveConfig(
+            objective="acr", eps_low=0.2, eps_high=0.2, ratio_cap=2.0, aggregation="token_mean"
+        ),
+        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.0)),
+        rollout=RolloutConfig(
+            prompts_per_step=256,
+            completions_per_prompt=1,
+            max_prompt_length=512,
+            max_response_length=512,
+        ),
+        evaluation=EvaluationConfig(held_out_fraction=0.0, every_steps=29),
+    )
