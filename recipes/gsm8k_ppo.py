@@ -6,7 +6,7 @@
 directory with `train-*.parquet` and `test-*.parquet` whose rows are `question` and `answer`, the
 number after "####"; verl's parquet files of it work too.
 
-From the QuRL paper, Section 5.1: all 7.4k problems, 256 a step, 15 epochs of 29 whole steps, at most
+From the QuRL paper, Section 5.1: all 7.4k problems, 256 a step, 15 epochs of 29 steps, at most
 512 tokens a response, 1e-5, no UAQ at this learning rate, greedy decoding on the test set. From
 Flash-RL: C = 2. From verl's example of PPO on GSM8K: one response a problem, four minibatches a
 step for policy and critic, the critic at 1e-5. One GPU of 80 GB has room for the learner; it was
