@@ -230,6 +230,12 @@ class RunLog:
             line = {"weight_version": weight_version, "weights": weights}
             self._append("weights.jsonl", line)
 
+    def write_noise(self, noise: dict[str, dict[str, float]]) -> None:
+        """noise.json: how far each server set was from the learner before any training."""
+        if self._writes:
+            path = self._config.run_dir / "noise.json"
+            write_whole(path, json.dumps(noise, indent=2) + "\n")
+
     def time_is_up(self) -> bool:
         limit_s = self._config.time_limit_s
         return limit_s is not None and self.time_s > limit_s

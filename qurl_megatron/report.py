@@ -66,6 +66,7 @@ class Run:
     steps: list[dict[str, Any]]  # metrics.jsonl
     weights: dict[str, dict[str, float]]  # of the last publish, by weight; weights.jsonl
     summary: dict[str, Any]  # empty until the run is complete
+    noise: dict[str, dict[str, float]]  # before any training, by server set; noise.json
 
     def series(self, metric: str) -> list[float]:
         return [step[metric] for step in self.steps]
@@ -103,13 +104,14 @@ def read_run(run_dir: Path) -> Run:
     if not steps:
         raise ReportError(f"{run_dir}: no step is done yet, metrics.jsonl is empty")
     publishes = read_json_lines(run_dir / "weights.jsonl")
-    summary = run_dir / "summary.json"
+    summary, noise = run_dir / "summary.json", run_dir / "noise.json"
     return Run(
         run_dir.name,
         load(run_dir / "config.yaml"),
         steps,
         publishes[-1]["weights"] if publishes else {},
         json.loads(summary.read_text()) if summary.exists() else {},
+        json.loads(noise.read_text()) if noise.exists() else {},
     )
 
 
@@ -209,6 +211,10 @@ def _table(runs: list[Run]) -> str:
         shown = [f"{a['mean']:.1%} \N{PLUS-MINUS SIGN} {a['standard_error']:.1%}" for a in averages]
         return f"{shown[0]} \N{RIGHTWARDS ARROW} {shown[-1]}" if shown else "not measured"
 
+    def noise(run: Run, servers: str) -> str:
+        measured = run.noise.get(servers)
+        return f"{measured['kl_behaviour_proximal_k3']:.1e}" if measured else "not measured"
+
     measures = dict.fromkeys(
         (name, what)
         for run in runs
@@ -224,6 +230,8 @@ def _table(runs: list[Run]) -> str:
         ("held-out accuracy before RL", lambda run: accuracy(run, "before")),
         ("held-out accuracy after", lambda run: accuracy(run, "after")),
         ("reward, last tenth of steps", lambda run: f"{run.late('reward_mean'):.3f}"),
+        ("KL before training, engine alone (BF16)", lambda run: noise(run, "evaluation")),
+        ("KL before training, as rolled out", lambda run: noise(run, "rollout")),
         ("largest ratio proximal / behaviour",
          lambda run: f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"),
         ("seconds a step", lambda run: f"{sum(run.late(f'time_{p}_s') for p in PHASES):.2f}"),
@@ -305,6 +313,21 @@ def _reward(axes: Axes, runs: list[Run]) -> None:
             axes.plot(*zip(*sorted(measured), strict=True), "o", color=_colour(number))
 
 
+def _divergence(axes: Axes, runs: list[Run]) -> None:
+    metric = "kl_behaviour_proximal_k3"
+    _curves(metric, ylabel="nats", log=True)(axes, runs)
+    measured = [number for number, run in enumerate(runs) if "evaluation" in run.noise]
+    for number in measured:
+        axes.axhline(
+            runs[number].noise["evaluation"][metric],
+            linestyle=":",
+            color=_colour(number),
+            label="engine alone, before training" if number == measured[-1] else None,
+        )
+    if measured:
+        axes.legend(fontsize=7)
+
+
 def _evaluation(name: str) -> Draw:
     """Averages on one file with their standard errors, one line a run and measure, over steps."""
 
@@ -375,7 +398,7 @@ _PANELS = (
     ("Reward, and held-out accuracy as dots", _reward),
     (
         "KL(behaviour, proximal), k3",
-        _curves("kl_behaviour_proximal_k3", ylabel="nats", log=True),
+        _divergence,
     ),
     (
         "Largest ratio proximal / behaviour",

@@ -78,7 +78,7 @@ class Sampler:
                 groups[row] = other
         penalised = [_penalised(group, rollout) for group in groups]
         # PPO's come of its critic; in their place until then are GRPO's, 0 for groups of one.
-        batch = pack(groups, penalised, grpo_advantages(penalised), self._pad_token_id)
+        batch = pack(groups, penalised, grpo_advantages(penalised), pad_token_id(self._tokenizer))
         return batch, _summary(sampled, failures, replaced=len(sampled) - len(groups))
 
     def _groups(self, rollout: RolloutConfig, prompts_count: int) -> tuple[list[RolloutGroup], int]:
@@ -108,12 +108,13 @@ class Sampler:
             answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, 0)
             groups.append(RolloutGroup(prompt, [answer], [1.0]))
         nothing = [[0.0]] * len(groups)
-        return pack(groups, nothing, nothing, self._pad_token_id)
+        return pack(groups, nothing, nothing, pad_token_id(self._tokenizer))
 
-    @property
-    def _pad_token_id(self) -> int:
-        padding = self._tokenizer.pad_token_id
-        return self._tokenizer.eos_token_id if padding is None else padding
+
+def pad_token_id(tokenizer: Any) -> int:
+    """What fills up a batch's rows: any token would do, none of them counts."""
+    padding = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if padding is None else padding
 
 
 def _penalised(group: RolloutGroup, rollout: RolloutConfig) -> list[float]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -30,12 +31,13 @@ from qurl_megatron.evaluation import Evaluator
 from qurl_megatron.export import export
 from qurl_megatron.learner import Learner, Update
 from qurl_megatron.metrics import Clock, Evaluation, RunLog, StepMetrics
+from qurl_megatron.noise import measure_noise
 from qurl_megatron.objective import policy_objective, rollout_statistics, token_weights
 from qurl_megatron.publish import Published, Publisher
 from qurl_megatron.report import write_report
 from qurl_megatron.reshard import Conversion
 from qurl_megatron.rollout import RolloutClient, Server, load_servers, wait_ready
-from qurl_megatron.sampling import Sampler, SampleSummary
+from qurl_megatron.sampling import Sampler, SampleSummary, pad_token_id
 from qurl_megatron.warmup import warm_up
 
 WARMUP_CHECK_PROBLEMS = 256  # of the training side, left out of all training
@@ -54,8 +56,10 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
             if config.warmup.max_steps:
                 warm_up(config, learner, parts.sampler.answers, parts.warmup_accuracy, log.say)
             log.start(parts.evaluate(step=0))
-            steps_done = 0
         publisher.publish()
+        if steps_done is None:
+            log.write_noise(parts.noise())
+            steps_done = 0
         step, evaluation = steps_done, None
         for step in range(steps_done + 1, config.steps + 1):
             clock = Clock()
@@ -211,6 +215,7 @@ class Parts:
     evaluator: Evaluator | None
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]
+    noise: Callable[[], dict[str, dict[str, float]]]
     warmup_check: list[Prompt]
     log: RunLog
     checkpoints: Checkpoints
@@ -303,6 +308,14 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         evaluator=evaluator,
         held_out=held_out[: config.evaluation.problems],
         files=files,
+        noise=partial(
+            measure_noise,
+            clients,
+            training[check:][: config.rollout.prompts_per_step],
+            learner,
+            config,
+            pad_token_id(tokenizer),
+        ),
         warmup_check=training[:check],
         log=log,
         checkpoints=checkpoints,

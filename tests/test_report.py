@@ -61,6 +61,9 @@ def write_run(run_dir: Path, *, late: dict[str, float] | None = None) -> Path:
         "evaluation_after": {"aime24": averages(0.4)},
     }
     (run_dir / "summary.json").write_text(json.dumps(summary))
+    noise = {"evaluation": 2.5e-5, "rollout": 1.3e-4}
+    noise = {name: {"kl_behaviour_proximal_k3": value} for name, value in noise.items()}
+    (run_dir / "noise.json").write_text(json.dumps(noise))
     return run_dir
 
 
@@ -130,6 +133,18 @@ def test_a_run_that_is_still_going_has_a_page(tmp_path: Path) -> None:
         file.write('{"step": 41, "rew')  # being written
     write_report([run_dir], tmp_path / "index.html")
     assert "not measured" in (tmp_path / "index.html").read_text()
+
+
+def test_engine_noise_stands_apart_from_what_is_rolled_out(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    write_report([run_dir], tmp_path / "index.html")
+    page = (tmp_path / "index.html").read_text()
+    assert "engine alone (BF16)</th><td>2.5e-05<" in page
+    assert "as rolled out</th><td>1.3e-04<" in page
+    assert "engine alone, before training" in page
+    (run_dir / "noise.json").unlink()
+    write_report([run_dir], tmp_path / "index.html")
+    assert "engine alone, before training" not in (tmp_path / "index.html").read_text()
 
 
 def test_evaluations_are_in_the_order_they_were_made(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ LEVELS = [
     {"learner", "rollout"},
     {"reshard", "sampling", "warmup", "offline", "avg_at_k", "critic"},
     {"publish", "checkpoint", "report"},
-    {"export", "evaluation"},
+    {"export", "evaluation", "noise"},
     {"train"},
     {"cli"},
 ]

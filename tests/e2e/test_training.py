@@ -82,6 +82,9 @@ def test_quickstart_runs_through_and_says_what_it_did(start, tmp_path: Path) -> 
     assert curve_steps(run, "loss") == [1, 2]
     assert curve_steps(run, "evaluation/words/Avg@1/mean") == [0, 2]
 
+    noise = json.loads((run.run_dir / "noise.json").read_text())
+    engine, rollout = (noise[name]["logprob_abs_diff"] for name in ("evaluation", "rollout"))
+    assert 0 < engine < rollout < 0.1  # INT8 adds to what BF16 shows on the same prompts
     weights = [json.loads(line) for line in (run.run_dir / "weights.jsonl").open()]
     assert [publish["weight_version"] for publish in weights] == [2, 3]
     down = weights[-1]["weights"]["model.layers.0.mlp.down_proj.weight"]
