@@ -19,7 +19,7 @@ LEVELS = [
     {"architecture", "files"},
     {"config", "batch", "channel_kernel"},
     {"objective", "advantages", "quantize", "rewards", "weight_map", "checksum"},
-    {"uaq"},
+    {"uaq", "plan"},
     {"device", "huggingface", "logprobs", "metrics", "data"},
     {"learner", "rollout"},
     {"reshard", "sampling", "warmup", "offline", "avg_at_k", "critic"},
