@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from qurl_megatron.architecture import Architecture
     from qurl_megatron.config import Config
     from qurl_megatron.huggingface import Progress
+    from qurl_megatron.plan import Plan
 
 # Before torch, transformers or SGLang are imported; their warnings are not the run's to give.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -117,6 +119,8 @@ def report(
     print(f"{output} is ready")
 
 
+_NOT_YET = "as if the learner had it; it has not yet"
+
 SourceDirectory = Annotated[
     Path, typer.Argument(metavar="SRC", help="a Hugging Face directory: config.json, safetensors")
 ]
@@ -172,6 +176,55 @@ def uaq(
         f"most {invariance.float32_difference:.2g} in float32, which is rounding only, and by "
         f"{invariance.stored_difference:.2g} with weights rounded to the dtype they are stored in."
     )
+
+
+@app.command("plan")
+def plan_command(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RECIPE",
+            help="a directory with config.json, Qwen2.5-32B, Qwen3-32B, or a module of recipes/",
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=2, help="H100s of learner and servers together")] = 64,
+    mean_prompt: Annotated[
+        float | None, typer.Option(help="tokens; by default half of max_prompt_length")
+    ] = None,
+    mean_response: Annotated[
+        float | None, typer.Option(help="tokens; by default half of max_response_length")
+    ] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help=_NOT_YET)] = False,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help=_NOT_YET)] = False,
+    distributed_optimizer: Annotated[
+        bool, typer.Option("--distributed-optimizer", help=_NOT_YET)
+    ] = False,
+) -> None:
+    """Say what a run needs in memory and takes in time on N H100s; nothing is allocated.
+
+    A model gets the layout with the shortest step, unless a field names one; a recipe keeps its
+    own. What does not fit is refused, with the part that breaks it.
+    """
+    with refusals():
+        from qurl_megatron.plan import Savings, Workload, plan_or_suggest
+
+        architecture, config, has_layout = _to_plan(what, overrides or [])
+        half = Workload.half(config)
+        found = plan_or_suggest(
+            architecture,
+            config,
+            gpus,
+            Savings(recompute, sequence_parallel, distributed_optimizer),
+            Workload(
+                half.mean_prompt if mean_prompt is None else mean_prompt,
+                half.mean_response if mean_response is None else mean_response,
+            ),
+            has_layout=has_layout,
+        )
+    _print_plan(found)
 
 
 @contextmanager
@@ -265,6 +318,85 @@ def prepare_resume(run_dir: Path, overrides: list[str]) -> Config:
     return config
 
 
+def _to_plan(what: str, overrides: list[str]) -> tuple[Architecture, Config, bool]:
+    """Shape and configuration of a recipe, or of a model under the 32B study's; has it a layout?
+
+    Raises:
+        ArchitectureError, ConfigError: one line.
+    """
+    from qurl_megatron.architecture import Architecture
+    from qurl_megatron.config import ConfigError, with_overrides
+    from recipes.scaling_32b import ARCHITECTURES
+
+    is_model = what in ARCHITECTURES or Path(what).is_dir()
+    if is_model:
+        overrides = [f"model={what}", *overrides]
+    elif what not in _recipe_names():
+        raise ConfigError(
+            f"{what}: no such directory, model ({', '.join(ARCHITECTURES)}) or recipe "
+            f"({', '.join(_recipe_names())})"
+        )
+    recipe = _recipe("scaling_32b" if is_model else what).recipe()
+    config = with_overrides(recipe, overrides)
+    if not config.model:
+        raise ConfigError(
+            f"model=: missing; give a directory with config.json, or {' or '.join(ARCHITECTURES)}"
+        )
+    architecture = ARCHITECTURES.get(config.model) or Architecture.from_directory(config.model)
+    layout = ("learner.", "rollout.server.tensor_parallel_size")
+    return architecture, config, not is_model or any(word.startswith(layout) for word in overrides)
+
+
+def _print_plan(plan: Plan) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from qurl_megatron.plan import GIB, GPU_BYTES, layout_words
+
+    def table(title: str, column: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
+        made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
+        made.add_column("", footer=total[0])
+        made.add_column(column, justify="right", footer=f"{total[1]:.1f}")
+        for name, value in rows.items():
+            made.add_row(name, f"{value:.1f}")
+        return made
+
+    def memory(parts: dict[str, int]) -> dict[str, float]:
+        return {name: num_bytes / GIB for name, num_bytes in parts.items()}
+
+    config, server = plan.config, plan.config.rollout.server
+    console = Console(highlight=False)
+    console.print(f"{plan.gpus} H100: {' '.join(layout_words(config))}", soft_wrap=True)
+    if plan.savings.names:
+        console.print(f"as if the learner had: {', '.join(plan.savings.names)}")
+    console.print(
+        table(
+            f"learner, {config.learner.world_size} GPUs, the fullest of them",
+            f"GiB of {GPU_BYTES / GIB:.1f}",
+            {
+                **memory(plan.learner_bytes),
+                "or, publishing, buckets": plan.converter_bucket_bytes / GIB,
+            },
+            ("at most", plan.learner_total_bytes / GIB),
+        ),
+        table(
+            f"{plan.servers} {config.quantization.format} servers of "
+            f"{server.tensor_parallel_size} GPUs, each GPU",
+            f"GiB of {GPU_BYTES / GIB:.1f}",
+            memory(plan.server_bytes),
+            ("in all", sum(plan.server_bytes.values()) / GIB),
+        ),
+        table("a step", "s", plan.step_s, ("in all", plan.total_s)),
+    )
+    console.print(
+        f"A server keeps {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
+        f"publish sends {plan.publish_bytes / 1e9:.1f} GB. Formulas, sources and what is left out: "
+        "qurl_megatron/plan.py; how far off: docs/findings.md.",
+        soft_wrap=True,
+    )
+
+
 def _check_prompts(config: Config) -> None:
     """Raises DataError."""
     from transformers import AutoTokenizer
@@ -275,13 +407,17 @@ def _check_prompts(config: Config) -> None:
 
 
 def _recipe(name: str) -> ModuleType:
-    import recipes
     from qurl_megatron.config import ConfigError
 
-    names = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
-    if name not in names:
-        raise ConfigError(f"{name}: no such recipe; there are {', '.join(names)}")
+    if name not in _recipe_names():
+        raise ConfigError(f"{name}: no such recipe; there are {', '.join(_recipe_names())}")
     return importlib.import_module(f"recipes.{name}")
+
+
+def _recipe_names() -> list[str]:
+    import recipes
+
+    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ channels, F intermediate channels, V vocabulary rows.
 
 Memory of a learner rank (the largest over pipeline stages counts):
 
-    weights      e B a parameter of the rank: layers and vocabulary over t, layers over p, norms whole
+    weights      e B a parameter of the rank: layers over t and p, vocabulary over t, norms whole
     gradients    4 B a parameter: Megatron's float32 buffer
     optimizer    Adam's two moments, 8 B, and with bfloat16 a float32 master, 4 B; the learner keeps
                  all of it on every data-parallel copy (a distributed optimizer: a d-th)
@@ -17,11 +17,12 @@ Memory of a learner rank (the largest over pipeline stages counts):
                                                  sequences are parallel)
                  e(3Q + 3K)/t + 4 heads/t        qkv, rotated q and k, attention's output, log-sums
                  3eF/t                           fc1's output and fc2's input
+                 eQ/t                            where query and key are normalised
                  and 4e head_dim a time step for the rotary tables; times the layers of a stage and
                  the micro batches in flight there: p - stage, or with virtual stages v a total of
-                 layers x (1 + (p - 1) / (p v)) (Korthikanti et al., arXiv:2205.05198, Section 4.2.3).
+                 layers x (1 + (p - 1) / (p v)) (Korthikanti et al., arXiv:2205.05198, 4.2.3).
                  Recomputed: eh a layer and token, and one layer whole. Without fused kernels (a
-                 CPU) a norm keeps two float32 tensors, 8h, and SwiGLU 2eF/t more.
+                 CPU) norms keep float32 tensors, and SwiGLU 2eF/t more.
     logits       chunks of at most 2^26 (`device.logit_chunk_elements`): 8 B forward; backward 6 B,
                  and 6 B a value of the output layer's shard for its gradient
     backward     e(3F/t + 2h) a token, and the largest weight's gradient before it is added up
@@ -58,7 +59,7 @@ Time of a step:
                  twice; + data parallel all-reduces of the gradients, 2 (d - 1) / d of them, over
                  InfiniBand, one a minibatch, not overlapped; + one pass over the optimizer's state
     publish      (t - 1) / t of the bytes over NVLink to each stage's first rank, (p - 1) / p from
-                 there to rank 0 (over InfiniBand when the learner has more GPUs than a node), all of
+                 there to rank 0 (over InfiniBand when the learner has more than a node), all of
                  them to the servers over InfiniBand, one after another: a floor, without pause,
                  loading or checksums. Bytes are counted from the format.
 
@@ -291,7 +292,9 @@ def layer_activation_bytes(
     whole = 2 * norm + 2 * element * hidden
     shared = element * (3 * query + 3 * key) + 4 * heads
     if architecture.qk_norm:
-        shared += 4 * (heads + kv_heads) + (0 if fused else 8 * (query + key))
+        # Key is a view of qkv's output, query a copy of its part; so in float32 on a CPU.
+        shared += 4 * (heads + kv_heads)
+        shared += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
     shared += element * intermediate * (3 if fused else 5)
     per_token = whole / (size if sequence_parallel else 1) + shared / size
     return int(rows * time * per_token) + 4 * element * architecture.head_dim * time
@@ -791,6 +794,48 @@ def suggest(
         if best is None or found.total_s < best.total_s:
             best = found
     return best
+
+
+def plan_or_suggest(
+    architecture: Architecture,
+    config: Config,
+    gpus: int,
+    savings: Savings,
+    workload: Workload,
+    *,
+    has_layout: bool,
+) -> Plan:
+    """The plan of `config`'s own layout, or of the best one where it is not to keep its own.
+
+    Raises:
+        ConfigError: it does not fit; the line ends with a layout that does, or says what would
+            help where none does.
+    """
+    if has_layout:
+        try:
+            return plan(architecture, config, gpus, savings, workload)
+        except ConfigError as error:
+            refusal = f"{error}; "
+    else:
+        refusal = ""
+    best = suggest(architecture, config, gpus, savings, workload)
+    if best is not None and not has_layout:
+        return best
+    if best is not None:
+        raise ConfigError(f"{refusal}what fits: {' '.join(layout_words(best.config))}")
+    everything = Savings(True, True, True)
+    helped = suggest(architecture, config, gpus, everything, workload)
+    raise ConfigError(
+        f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
+        f"{config.rollout.max_length} tokens; "
+        + (
+            "a learner with recomputation, sequence parallelism and a distributed optimizer "
+            f"would: {' '.join(layout_words(helped.config))}"
+            if helped
+            else "not even with recomputation, sequence parallelism and a distributed optimizer: "
+            "take more GPUs or shorter responses"
+        )
+    )
 
 
 def layout_words(config: Config) -> list[str]:
