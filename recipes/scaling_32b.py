@@ -5,7 +5,7 @@
 of 64 GPUs in INT8. From the QuRL paper, Section 5.1, DeepScaleR's first stage: 256 queries of 8
 responses in 8k of context, 800 steps at 1e-6, temperature 0.6, a KL coefficient of 1e-3;
 Section 5.2: s = 1.5. The paper trains nothing of this size: the layouts are this project's, within
-a tenth of the shortest step that `qurl plan` finds for the learner as it is, and no GPU has confirmed
+a tenth of the shortest step that `qurl plan` finds for the learner as it is; no GPU has confirmed
 them. On 16 there is no room for 8k: responses are of 2048 tokens, and no reference is kept.
 
 Held-out accuracy takes a server of its own, in BF16; here none is started, and `qurl eval` measures

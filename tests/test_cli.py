@@ -103,7 +103,14 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     recipe = importlib.import_module(f"recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     if not hasattr(recipe, "build_model"):
-        build_tiny_model(tmp_path / "model", "qwen2", max_position_embeddings=32768)
+        build_tiny_model(  # of as many layers and heads as the layout of a 32B divides
+            tmp_path / "model",
+            "qwen2",
+            max_position_embeddings=32768,
+            num_hidden_layers=64,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+        )
         words += [f"model={tmp_path / 'model'}", *write_data(name, tmp_path)]
     config = prepare(name, words)
     assert load(tmp_path / "first" / "config.yaml") == config

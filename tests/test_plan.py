@@ -35,7 +35,7 @@ def test_a_32b_model_has_the_parameters_it_is_published_with(name: str, tmp_path
 
 
 def test_a_token_of_qwen_32b_takes_a_quarter_mebibyte_of_cache() -> None:
-    """2 (key, value) x 64 layers x 8 heads x 128 x 2 B; ranks share heads until there is one each."""
+    """2 (key, value) x 64 layers x 8 heads x 128 x 2 B; a rank has one head at least."""
     assert plan.kv_bytes_per_token(QWEN2) == 2 * 64 * 8 * 128 * 2 == 2**18
     assert plan.kv_bytes_per_token(QWEN2, 4) == 2**16
     assert plan.kv_bytes_per_token(QWEN2, 16) == plan.kv_bytes_per_token(QWEN2, 8) == 2**15
@@ -69,7 +69,7 @@ def test_a_servers_gpus_hold_the_policy_between_them() -> None:
 
 
 def test_32b_with_adam_is_18_bytes_a_parameter_on_every_copy() -> None:
-    """Divided by tensor and pipeline parallelism, and by data parallelism only if the optimizer is."""
+    """Over tensor and pipeline ranks; over data-parallel ones only if the optimizer is."""
     config = study("", 64, "int8")
     config = dataclasses.replace(
         config,
@@ -118,7 +118,7 @@ LEARNERS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "learner",
     LEARNERS,
@@ -249,10 +249,12 @@ def test_every_run_of_the_study_fits_and_is_near_the_best_layout(
 @pytest.mark.parametrize(
     ("words", "gpus", "message"),
     [
-        ("learner.pipeline_parallel_size=1 learner.layers_in_last_pipeline_stage=none", 64,
+        ("learner.tensor_parallel_size=4 learner.pipeline_parallel_size=1 "
+         "learner.layers_in_last_pipeline_stage=none", 64,
          "optimizer break it: a rank of stage 0 needs"),
         ("learner.tensor_parallel_size=4", 64, "activations break it"),
-        ("rollout.server.tensor_parallel_size=1 quantization.format=bf16", 64,
+        ("rollout.server.tensor_parallel_size=1 rollout.server.mem_fraction_static=0.79 "
+         "quantization.format=bf16", 64,
          "the KV cache break it: a GPU holds 61.0 GiB of bf16 weights"),
         ("rollout.server.mem_fraction_static=0.2 rollout.server.tensor_parallel_size=2", 64,
          "weights break it"),
@@ -262,8 +264,6 @@ def test_every_run_of_the_study_fits_and_is_near_the_best_layout(
         ("evaluation.problems=8 evaluation.server.tensor_parallel_size=4", 44,
          "the learner's 40 and the evaluation server leave 0"),
         ("learner.data_parallel_size=3", 192, "2048 completions do not divide into 6"),
-        ("quantization.format=fp8-block rollout.server.tensor_parallel_size=8", 64,
-         "blocks are 128 wide"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_the_part_that_breaks_it(
