@@ -1,0 +1,343 @@
+"""How far off `qurl plan` is: `python benchmarks/plan.py`, tables, and a picture for docs/.
+
+1. Memory: what real learners allocate here, tiny ones and one layer of half Qwen2.5-32B's width, on
+   one and two ranks over gloo, against what is planned for them.
+2. The fit of the decode constants in `qurl_megatron/plan.py`, made again from the published
+   latencies they come from.
+3. Times and ratios that others published and that no constant was fitted to, with their sources.
+   The setting is rebuilt as far as its source tells it; what it does not tell is said beside it.
+4. Step time against GPUs by format, as the recipe scaling_32b would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))  # real learners and models to measure
+
+from distributed import run_ranks  # noqa: E402
+from learner_memory import allocated  # noqa: E402
+from qurl_megatron import plan  # noqa: E402
+from qurl_megatron.architecture import Architecture  # noqa: E402
+from qurl_megatron.config import Config, LearnerConfig, with_overrides  # noqa: E402
+from qurl_megatron.plan import Savings, Workload  # noqa: E402
+from recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study  # noqa: E402
+from tiny import build_tiny_model  # noqa: E402
+
+QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+
+
+def _like(base: Architecture, *sizes: int, **fields: Any) -> Architecture:
+    names = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "vocab_size")
+    return dataclasses.replace(base, **dict(zip(names, sizes, strict=True)), **fields)
+
+
+QWEN3_8B = _like(QWEN3_32B, 36, 4096, 12288, 32, 8, 128, 151936)
+QWEN3_14B = _like(QWEN3_32B, 40, 5120, 17408, 40, 8, 128, 151936)
+QWEN2_7B = _like(QWEN2_32B, 28, 3584, 18944, 28, 4, 128, 152064)
+LLAMA_8B = _like(QWEN2_32B, 32, 4096, 14336, 32, 8, 128, 128256, family="llama", qkv_bias=False)
+LLAMA_70B = _like(QWEN2_32B, 80, 8192, 28672, 64, 8, 128, 128256, family="llama", qkv_bias=False)
+
+# (format, tokens of context in the mean, {sequences: median inter-token latency in ms}): Qwen3-8B,
+# one H100, vLLM 0.30. github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at 93e4887,
+# decode-128-1024, balanced-2048-2048 and longctx-8192-512: prompt and half of the output. Beyond
+# these the sequences no longer all ran at once.
+FITTED: list[tuple[str, int, dict[int, float]]] = [
+    ("bf16", 640, {1: 6.858, 4: 7.009, 16: 7.530, 32: 8.110, 64: 9.494, 128: 12.004, 256: 18.084}),
+    ("fp8", 640, {1: 4.662, 4: 4.815, 16: 5.251, 32: 6.032, 64: 7.260, 128: 10.159, 256: 16.129}),
+    ("fp8", 3072, {1: 4.796, 4: 5.319, 16: 7.217, 32: 9.811, 48: 12.252}),
+    ("bf16", 8448, {1: 7.301, 4: 8.617, 7: 10.182, 10: 11.779}),
+    ("fp8", 8448, {1: 5.104, 4: 6.425, 10: 9.506}),
+]
+
+# (model, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}): H100,
+# BF16, vLLM. github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. Contexts are not told:
+# the mean output is taken, which is too much where memory is full. The chat task lets new prompts in
+# between the tokens, which the plan leaves out.
+LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
+    ("Qwen3-32B", QWEN3_32B, 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
+    ("Qwen3-14B", QWEN3_14B, 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
+    ("Qwen3-32B", QWEN3_32B, 1, "chat", 630, {8: 25.21, 16: 26.35, 29: 28.81}),
+    (
+        "Qwen3-32B",
+        QWEN3_32B,
+        2,
+        "chat",
+        630,
+        {8: 15.06, 32: 17.91, 64: 22.45, 128: 29.66, 256: 44.45},
+    ),
+    ("Llama 3.1 70B", LLAMA_70B, 4, "chat", 350, {32: 20.05, 64: 22.43, 128: 27.87, 256: 39.84}),
+]
+
+
+def memory() -> None:
+    half_layer: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "hidden_size": 2560,
+        "intermediate_size": 13824,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    cases: list[tuple[str, str, dict[str, Any], LearnerConfig]] = [
+        (f"tiny {family}", family, {}, LearnerConfig(tensor_parallel_size=size))
+        for family in ("qwen2", "qwen3")
+        for size in (1, 2)
+    ]
+    cases += [
+        ("half-width layer", "qwen2", half_layer, LearnerConfig(tensor_parallel_size=size))
+        for size in (1, 2)
+    ]
+    print("1. Memory of a rank in bfloat16, MiB: planned, allocated, error\n")
+    for name, family, dims, learner in cases:
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch)
+            build_tiny_model(directory, family, **dims)  # type: ignore[arg-type]
+            architecture = Architecture.from_directory(directory)
+            rows, time = 2, 128
+            found = run_ranks(
+                allocated, learner.world_size, directory, learner, rows, time, timeout_s=500
+            )[0]
+        config = Config(learner=learner)
+        planned = plan.learner_memory(architecture, config, 0, Savings())
+        planned["activations"] = architecture.num_layers * plan.layer_activation_bytes(
+            architecture, learner, rows, time, fused=False
+        )
+        print(f"   {name}, tensor parallel size {learner.tensor_parallel_size}")
+        for part, num_bytes in found.items():
+            row(part, planned[part] / 2**20, num_bytes / 2**20, "MiB")
+    print("   (activations are planned for layers alone, in a CPU's separate operations)\n")
+
+
+def row(what: str, planned: float, published: float, unit: str) -> None:
+    error = planned / published - 1
+    print(f"   {what:58} {planned:9.2f} {published:9.2f} {unit:5} {error:+7.1%}", flush=True)
+
+
+def fit() -> None:
+    """The constants that come closest to `FITTED`, relatively and in the mean square."""
+    from scipy.optimize import least_squares
+
+    linear, output = plan._linear_weights(QWEN3_8B), plan._output_weights(QWEN3_8B)
+    kv_bytes = plan.kv_bytes_per_token(QWEN3_8B)
+
+    def errors(constants: np.ndarray) -> list[float]:
+        weights, kv, layer_s, sequence_s, bf16, eight_bit = constants * scale
+        found = []
+        for weight_format, context, latencies in FITTED:
+            quantised = weight_format != "bf16"
+            for sequences, latency_ms in latencies.items():
+                peak = plan.PEAK_FLOPS
+                rate = peak["8-bit"] * eight_bit if quantised else peak["bf16"] * bf16
+                parts = [
+                    (plan.server_weight_bytes(QWEN3_8B, weight_format, 1)["linear"], linear, rate),  # type: ignore[arg-type]
+                    (2 * output, output, peak["bf16"] * bf16),
+                ]
+                time_s = sum(
+                    max(num_bytes / (plan.HBM_BYTES_PER_S * weights), 2 * sequences * numel / rate)
+                    for num_bytes, numel, rate in parts
+                )
+                time_s += sequences * context * kv_bytes / (plan.HBM_BYTES_PER_S * kv)
+                time_s += QWEN3_8B.num_layers * layer_s + sequences * sequence_s
+                found.append(1000 * time_s / latency_ms - 1)
+        return found
+
+    constants = {
+        "HBM_EFFICIENCY of weights": plan.HBM_EFFICIENCY["weights"],
+        "HBM_EFFICIENCY of kv": plan.HBM_EFFICIENCY["kv"],
+        "LAYER_S": plan.LAYER_S,
+        "SEQUENCE_S": plan.SEQUENCE_S,
+        "PRODUCT_EFFICIENCY of bf16": plan.PRODUCT_EFFICIENCY["bf16"],
+        "PRODUCT_EFFICIENCY of 8-bit": plan.PRODUCT_EFFICIENCY["8-bit"],
+    }
+    scale = np.array(list(constants.values()))
+    best = least_squares(errors, np.ones(6), bounds=(0.1, 10))
+    print("2. Decode constants: in plan.py, fitted again to Qwen3-8B on one H100 (silybench)\n")
+    for (name, value), fitted in zip(constants.items(), best.x * scale, strict=True):
+        print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
+    own = np.array(errors(np.ones(6)))
+    print(
+        f"   {len(own)} latencies: error {np.sqrt(np.mean(own**2)):.1%} in the mean square, "
+        f"at most {np.abs(own).max():.1%}\n"
+    )
+
+
+def published() -> None:
+    print("3. Against what was published: planned, published, error\n")
+    print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100, BF16")
+    for name, architecture, gpus, task, context, latencies in LATENCIES:
+        for sequences, latency_ms in latencies.items():
+            planned = plan.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
+            row(
+                f"{name}, {gpus} GPUs, {task}, {sequences} sequences",
+                1000 * planned,
+                latency_ms,
+                "ms",
+            )
+    print("\n   8-bit over BF16 in throughput")
+    print("   QuRL paper, Figure 8, INT8 on H100 (lengths not told; 512 + 1024 tokens taken)")
+    row("7B, 1 GPU (+20 to 30 %)", throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8"), 1.25, "x")
+    row("32B, 2 GPUs (+90 %)", throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8"), 1.9, "x")
+    print("   GPUStack performance lab, Qwen3-32B, ShareGPT, TensorRT-LLM: 1926 / 1280 tokens/s")
+    row("FP8, 1 GPU", throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9), 1926 / 1280, "x")
+    print("\n   Step of GRPO, NeMo-RL v0.4 performance summary, H100, BF16, on policy, colocated")
+    print("   (2048 sequences, 4 minibatches, a reference; prompts of 150 tokens taken)")
+    row(
+        "Qwen3-32B, 32 GPUs, TP4, learner TP4 x PP4 x DP2",
+        colocated_step_s(QWEN3_32B, 32, 4, (4, 4, 2), 3206),
+        393.0,
+        "s",
+    )
+    row(
+        "Llama 3.1 8B, 16 GPUs, TP1, learner PP2 x DP8",
+        colocated_step_s(LLAMA_8B, 16, 1, (1, 2, 8), 1060),
+        97.7,
+        "s",
+    )
+    print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (a floor is planned)")
+    words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none"]
+    config = with_overrides(study("", 64, "bf16"), words)
+    row("TP8 x PP2", plan.publish_s(QWEN2_32B, config), 14.2, "s")
+    print(
+        "\n   Layout of Qwen3-32B on 32 GPUs with sequence parallelism and a distributed optimizer"
+    )
+    print("   NeMo-RL: learner TP4 x PP4 (x DP2), micro batches of 1, sequences of 4096")
+    words = ["learner.tensor_parallel_size=4", "learner.pipeline_parallel_size=4",
+             "learner.data_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
+             "rollout.max_prompt_length=512", "rollout.max_response_length=3584"]  # fmt: skip
+    config = with_overrides(study("", 64, "bf16"), words)
+    for savings in (
+        Savings(),
+        Savings(sequence_parallel=True, distributed_optimizer=True),
+    ):
+        parts = plan.learner_memory(QWEN3_32B, config, 0, savings)
+        total = plan._total(parts, plan.bucket_memory(QWEN3_32B, config)) / plan.GIB
+        print(f"   {' + '.join(savings.names) or 'as the learner is':58} {total:9.1f} of 79.1 GiB")
+    print()
+
+
+def throughput_ratio(
+    architecture: Architecture,
+    gpus: int,
+    prompt: int,
+    output: int,
+    weight_format: str,
+    fraction: float = 0.85,
+) -> float:
+    """Tokens per second of a full server, over BF16's; reading the prompts is part of it."""
+
+    def tokens_per_s(weight_format: Any) -> float:
+        weights = sum(plan.server_weight_bytes(architecture, weight_format, gpus).values())
+        room = plan.GPU_BYTES * fraction - weights
+        fits = room / plan.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
+        sequences = min(256.0, fits)
+        step_s = plan.decode_s(
+            architecture, weight_format, gpus, sequences, sequences * (prompt + output / 2)
+        )
+        prompts_s = plan.prefill_s(architecture, weight_format, gpus, sequences * prompt)
+        return sequences * output / (output * step_s + prompts_s)
+
+    return tokens_per_s(weight_format) / tokens_per_s("bf16")
+
+
+def colocated_step_s(
+    architecture: Architecture,
+    gpus: int,
+    server_gpus: int,
+    sizes: tuple[int, int, int],
+    mean_length: int,
+) -> float:
+    """A step whose servers and learner take turns on all GPUs: 64 prompts x 32, 4096 tokens."""
+    workload = Workload(150, mean_length - 150)
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    config = Config(
+        learner=LearnerConfig(**dict(zip(names, sizes, strict=True)), micro_batch_size=1)
+    )  # type: ignore[arg-type]
+    config = with_overrides(
+        config,
+        [
+            "rollout.prompts_per_step=64",
+            "rollout.completions_per_prompt=32",
+            "optimizer.minibatches_per_step=4",
+            "objective.kl_coefficient=0.01",
+        ],
+    )
+    servers = gpus / server_gpus
+    rollout = plan.rollout_s(
+        architecture,
+        "bf16",
+        server_gpus,
+        sequences=2048 / servers,
+        prompts=64,
+        slots=256,
+        workload=workload,
+        max_response=4096 - 150,
+    )
+    return rollout + sum(plan.learner_s(architecture, config, workload, Savings()).values())
+
+
+def picture(file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "plan"  # the same file every time
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text: a tenth of the size
+    print("4. Seconds a step of Qwen2.5-32B, rollout + rest, of the recipe's layouts\n")
+    gpus = [number for number in LAYOUTS if number > 16]  # 16 runs shorter responses
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for weight_format, colour, marker in (("bf16", "#777777", "o"), ("int8", "#d1495b", "s"),
+                                          ("fp8", "#00798c", "x")):  # fmt: skip
+        plans = [plan.plan(QWEN2_32B, study("", n, weight_format), n) for n in gpus]  # type: ignore[arg-type]
+        for number, one in zip(gpus, plans, strict=True):
+            rollout_s = one.step_s["rollout"]
+            rest_s = one.total_s - rollout_s
+            print(f"   {weight_format:6} {number:4} GPUs {rollout_s:7.1f} + {rest_s:6.1f}")
+        style: dict[str, Any] = {"color": colour, "marker": marker}
+        axes.plot(gpus, [one.total_s for one in plans], label=weight_format, **style)
+        rollouts = [one.step_s["rollout"] for one in plans]
+        axes.plot(gpus, rollouts, linestyle=":", label=f"{weight_format}, rollout", **style)
+    axes.set(
+        xscale="log", yscale="log", xlabel="H100, learner and servers", ylabel="seconds a step"
+    )
+    axes.set_xticks(gpus, [str(number) for number in gpus])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3, which="both")
+    axes.set_title("Qwen2.5-32B as planned: 256 x 8 responses of up to 8192 tokens", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    print(f"\n{file} is ready")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--without-memory", action="store_true", help="no learner is started")
+    arguments = parser.parse_args()
+    print(
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, ",
+        end="",
+    )
+    print(", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")), "\n")
+    parts: list[Callable[[], None]] = [] if arguments.without_memory else [memory]
+    for part in (*parts, fit, published):
+        part()
+    picture(REPOSITORY / "docs" / "plan_32b.svg")
+
+
+if __name__ == "__main__":
+    main()
