@@ -65,7 +65,7 @@ FITTED: list[tuple[str, int, dict[int, float]]] = [
 
 # (model, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}): H100,
 # BF16, vLLM. github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. Contexts are not told:
-# the mean output is taken, which is too much where memory is full. The chat task lets new prompts in
+# the mean output is taken, too much where memory is full. The chat task lets new prompts in
 # between the tokens, which the plan leaves out.
 LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
     ("Qwen3-32B", QWEN3_32B, 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
