@@ -63,7 +63,8 @@ Time of a step:
                  them to the servers over InfiniBand, one after another: a floor, without pause,
                  loading or checksums. Bytes are counted from the format.
 
-Left out: rewards, evaluation, checkpoints, padding of micro batches, dynamic sampling's retries.
+Left out: rewards, evaluation, checkpoints, padding of micro batches, dynamic sampling's retries. A
+critic is refused.
 """
 
 from __future__ import annotations
@@ -676,6 +677,8 @@ def _check_layout(
 ) -> None:
     """Raises ConfigError."""
     learner, rollout = config.learner, config.rollout
+    if config.advantage_estimator == "gae":
+        raise ConfigError("advantage_estimator=gae: a critic is not planned for; plan grpo")
     try:
         architecture.check_layout(
             learner.tensor_parallel_size,

@@ -37,7 +37,7 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
         nothing = torch.zeros(tokens.shape)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             learner.update(
-                TrainBatch(tokens, mask, nothing, nothing),
+                TrainBatch(tokens, mask, nothing, nothing, nothing),
                 torch.ones(tokens.shape),
                 _sum_of_logprobs,
                 temperature=1.0,

@@ -259,6 +259,7 @@ def test_every_run_of_the_study_fits_and_is_near_the_best_layout(
         ("rollout.server.mem_fraction_static=0.2 rollout.server.tensor_parallel_size=2", 64,
          "weights break it"),
         ("learner.tensor_parallel_size=3", 64, "40 attention heads do not divide by"),
+        ("advantage_estimator=gae", 64, "a critic is not planned for"),
         ("rollout.server.tensor_parallel_size=5", 64, "must divide the 8 GPUs of a node"),
         ("", 40, "the learner's 40 leave 0, and a rollout server takes 4"),
         ("evaluation.problems=8 evaluation.server.tensor_parallel_size=4", 44,
