@@ -668,7 +668,7 @@ def plan(
 
 def _free_gpus(config: Config, gpus: int) -> int:
     evaluation = config.evaluation
-    taken = evaluation.server.tensor_parallel_size if evaluation.problems else 0
+    taken = evaluation.server.tensor_parallel_size if evaluation.wanted else 0
     return gpus - config.learner.world_size - taken
 
 
@@ -717,7 +717,7 @@ def _check_layout(
             f"rollout.max_response_length={rollout.max_response_length}"
         )
     if _free_gpus(config, gpus) < rollout.server.tensor_parallel_size:
-        evaluation = " and the evaluation server" if config.evaluation.problems else ""
+        evaluation = " and the evaluation server" if config.evaluation.wanted else ""
         raise ConfigError(
             f"{gpus} GPUs: the learner's {learner.world_size}{evaluation} leave "
             f"{max(0, _free_gpus(config, gpus))}, and a rollout server takes "

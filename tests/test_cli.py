@@ -85,7 +85,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
             (directory / "main").mkdir(exist_ok=True)
             pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
         files = ["main", "main:test"]
-    elif recipe == "grpo":
+    elif recipe in ("grpo", "scaling_32b"):
         (directory / "train.jsonl").write_text("\n".join(good_problems()))
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
         files = ["train.jsonl", "test.jsonl"]
