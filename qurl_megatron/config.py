@@ -102,7 +102,7 @@ class QuantizationConfig:
 
 @dataclasses.dataclass
 class ServerConfig:
-    """One set of SGLang servers; every server of a set holds the same weights."""
+    """One SGLang server."""
 
     tensor_parallel_size: Count = 1
     mem_fraction_static: Fraction = 0.85  # of device memory, for weights and KV cache
@@ -125,6 +125,7 @@ class RolloutConfig:
     max_response_length: Count = 1024  # tokens
     dynamic_sampling_tries: CountOrNone = 0  # rounds of new prompts for groups of equal rewards
     soft_overlong_tokens: CountOrNone = 0  # last tokens of a response over which reward falls by 1
+    servers: Count = 1  # that all hold the same weights and share the prompts
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
 
     @property

@@ -36,7 +36,7 @@ def test_the_kernel_ends_every_process_of_a_killed_launcher(start) -> None:
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(start) -> None:
     run = start("train", "quickstart", *SMALL, "rollout.server.mem_fraction_static=0.000001")
     assert run.exit_code() == 1
-    assert "server_rollout.log" in run.text()
+    assert "server_rollout_0.log" in run.text()
     assert "memory" in run.text().lower()
     assert run.survivors() == []
 

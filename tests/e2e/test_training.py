@@ -89,7 +89,7 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -
     assert run.survivors() == []
 
 
-def test_with_bf16_on_both_sides_only_engine_noise_is_left_until_ctrl_c_ends_it(start) -> None:
+def test_with_bf16_on_both_sides_of_two_servers_only_engine_noise_is_left(start) -> None:
     run = start(
         "train",
         "quickstart",
@@ -98,6 +98,7 @@ def test_with_bf16_on_both_sides_only_engine_noise_is_left_until_ctrl_c_ends_it(
         "learner.dtype=bfloat16",
         "learner.tensor_parallel_size=1",
         "quantization.format=bf16",
+        "rollout.servers=2",
     )
     run.wait_for("step 1/")
     assert 0 < metrics_of(run)[0]["logprob_abs_diff"] < NOISE_BF16
