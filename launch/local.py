@@ -17,9 +17,8 @@ from pathlib import Path
 
 from launch.attempt import Attempt, wanted_servers
 from qurl_megatron import device
-from qurl_megatron.config import Config
+from qurl_megatron.config import STOPPED_EARLY, Config
 from qurl_megatron.rollout import Server, die_with_parent, free_port, save_servers, tail
-from qurl_megatron.train import STOPPED_EARLY
 
 POLL_S = 0.2
 GOOD_CODES = (None, 0, STOPPED_EARLY)  # of a rank that runs, is done, or stopped as asked

@@ -30,6 +30,10 @@ Positive = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Fraction = Annotated[float, Gt(0), Lt(1)]
 
+# Exit code of a run that was asked to stop early: not finished, `qurl resume` goes on. It is
+# EX_TEMPFAIL of sysexits.h.
+STOPPED_EARLY = 75
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the text says what is wrong and what would be right."""

@@ -35,6 +35,7 @@ import torch
 from qurl_megatron import device
 from qurl_megatron.batch import Completion, Prompt
 from qurl_megatron.config import ServerConfig, WeightFormat
+from qurl_megatron.files import rename_whole
 from qurl_megatron.quantize import ENGINE_METHODS
 
 LOOPBACK = "127.0.0.1"
@@ -218,8 +219,10 @@ def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
 def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
     """Write the server sets by name, for `load_servers` in the learner's processes."""
     tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
-    path.touch(mode=0o600)  # for the keys in it
-    path.write_text(json.dumps(tree, indent=2) + "\n")
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.touch(mode=0o600)  # for the keys in it
+    unfinished.write_text(json.dumps(tree, indent=2) + "\n")
+    rename_whole(unfinished, path)
 
 
 def load_servers(path: Path) -> dict[str, list[Server]]:

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from qurl_megatron import device, uaq
 from qurl_megatron.batch import Prompt, TrainBatch
 from qurl_megatron.checkpoint import Checkpoints, RunState, read_state, restore
-from qurl_megatron.config import Config, ObjectiveConfig, WeightFormat, load
+from qurl_megatron.config import STOPPED_EARLY, Config, ObjectiveConfig, WeightFormat, load
 from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
 from qurl_megatron.export import export
@@ -37,9 +37,6 @@ from qurl_megatron.rollout import RolloutClient, Router, Server, load_servers, w
 from qurl_megatron.sampling import Sampler, SampleSummary
 from qurl_megatron.warmup import warm_up
 
-# Exit code of a learner that was asked to stop early: not finished, `qurl resume` goes on. It is
-# EX_TEMPFAIL of sysexits.h.
-STOPPED_EARLY = 75
 WARMUP_CHECK_PROBLEMS = 256  # of the training side, left out of all training
 
 
