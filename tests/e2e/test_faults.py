@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 from running import SMALL, metrics_of
@@ -60,6 +62,9 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     assert f"going on after step {done}" in resumed.text()
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
+    logs = run.run_dir / "logs"
+    seeds = [random_seed(logs / part / "server_rollout_0.log") for part in (".", "resumed_1")]
+    assert seeds[0] != seeds[1]  # a server started with the first would draw the same again
     assert [step["step"] for step in after] == list(range(1, len(after) + 1))
     assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
     # The servers had the checkpoint's weights before their first prompt, and not the model's.
@@ -73,3 +78,10 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     assert "learner rank 0" in resumed.text()
     assert str(run.run_dir.relative_to(run.output.parent) / "logs" / "resumed_1") in resumed.text()
     assert resumed.survivors() == []
+
+
+def random_seed(log: Path) -> str:
+    """A server's, which it logs with all its settings."""
+    found = re.search(r"random_seed=(\d+)", log.read_text())
+    assert found
+    return found[1]

@@ -54,7 +54,7 @@ def deployment(
     monkeypatch_module.setenv("GLOO_SOCKET_IFNAME", "lo")
     directory = tmp_path_factory.mktemp("two")
     model = build_tiny_model(directory / "model")
-    config = ServerConfig(mem_fraction_static=0.2, max_total_tokens=8192)
+    config = ServerConfig(mem_fraction_static=0.6, max_total_tokens=8192)
     with ExitStack() as stack:
         servers = []
         for index in range(2):

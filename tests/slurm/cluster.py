@@ -7,9 +7,9 @@ under a path that only root can write to, for munged's sake.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -107,15 +107,40 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """As a power loss would: slurmd and every process of the node, at once."""
-        daemon = self._daemons.pop(node)
-        own = os.readlink(f"/proc/{daemon.pid}/ns/uts")
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._daemons.pop(node).wait()
+
+    def processes(self, node: str) -> list[psutil.Process]:
+        """All that run on a node: those with its hostname."""
+        own = os.readlink(f"/proc/{self._daemons[node].pid}/ns/uts")
+        found = []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 if os.readlink(f"/proc/{process.pid}/ns/uts") == own:
-                    process.send_signal(signal.SIGKILL)
-            except (OSError, psutil.NoSuchProcess):
-                continue
-        daemon.wait()
+                    found.append(process)
+        return found
+
+    def tasks(self, node: str, role: str, rank: int) -> list[psutil.Process]:
+        """The task of a run on a node, without the processes it has started."""
+        found = []
+        for process in self.processes(node):
+            parent = process.parent()
+            if parent and "slurmstepd" in parent.name() and role in process.cmdline():
+                if process.environ().get("SLURM_PROCID") == str(rank):
+                    found.append(process)
+        return found
+
+    def left_over(self) -> list[str]:
+        """Command lines of Python processes on the nodes, of which no job is to leave any."""
+        return [
+            " ".join(process.cmdline())
+            for node in NODES
+            if node in self._daemons
+            for process in self.processes(node)
+            if "python" in process.name() or "sglang" in process.name()
+        ]
 
     def close(self) -> None:
         """End every daemon and every job, and unmount nothing: mounts end with their namespaces."""
