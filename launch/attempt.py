@@ -46,7 +46,14 @@ class Attempt:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"learner_rank{rank}.log"
 
-    def start(self, wanted: WantedServer, *, host: str = LOOPBACK, first_gpu: int = 0) -> Server:
+    def start(
+        self,
+        wanted: WantedServer,
+        *,
+        host: str = LOOPBACK,
+        api_key: str | None = None,
+        first_gpu: int = 0,
+    ) -> Server:
         """Start one of `wanted_servers`; it comes up in the background."""
         return start_server(
             Path(self.config.model),
@@ -56,6 +63,7 @@ class Attempt:
             log_file=self.logs / f"server_{wanted.set_name}_{wanted.index}.log",
             seed=self.server_seed(wanted.index),
             host=host,
+            api_key=api_key,
             first_gpu=first_gpu,
         )
 

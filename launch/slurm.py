@@ -72,13 +72,14 @@ class Plan:
     """What the job's tasks read: plan.json in the attempt's log directory."""
 
     token: str  # tells the directory from one of the same name that is not shared
+    api_key: str  # of all servers
     attempt: int
     master_address: str
     master_port: int
     nodes: list[NodePlan]
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", private=True)
 
     @staticmethod
     def load(path: Path) -> Plan:
@@ -163,8 +164,9 @@ class Step:
 
     def report(self, code: int) -> None:
         """Say that it ended, and the reason as far as srun and the logs know it."""
-        said = self._log.read_text(errors="replace")
-        text = f"\nqurl: the {self._role} side ended with code {code}; srun said:\n{said}"
+        lines = self._log.read_text(errors="replace").splitlines()
+        said = "\n".join(line for line in lines if line.startswith("srun: "))
+        text = f"\nqurl: the {self._role} side ended with code {code}; srun said:\n{said}\n"
         ended = re.search(r"task[s]? (\d+)", said)
         if self._role == "learner" and ended:
             log = self._attempt.rank_log(int(ended[1]))
@@ -238,7 +240,8 @@ def make_plan(
         servers: list[WantedServer] = wanted[number :: len(rollout_nodes)]
         gpus = sum(one.server.tensor_parallel_size for one in servers)
         nodes.append(NodePlan(name, gpus, servers=[(one.set_name, one.index) for one in servers]))
-    return Plan(secrets.token_hex(8), attempt, learner_nodes[0], port, nodes)
+    key = secrets.token_urlsafe(32)
+    return Plan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
 
 
 def preflight(attempt: Attempt, plan: Plan, *sides: Part) -> bool:

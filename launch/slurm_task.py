@@ -93,7 +93,7 @@ def rollout(logs: Path) -> int:
         for set_name, index in own.servers:
             one = wanted[set_name, index]
             host = socket.gethostbyname(own.name)
-            started.append(attempt.start(one, host=host, first_gpu=first_gpu))
+            started.append(attempt.start(one, host=host, api_key=plan.api_key, first_gpu=first_gpu))
             servers.setdefault(set_name, []).append(started[-1])
             first_gpu += one.server.tensor_parallel_size
         save_servers(servers, logs / f"servers_{own.name}.json")
@@ -119,7 +119,6 @@ def learner(logs: Path) -> int:
     os.environ["MASTER_ADDR"] = plan.master_address
     os.environ["MASTER_PORT"] = str(plan.master_port)
     from launch.attempt import Attempt
-    from qurl_megatron import train
     from qurl_megatron.config import load
 
     run_dir = run_dir_of(logs, plan)
@@ -128,6 +127,8 @@ def learner(logs: Path) -> int:
     os.dup2(log, 2)
     if rank:
         os.dup2(log, 1)  # rank 0 shows the run's progress
+    from qurl_megatron import train
+
     servers = await_servers(logs, plan, config.rollout.server.start_timeout_s)
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
     return train.run(run_dir, servers, stop_on=stop_on, end_on=signal.SIGUSR2)

@@ -35,7 +35,7 @@ import torch
 from qurl_megatron import device
 from qurl_megatron.batch import Completion, Prompt
 from qurl_megatron.config import ServerConfig, WeightFormat
-from qurl_megatron.files import rename_whole
+from qurl_megatron.files import write_whole
 from qurl_megatron.quantize import ENGINE_METHODS
 
 LOOPBACK = "127.0.0.1"
@@ -123,16 +123,19 @@ def start_server(
     seed: int,
     loads: bool = False,
     host: str = LOOPBACK,
+    api_key: str | None = None,
     first_gpu: int = 0,
 ) -> Server:
     """Start a server of `model_dir`; it comes up in the background.
 
     Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
     first publish is to bring them.
-    `context_length` is prompt and response together, in tokens. The server listens on `host`, with
-    a key of its own unless that is loopback, computes on as many GPUs as it has ranks, from
-    `first_gpu` on, and ends when the calling process does.
+    `context_length` is prompt and response together, in tokens. The server listens on `host`, computes
+    on as many GPUs as it has ranks, from `first_gpu` on, and ends when the calling process does.
+    Anywhere but on loopback it wants `api_key`, one for all the servers behind a router.
     """
+    if host != LOOPBACK and not api_key:
+        raise ValueError(f"a server on {host} without a key would serve anybody")
     port = free_port()
     arguments: dict[str, object] = {
         "model-path": model_dir,
@@ -155,9 +158,7 @@ def start_server(
     if weight_format != "bf16" and not loads:  # a quantised directory says itself what it is
         arguments["quantization"] = ENGINE_METHODS[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
-    api_key = None
-    if host != LOOPBACK:
-        api_key = secrets.token_urlsafe(32)
+    if api_key:
         key_file = Path(scratch_dir) / "key.yaml"  # in a directory nobody else reads
         key_file.write_text(f"api-key: {api_key}\n")
         arguments["config"] = key_file
@@ -219,10 +220,7 @@ def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
 def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
     """Write the server sets by name, for `load_servers` in the learner's processes."""
     tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.touch(mode=0o600)  # for the keys in it
-    unfinished.write_text(json.dumps(tree, indent=2) + "\n")
-    rename_whole(unfinished, path)
+    write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # for the keys in it
 
 
 def load_servers(path: Path) -> dict[str, list[Server]]:
@@ -252,6 +250,7 @@ class Router:
             "api_key": servers[0].api_key,
             "prometheus_host": LOOPBACK,
             "prometheus_port": free_port(),
+            "log_level": "warn",
             "request_timeout_secs": ROUTER_REQUEST_TIMEOUT_S,
             "worker_startup_check_interval": 1,
             "disable_retries": True,

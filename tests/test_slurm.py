@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     read = Plan.load(tmp_path / "plan.json")
     assert (read.token, read.attempt, read.master_address) == (plan.token, 3, "a")
     assert [node.ranks for node in read.nodes] == [2, 0]
+    mode = (tmp_path / "plan.json").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600  # there is a key in it
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def as_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_preflight_passes_a_node_that_has_what_it_needs(as_node: None, tmp_path: Path) -> None:
-    plan = Plan("token", 0, "here", free_port(), [NodePlan("here", gpus=2, ranks=2)])
+    plan = Plan("token", "key", 0, "here", free_port(), [NodePlan("here", gpus=2, ranks=2)])
     assert preflight(tmp_path, plan, "token") == []
 
 
@@ -143,7 +146,7 @@ def test_preflight_names_everything_that_is_wrong_with_a_node(
         taken.bind(("", 0))
         port = taken.getsockname()[1]
         nodes = [NodePlan("here", gpus=4, ranks=4), NodePlan("there", gpus=1)]
-        found = preflight(tmp_path, Plan("other", 0, "here", port, nodes), "token")
+        found = preflight(tmp_path, Plan("other", "key", 0, "here", port, nodes), "token")
     assert [problem.split(":")[0].split(",")[0] for problem in found] == [
         f"{tmp_path} is not the one this job writes to",
         "Slurm granted 2 GPUs",

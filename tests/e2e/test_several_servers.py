@@ -60,7 +60,14 @@ def deployment(
         for index in range(2):
             log = directory / f"server_{index}.log"
             server = start_server(
-                model, config, "int8", context_length=64, log_file=log, seed=index, host=ADDRESS
+                model,
+                config,
+                "int8",
+                context_length=64,
+                log_file=log,
+                seed=index,
+                host=ADDRESS,
+                api_key="a key of the run",
             )
             stack.callback(server.stop)
             servers.append(server)
@@ -136,6 +143,19 @@ def test_nobody_without_the_key_is_served_and_the_key_is_not_to_be_seen(
     save_servers({"rollout": deployment.servers}, tmp_path / "servers.json")
     assert stat.S_IMODE((tmp_path / "servers.json").stat().st_mode) == 0o600
     assert load_servers(tmp_path / "servers.json") == {"rollout": deployment.servers}
+
+
+def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without a key would serve anybody"):
+        start_server(
+            tmp_path,
+            ServerConfig(),
+            "int8",
+            context_length=64,
+            log_file=tmp_path / "server.log",
+            seed=0,
+            host=ADDRESS,
+        )
 
 
 def test_a_lost_server_is_not_left_out_in_silence(deployment: Deployment) -> None:
