@@ -37,13 +37,14 @@ from launch.attempt import Attempt, WantedServer, wanted_servers
 from qurl_megatron.cli import prepare, prepare_resume, refusals
 from qurl_megatron.config import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
-from qurl_megatron.rollout import free_port, tail
+from qurl_megatron.rollout import LOG_TAIL_LINES, free_port, tail
 
 POLL_S = 0.5
 REMIND_S = 5.0  # a rank that is still starting does not hear that it is to stop
 PREFLIGHT_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0  # after it Slurm ends what is left, with the job
 LAST_RANK_S = 20  # that the ranks have once the first has ended
+RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # its reason may be a server's, with the end of that log
 LEAD_MARGIN_S = 60  # the signal's own
 LEAD_UNMEASURED_S = 600  # before a run has taken a step and saved
 
@@ -170,7 +171,7 @@ class Step:
         ended = re.search(r"task[s]? (\d+)", said)
         if self._role == "learner" and ended:
             log = self._attempt.rank_log(int(ended[1]))
-            text += f"the end of {log}:\n{tail(log)}"
+            text += f"the end of {log}:\n{tail(log, RANK_LOG_LINES)}"
         print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:

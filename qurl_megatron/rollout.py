@@ -130,9 +130,9 @@ def start_server(
 
     Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
     first publish is to bring them.
-    `context_length` is prompt and response together, in tokens. The server listens on `host`, computes
-    on as many GPUs as it has ranks, from `first_gpu` on, and ends when the calling process does.
-    Anywhere but on loopback it wants `api_key`, one for all the servers behind a router.
+    `context_length` is prompt and response together, in tokens. The server listens on `host`; where
+    that is not loopback it wants `api_key`, one for all the servers behind a router. It computes on
+    as many GPUs as it has ranks, from `first_gpu` on, and ends when the calling process does.
     """
     if host != LOOPBACK and not api_key:
         raise ValueError(f"a server on {host} without a key would serve anybody")
@@ -473,10 +473,10 @@ def address_towards(server: Server) -> str:
         return probe.getsockname()[0]
 
 
-def tail(log_file: Path) -> str:
+def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
     """The last lines of a log, shortened: SGLang prints all its settings on one."""
-    lines = log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join(line[:LOG_LINE_LENGTH] for line in lines)
+    last = log_file.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join(line[:LOG_LINE_LENGTH] for line in last)
 
 
 def die_with_parent() -> None:
