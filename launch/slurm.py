@@ -118,8 +118,9 @@ def run(config: Config, max_restarts: int) -> int:
 def watch(config: Config, learner: Step, rollout: Step, asked: list[int]) -> int:
     """Wait for the side that ends first; asks the learner to stop early where it is time."""
     ends_at, reminded_at = job_ends_at(), -REMIND_S
+    half_s = (ends_at - time.time()) / 2  # a short job is to do more than save
     while True:
-        if not asked and time.time() > ends_at - signal_lead_s(config.run_dir):
+        if not asked and time.time() > ends_at - min(signal_lead_s(config.run_dir), half_s):
             asked.append(0)
         if asked and time.monotonic() >= reminded_at + REMIND_S:
             reminded_at = time.monotonic()

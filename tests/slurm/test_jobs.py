@@ -12,6 +12,7 @@ from cluster import Cluster, Job
 
 from e2e.running import SMALL
 from qurl_megatron.checkpoint import list_checkpoints, read_state
+from qurl_megatron.config import STOPPED_EARLY
 
 SCRIPTS = Path(__file__).parents[2] / "launch"
 TIMEOUT_S = 900.0  # a start is a minute on an idle machine
@@ -19,9 +20,6 @@ WORDS = [
     "quickstart",
     *SMALL,
     "rollout.server.mem_fraction_static=0.6",  # other servers take memory while one starts
-    "optimizer.learning_rate=0.1",  # moves the weights fast, whatever the rewards are
-    "optimizer.weight_decay=1",
-    "optimizer.warmup_steps=0",
 ]
 
 
@@ -49,15 +47,17 @@ def wait_for_end(job: Job) -> str:
     return job.state()
 
 
-def test_a_job_told_to_stop_is_requeued_goes_on_at_that_step_and_completes(
+def test_a_job_told_to_stop_is_requeued_and_goes_on_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=60", "checkpoint.every_steps=1000", "rollout.servers=2"]
+    words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
     nodes = ["--nodes=1", "--gpus-per-node=2", ":", "--nodes=2", "--gpus-per-node=1"]
-    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl.sbatch", *words)
-    chained = cluster.submit(
-        tmp_path, f"--dependency=afterany:{job.id}", *nodes, SCRIPTS / "qurl.sbatch", *words
-    )
+    once = "--export=ALL,QURL_MAX_RESTARTS=1"
+    job = cluster.submit(tmp_path, once, *nodes, SCRIPTS / "qurl.sbatch", *words)
+    after_job = f"--dependency=afterany:{job.id}"
+    chained = cluster.submit(tmp_path, after_job, *nodes, SCRIPTS / "qurl.sbatch", *words)
+    after_chained = f"--dependency=afterany:{chained.id}"
+    late = cluster.submit(tmp_path, after_chained, *nodes, SCRIPTS / "qurl.sbatch", *words)
     run_dir = tmp_path / "runs" / "run"
     wait_for_text(job, "step 3/")
     servers = json.loads((run_dir / "logs" / "servers_n2.json").read_text())["rollout"]
@@ -73,23 +73,31 @@ def test_a_job_told_to_stop_is_requeued_goes_on_at_that_step_and_completes(
     wait_for_text(job, "requeueing job")
     (saved,) = list_checkpoints(run_dir)
     stopped_at = read_state(saved).step
-    assert 3 <= stopped_at < 60
+    assert 3 <= stopped_at < 90
     before = metrics_of(run_dir)
     assert len(before) == stopped_at  # not a step is lost
 
+    # Restarted, told again, and now at its last restart.
     wait_for_text(job, f"going on after step {stopped_at}")
     assert job.show("Restarts") == "1"
-    assert wait_for_end(job) == "COMPLETED", job.text()
+    wait_for_text(job, f"step {stopped_at + 2}/")
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    assert wait_for_end(job) == "FAILED"
+    assert job.exit_code() == STOPPED_EARLY == 75
+    assert "not finished after 1 restarts, and no more are allowed" in job.text()
+
+    # The next of the chain completes the run, and the one after it finds nothing to do.
+    assert wait_for_end(chained) == "COMPLETED", chained.text()
     after = metrics_of(run_dir)
-    assert [step["step"] for step in after] == list(range(1, 61))
+    assert [step["step"] for step in after] == list(range(1, 101))
     assert after[:stopped_at] == before
     assert (run_dir / "logs" / "resumed_1" / "server_rollout_1.log").exists()
     assert (run_dir / "final_model" / "model.safetensors").exists()
     lead = cluster.call(*lead_command(run_dir))
     assert 60 < int(lead) < 600
 
-    assert wait_for_end(chained) == "COMPLETED"
-    assert "is finished" in chained.text()
+    assert wait_for_end(late) == "COMPLETED"
+    assert "is finished" in late.text()
     assert metrics_of(run_dir) == after
     assert cluster.left_over() == []
 
