@@ -56,18 +56,22 @@ def run(config: Config) -> int:
 
 
 def _start_servers(attempt: Attempt, servers: dict[str, list[Server]]) -> None:
-    """Fill `servers` as they start, so that those already there are ended if one does not.
-
-    Beside the learner's GPUs they have GPUs of their own where there are enough of them; else all
-    begin at the first, and share it.
-    """
+    """Fill `servers` as they start, so that those already there are ended if one does not."""
     wanted = wanted_servers(attempt.config)
-    first_gpu = attempt.config.learner.world_size
     sizes = [one.server.tensor_parallel_size for one in wanted]
-    enough = device.gpus() >= first_gpu + sum(sizes)
-    for index, one in enumerate(wanted):
-        gpu = first_gpu + sum(sizes[:index]) if enough else 0
-        servers.setdefault(one.set_name, []).append(attempt.start(one, first_gpu=gpu))
+    gpus = first_gpus(sizes, attempt.config.learner.world_size, device.gpus())
+    for one, first_gpu in zip(wanted, gpus, strict=True):
+        servers.setdefault(one.set_name, []).append(attempt.start(one, first_gpu=first_gpu))
+
+
+def first_gpus(sizes: list[int], learner_gpus: int, gpus: int) -> list[int]:
+    """Each server's first GPU: of its own, after the learner's, where this machine has enough.
+
+    Otherwise all begin at the first GPU, and share it with the learner.
+    """
+    if gpus < learner_gpus + sum(sizes):
+        return [0] * len(sizes)
+    return [learner_gpus + sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _start_ranks(attempt: Attempt, ranks: list[subprocess.Popen[bytes]]) -> None:
