@@ -340,6 +340,8 @@ def run(
     signal.signal(end_on, lambda *_: sys.exit(128 + end_on))
     device.initialise_distributed()
     finished = train(load(run_dir / "config.yaml"), servers, lambda: bool(asked))
+    for number in stop_on:  # Python would die of one that comes while it ends
+        signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()
     return 0 if finished else STOPPED_EARLY
 
