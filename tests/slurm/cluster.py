@@ -71,7 +71,7 @@ class Cluster:
             self._start("slurmctld", ["slurmctld", "-D"])
             for node in NODES:
                 self.start_node(node)
-            self.wait_for(lambda: self.call("sinfo", "-h", "-N", "-o", "%t").split(), ready)
+            self.wait_for(self._states, idle, what="up")
         except BaseException:
             self.close()
             raise
@@ -142,18 +142,26 @@ class Cluster:
             if "python" in process.name() or "sglang" in process.name()
         ]
 
+    def cancel_all(self) -> None:
+        """End what a test has left, its jobs and what waits for them."""
+        for node in NODES:
+            if node not in self._daemons:
+                self.start_node(node)
+        self.call("scancel", "--user=root")
+        self.wait_for(self._states, idle, 120, "idle")
+
     def close(self) -> None:
-        """End every daemon and every job, and unmount nothing: mounts end with their namespaces."""
-        if "slurmctld" in self._daemons:
-            subprocess.run(
-                ["scancel", "--user=root", "--full", "--signal=KILL"], env=self._environment
-            )
+        """End every daemon and every process of the nodes; their mounts end with them."""
         for node in NODES:
             if node in self._daemons:
                 self.kill_node(node)
         for daemon in self._daemons.values():
             daemon.terminate()
             daemon.wait(30)
+
+    def _states(self) -> list[str]:
+        """Of each node, once for each of its partitions."""
+        return self.call("sinfo", "-h", "-N", "-o", "%t").split()
 
     def _configure(self) -> None:
         here, host = self.directory, socket.gethostname()
@@ -236,5 +244,5 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
             )
 
 
-def ready(states: list[str]) -> bool:
-    return len(set(states)) == 1 and states[0] == "idle" and len(states) >= len(NODES)
+def idle(states: list[str]) -> bool:
+    return set(states) == {"idle"}

@@ -13,9 +13,16 @@ from cluster import Cluster, missing
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def cluster(slurm: Cluster) -> Iterator[Cluster]:
+    """The Slurm of this session, idle before and after a test."""
+    yield slurm
+    slurm.cancel_all()
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """A Slurm of four nodes; what it leaves is kept when a test failed."""
+def slurm() -> Iterator[Cluster]:
+    """A Slurm of four nodes."""
     if why := missing():
         pytest.skip(why)
     directory = Path(tempfile.mkdtemp(prefix="qurl-slurm-"))
