@@ -1,13 +1,16 @@
 # `make demo` and `make test` set up .venv first; nothing is written outside this directory.
 PYTHON ?= python3
 
-.PHONY: demo test lint
+.PHONY: demo test test-slurm lint
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
 test: lint
-	.venv/bin/pytest -rs -n 2 --dist loadfile --ignore tests/e2e tests
+	.venv/bin/pytest -rs -n 2 --dist loadfile --ignore tests/e2e --ignore tests/slurm tests
 	.venv/bin/pytest -rs tests/e2e
+
+test-slurm: .venv/ready  # wants Slurm and root: CONTRIBUTING.md
+	.venv/bin/pytest -rs tests/slurm
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .

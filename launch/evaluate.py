@@ -65,7 +65,7 @@ def run(config: EvalConfig) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             wait_ready([server], config.server.start_timeout_s)
-            client = RolloutClient([server], tokenizer, architecture.eos_token_ids)
+            client = RolloutClient(server, tokenizer, architecture.eos_token_ids)
             found: dict[str, dict[str, Average]] = {}
             for number, (data, some) in enumerate(prompts.items()):
                 results = measure(

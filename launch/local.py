@@ -15,40 +15,38 @@ import sys
 import time
 from pathlib import Path
 
-from qurl_megatron.config import Config
-from qurl_megatron.rollout import (
-    Server,
-    die_with_parent,
-    free_port,
-    save_servers,
-    start_server,
-    tail,
-)
+from launch.attempt import Attempt, wanted_servers
+from qurl_megatron import device
+from qurl_megatron.config import STOPPED_EARLY, Config
+from qurl_megatron.rollout import Server, die_with_parent, free_port, save_servers, tail
 
 POLL_S = 0.2
+GOOD_CODES = (None, 0, STOPPED_EARLY)  # of a rank that runs, is done, or stopped as asked
+REMIND_S = 5.0  # a rank that is still starting does not hear that it is to stop
 STOP_TIMEOUT_S = 20.0
 
 
 def run(config: Config) -> int:
     """Run `config`, whose directory holds its config.yaml, to its end; returns an exit code.
 
-    0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 1 when one of its processes
-    died; the last lines of that process's log are then printed.
+    0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 75 when it was asked by SIGUSR1
+    to stop early and has saved a checkpoint, 1 when one of its processes died; the last lines of
+    that process's log are then printed.
     """
     # Noted and not raised: an exception in the midst of starting a process would lose it.
     received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: received.append(number))
     print(f"run directory {config.run_dir}", flush=True)
-    logs = _new_log_directory(config)
+    attempt = Attempt.begin(config)
     servers: dict[str, list[Server]] = {}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        _start_servers(config, logs, servers)
+        _start_servers(attempt, servers)
         save_servers(servers, config.run_dir / "servers.json")
-        _start_ranks(config, logs, ranks)
+        _start_ranks(attempt, ranks)
         return _watch(
-            ranks, [one for members in servers.values() for one in members], logs, received
+            ranks, [one for members in servers.values() for one in members], attempt, received
         )
     finally:
         _stop_ranks(ranks)
@@ -57,25 +55,27 @@ def run(config: Config) -> int:
                 server.stop()
 
 
-def _start_servers(config: Config, logs: Path, servers: dict[str, list[Server]]) -> None:
+def _start_servers(attempt: Attempt, servers: dict[str, list[Server]]) -> None:
     """Fill `servers` as they start, so that those already there are ended if one does not."""
-    sets = {"rollout": (config.rollout.server, config.quantization.format)}
-    if config.evaluation.wanted:
-        sets["evaluation"] = (config.evaluation.server, "bf16")
-    for name, (server, weight_format) in sets.items():
-        servers[name] = [
-            start_server(
-                Path(config.model),
-                server,
-                weight_format,
-                context_length=config.rollout.max_length,
-                log_file=logs / f"server_{name}.log",
-                seed=config.seed,
-            )
-        ]
+    wanted = wanted_servers(attempt.config)
+    sizes = [one.server.tensor_parallel_size for one in wanted]
+    gpus = first_gpus(sizes, attempt.config.learner.world_size, device.gpus())
+    for one, first_gpu in zip(wanted, gpus, strict=True):
+        servers.setdefault(one.set_name, []).append(attempt.start(one, first_gpu=first_gpu))
 
 
-def _start_ranks(config: Config, logs: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
+def first_gpus(sizes: list[int], learner_gpus: int, gpus: int) -> list[int]:
+    """Each server's first GPU: of its own, after the learner's, where this machine has enough.
+
+    Otherwise all begin at the first GPU, and share it with the learner.
+    """
+    if gpus < learner_gpus + sum(sizes):
+        return [0] * len(sizes)
+    return [learner_gpus + sum(sizes[:index]) for index in range(len(sizes))]
+
+
+def _start_ranks(attempt: Attempt, ranks: list[subprocess.Popen[bytes]]) -> None:
+    config = attempt.config
     world_size = config.learner.world_size
     environment = {
         **os.environ,
@@ -85,7 +85,7 @@ def _start_ranks(config: Config, logs: Path, ranks: list[subprocess.Popen[bytes]
         "OMP_NUM_THREADS": str(config.learner.threads_per_rank),
     }
     for rank in range(world_size):
-        with _rank_log(logs, rank).open("wb") as log:
+        with attempt.rank_log(rank).open("wb") as log:
             ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "qurl_megatron.train", str(config.run_dir)],
@@ -94,31 +94,46 @@ def _start_ranks(config: Config, logs: Path, ranks: list[subprocess.Popen[bytes]
                     stdout=None if rank == 0 else log,  # rank 0 shows the run's progress
                     stderr=log,
                     start_new_session=True,  # Ctrl-C is the launcher's to handle
-                    preexec_fn=die_with_parent,
+                    preexec_fn=_in_rank,
                 )
             )
 
 
+def _in_rank() -> None:
+    """In a rank before its program starts: it is not to die of what asks it to stop early."""
+    die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def _watch(
-    ranks: list[subprocess.Popen[bytes]], servers: list[Server], logs: Path, received: list[int]
+    ranks: list[subprocess.Popen[bytes]],
+    servers: list[Server],
+    attempt: Attempt,
+    received: list[int],
 ) -> int:
-    """Wait until every rank is done, any process of the run has died, or a signal is received."""
+    """Wait until every rank is done, any process of the run has died, or a signal ends the run."""
+    reminded_at = -REMIND_S
     while True:
-        if received:
-            name = signal.Signals(received[0]).name
+        ending = [number for number in received if number != signal.SIGUSR1]
+        if ending:
+            name = signal.Signals(ending[0]).name
             print(f"\ninterrupted by {name}: stopping the learner and the servers", file=sys.stderr)
-            return 128 + received[0]
+            return 128 + ending[0]
+        if received and time.monotonic() >= reminded_at + REMIND_S:
+            reminded_at = time.monotonic()
+            for rank in ranks:
+                rank.send_signal(signal.SIGUSR1)
         codes = [rank.poll() for rank in ranks]
         dead = next((server for server in servers if not server.alive()), None)
         if dead is not None:
             return _report(f"server {dead.url} died", Path(dead.log_file))
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        failed = next((n for n, code in enumerate(codes) if code not in GOOD_CODES), None)
         if failed is not None:
             return _report(
-                f"learner rank {failed} ended with code {codes[failed]}", _rank_log(logs, failed)
+                f"learner rank {failed} ended with code {codes[failed]}", attempt.rank_log(failed)
             )
-        if all(code == 0 for code in codes):
-            return 0
+        if None not in codes:
+            return max(code for code in codes if code is not None)
         time.sleep(POLL_S)
 
 
@@ -139,16 +154,3 @@ def _stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
             rank.wait()
         with contextlib.suppress(ProcessLookupError):  # what a killed rank had started
             os.killpg(rank.pid, signal.SIGKILL)
-
-
-def _new_log_directory(config: Config) -> Path:
-    """`logs`, and `logs/resumed_N` for each time the run is gone on with."""
-    logs = config.run_dir / "logs"
-    if logs.exists():
-        logs = logs / f"resumed_{1 + len(list(logs.glob('resumed_*')))}"
-    logs.mkdir()
-    return logs
-
-
-def _rank_log(logs: Path, rank: int) -> Path:
-    return logs / f"learner_rank{rank}.log"

@@ -13,6 +13,8 @@ Invariants:
 - The state is that of the moment `save` was called, whatever training does while it is written.
 - Any tensor, pipeline and data parallel layout can go on from any other's checkpoint.
 
+RUN/checkpoints.jsonl has a line for each that came about: its step, and how long it was written.
+
 The learner has no dropout, so it has no random state; the order of prompts is in the RunState.
 """
 
@@ -155,10 +157,19 @@ class Checkpoints:
     def _end(self, partial: Path, whole: Path) -> None:
         sync(partial / "megatron")
         rename_whole(partial, whole)
+        with (self._config.run_dir / "checkpoints.jsonl").open("a") as file:
+            line = {"step": read_state(whole).step, "time_write_s": _time_write_s(whole)}
+            file.write(json.dumps(line) + "\n")
         for old in list_checkpoints(self._config.run_dir)[: -self._config.checkpoint.keep_last]:
             # Renamed first: a removal that is cut short must not leave what looks whole.
             leaving = old.rename(partial_of(old))
             shutil.rmtree(leaving)
+
+
+def _time_write_s(checkpoint: Path) -> float:
+    """Seconds from the beginning of a save to its last file, by the file system's own clock."""
+    begun = (checkpoint / "state.json").stat().st_mtime
+    return max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir()) - begun
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

@@ -35,6 +35,10 @@ FractionOrNone = Annotated[float, Ge(0), Lt(1)]
 TopP = Annotated[float, Gt(0), Le(1)]
 Name = Annotated[str, pydantic.StringConstraints(pattern=r"^[\w-]+$")]
 
+# Exit code of a run that was asked to stop early: not finished, `qurl resume` goes on. It is
+# EX_TEMPFAIL of sysexits.h.
+STOPPED_EARLY = 75
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the text says what is wrong and what would be right."""
@@ -145,7 +149,7 @@ class QuantizationConfig:
 
 @dataclasses.dataclass
 class ServerConfig:
-    """One set of SGLang servers; every server of a set holds the same weights."""
+    """One SGLang server."""
 
     tensor_parallel_size: Count = 1
     mem_fraction_static: Fraction = 0.85  # of device memory, for weights and KV cache
@@ -179,6 +183,7 @@ class RolloutConfig:
     stages: dict[Annotated[int, Ge(2)], StageConfig] = dataclasses.field(
         default_factory=dict
     )  # by the step they begin with; weights, optimizer and place in the data go on
+    servers: Count = 1  # that all hold the same weights and share the prompts
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
 
     @property

@@ -39,6 +39,11 @@ def device() -> torch.device:
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
+def gpus() -> int:
+    """Of this machine that this process may use."""
+    return torch.cuda.device_count() if accelerator() == "cuda" else 0
+
+
 def communication_backend() -> Literal["gloo", "nccl"]:
     return "gloo" if accelerator() == "cpu" else "nccl"
 

@@ -22,9 +22,16 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def write_whole(path: Path, content: str | Callable[[Path], None]) -> None:
-    """Write a file that is either whole or not there, whatever happens to this process."""
+def write_whole(
+    path: Path, content: str | Callable[[Path], None], *, private: bool = False
+) -> None:
+    """Write a file that is either whole or not there, whatever happens to this process.
+
+    A `private` one is for nobody but this user to read.
+    """
     unfinished = path.with_name(path.name + ".unfinished")
+    if private:
+        unfinished.touch(mode=0o600)
     if isinstance(content, str):
         unfinished.write_text(content)
     else:

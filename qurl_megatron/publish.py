@@ -20,7 +20,7 @@ from qurl_megatron.config import WeightFormat
 from qurl_megatron.device import communication_backend, rank
 from qurl_megatron.learner import Learner
 from qurl_megatron.reshard import Bucket, Conversion, Converter
-from qurl_megatron.rollout import Server, ServerControl, free_port
+from qurl_megatron.rollout import Server, ServerControl, address_towards, free_port
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Publisher:
         self._threads.shutdown()
 
     def _join(self, servers: list[Server]) -> dist.ProcessGroup:
-        address, port = "127.0.0.1", free_port()
+        address, port = address_towards(servers[0]), free_port()
         sizes = [server.tensor_parallel_size for server in servers]
         world_size = 1 + sum(sizes)
         joining = [

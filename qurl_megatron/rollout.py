@@ -4,6 +4,9 @@ What SGLang 0.5.17 does that callers rely on, each tested against the real serve
 - `output_token_logprobs` are of the full vocabulary at the sampling temperature, whatever top_p is.
 - A weight update empties the prefix cache, also while the server is paused.
 - `weight_version` in an answer is the version set last; it is ours to set.
+
+A server on loopback asks nobody who he is. One that other machines can reach wants its key with
+every request; the key is in `Server` and in no command line.
 """
 
 from __future__ import annotations
@@ -32,17 +35,29 @@ import torch
 from qurl_megatron import device
 from qurl_megatron.batch import Completion, Prompt
 from qurl_megatron.config import ServerConfig, WeightFormat
+from qurl_megatron.files import write_whole
 from qurl_megatron.quantize import ENGINE_METHODS
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
+ROUTER_START_TIMEOUT_S = 120.0
+ROUTER_REQUEST_TIMEOUT_S = 7 * 24 * 3600  # none; it wants a number
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # SGLang leaves a request this many fewer tokens than its context has.
 CONTEXT_RESERVE = 2
+# Signals that Slurm and launchers send to every process of a node, and that are not for servers.
+NOT_FOR_SERVERS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+# `python -m sglang_router.launch_router` would import SGLang first: ten seconds.
+START_ROUTER = """
+import json, sys
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+Router.from_args(RouterArgs(**json.load(sys.stdin))).start()
+"""
 
 
 class ServerFailed(RuntimeError):
@@ -54,13 +69,22 @@ class Server:
     """A running server, as its starter and every other process of the run know it."""
 
     url: str
+    machine: str  # name of the one it runs on
     pid: int  # of its main process, the root of its process tree
     tensor_parallel_size: int
     log_file: str
     scratch_dir: str  # its sockets and temporary files
+    api_key: str | None = None  # that it wants with every request
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request to it."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def alive(self) -> bool:
-        """Whether its main process runs, on this machine."""
+        """Whether its main process runs; True of another machine's, which its starter watches."""
+        if self.machine != socket.gethostname():
+            return True
         try:
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -98,20 +122,26 @@ def start_server(
     log_file: Path,
     seed: int,
     loads: bool = False,
+    host: str = LOOPBACK,
+    api_key: str | None = None,
+    first_gpu: int = 0,
 ) -> Server:
     """Start a server of `model_dir`; it comes up in the background.
 
     Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
     first publish is to bring them.
-    `context_length` is prompt and response together, in tokens. The server listens on loopback and
-    ends when the calling process does.
+    `context_length` is prompt and response together, in tokens. The server listens on `host`; where
+    that is not loopback it wants `api_key`, one for all the servers behind a router. It computes on
+    as many GPUs as it has ranks, from `first_gpu` on, and ends when the calling process does.
     """
+    if host != LOOPBACK and not api_key:
+        raise ValueError(f"a server on {host} without a key would serve anybody")
     port = free_port()
-    arguments = {
+    arguments: dict[str, object] = {
         "model-path": model_dir,
         "load-format": "safetensors" if loads else "dummy",
         "dtype": "bfloat16",
-        "host": HOST,
+        "host": host,
         "port": port,
         "nccl-port": free_port(),
         "tensor-parallel-size": server.tensor_parallel_size,
@@ -128,6 +158,10 @@ def start_server(
     if weight_format != "bf16" and not loads:  # a quantised directory says itself what it is
         arguments["quantization"] = ENGINE_METHODS[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
+    if api_key:
+        key_file = Path(scratch_dir) / "key.yaml"  # in a directory nobody else reads
+        key_file.write_text(f"api-key: {api_key}\n")
+        arguments["config"] = key_file
     additions = {
         "TMPDIR": scratch_dir,
         # A crashed server would diagnose itself for over a minute before it ends.
@@ -143,6 +177,8 @@ def start_server(
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
             additions["SGLANG_CPU_OMP_THREADS_BIND"] = _a_core_a_rank(server)
+    else:
+        arguments["base-gpu-id"] = first_gpu
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -152,14 +188,16 @@ def start_server(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is its starter's to handle
-            preexec_fn=die_with_parent,
+            preexec_fn=_end_only_by_parent,
         )
     return Server(
-        url=f"http://{HOST}:{port}",
+        url=f"http://{host}:{port}",
+        machine=socket.gethostname(),
         pid=process.pid,
         tensor_parallel_size=server.tensor_parallel_size,
         log_file=str(log_file),
         scratch_dir=scratch_dir,
+        api_key=api_key,
     )
 
 
@@ -182,7 +220,7 @@ def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
 def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
     """Write the server sets by name, for `load_servers` in the learner's processes."""
     tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
-    path.write_text(json.dumps(tree, indent=2) + "\n")
+    write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # for the keys in it
 
 
 def load_servers(path: Path) -> dict[str, list[Server]]:
@@ -190,11 +228,80 @@ def load_servers(path: Path) -> dict[str, list[Server]]:
     return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
 
 
-class RolloutClient:
-    """Samples completions from a set of servers that all hold the same weights."""
+class Router:
+    """sglang-router before several servers that hold the same weights, as one that samples.
 
-    def __init__(self, servers: Sequence[Server], tokenizer: Any, stop_token_ids: Sequence[int]):
-        self._servers = list(servers)
+    A child of the calling process, on loopback. It hands out requests in turn: every prompt is new,
+    and a publish empties the prefix caches, so there is nothing to find in them. It never tries
+    again and never leaves a server out: a lost one is to end the run.
+    """
+
+    def __init__(self, servers: Sequence[Server], log_file: Path) -> None:
+        port = free_port()
+        self.url = f"http://{LOOPBACK}:{port}"
+        self.headers = servers[0].headers
+        self._num_servers = len(servers)
+        self._log_file = log_file
+        arguments = {
+            "worker_urls": [server.url for server in servers],
+            "host": LOOPBACK,
+            "port": port,
+            "policy": "round_robin",
+            "api_key": servers[0].api_key,
+            "prometheus_host": LOOPBACK,
+            "prometheus_port": free_port(),
+            "log_level": "warn",
+            "request_timeout_secs": ROUTER_REQUEST_TIMEOUT_S,
+            "worker_startup_check_interval": 1,
+            "disable_retries": True,
+            "disable_circuit_breaker": True,
+            "disable_health_check": True,
+        }
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START_ROUTER],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_only_by_parent,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(arguments).encode())
+        self._process.stdin.close()
+
+    def wait_ready(self, timeout_s: float = ROUTER_START_TIMEOUT_S) -> None:
+        """Return when it knows all its servers. Raises ServerFailed if it does not come to that."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ready():
+            if self._process.poll() is not None:
+                raise self.failed("died while starting")
+            if time.monotonic() > deadline:
+                raise self.failed(f"did not come up in {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+    def _ready(self) -> bool:
+        try:
+            answer = httpx.get(f"{self.url}/readiness", headers=self.headers, timeout=5.0)
+        except httpx.TransportError:
+            return False
+        return answer.is_success and answer.json()["healthy_workers"] == self._num_servers
+
+    def failed(self, what: str) -> ServerFailed:
+        """The exception for what went wrong, with the end of the log."""
+        log = self._log_file
+        return ServerFailed(f"router {self.url} {what}; {log} ends:\n{tail(log)}")
+
+    def close(self) -> None:
+        self._process.kill()  # it has nothing to save
+        self._process.wait()
+
+
+class RolloutClient:
+    """Samples completions from a server, or from a router before several."""
+
+    def __init__(self, server: Server | Router, tokenizer: Any, stop_token_ids: Sequence[int]):
+        self._server = server
         self._tokenizer = tokenizer
         self._stop_token_ids = list(stop_token_ids)
 
@@ -225,15 +332,14 @@ class RolloutClient:
         self, prompts: Sequence[Prompt], sampling: dict[str, Any]
     ) -> list[list[Completion]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=None, limits=limits) as client:
-            requests = [
-                self._group(client, self._servers[index % len(self._servers)], prompt, sampling)
-                for index, prompt in enumerate(prompts)
-            ]
+        async with httpx.AsyncClient(
+            timeout=None, limits=limits, headers=self._server.headers
+        ) as client:
+            requests = [self._group(client, prompt, sampling) for prompt in prompts]
             return await asyncio.gather(*requests)
 
     async def _group(
-        self, client: httpx.AsyncClient, server: Server, prompt: Prompt, sampling: dict[str, Any]
+        self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any]
     ) -> list[Completion]:
         body = {
             "input_ids": prompt.token_ids,
@@ -241,11 +347,11 @@ class RolloutClient:
             "return_logprob": True,
         }
         try:
-            response = await client.post(f"{server.url}/generate", json=body)
+            response = await client.post(f"{self._server.url}/generate", json=body)
         except httpx.TransportError as error:
-            raise server.failed(f"broke off while sampling ({error!r})") from None
+            raise self._server.failed(f"broke off while sampling ({error!r})") from None
         if response.is_error:
-            raise server.failed(f"refused to sample: {response.text}")
+            raise self._server.failed(f"refused to sample: {response.text}")
         answers = response.json()
         return [self._completion(a) for a in (answers if isinstance(answers, list) else [answers])]
 
@@ -268,7 +374,9 @@ class ServerControl:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self._client = httpx.Client(base_url=server.url, timeout=CONTROL_TIMEOUT_S)
+        self._client = httpx.Client(
+            base_url=server.url, headers=server.headers, timeout=CONTROL_TIMEOUT_S
+        )
 
     def pause(self) -> None:
         """Stop sampling; requests that are running wait, and will be computed afresh."""
@@ -353,14 +461,22 @@ def free_port() -> int:
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
+            probe.bind(("", port))  # free on every address
             return port
 
 
-def tail(log_file: Path) -> str:
+def address_towards(server: Server) -> str:
+    """The address of this machine that `server` can reach it under."""
+    url = httpx.URL(server.url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.host, url.port))  # chooses a route, sends nothing
+        return probe.getsockname()[0]
+
+
+def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
     """The last lines of a log, shortened: SGLang prints all its settings on one."""
-    lines = log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join(line[:LOG_LINE_LENGTH] for line in lines)
+    last = log_file.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join(line[:LOG_LINE_LENGTH] for line in last)
 
 
 def die_with_parent() -> None:
@@ -368,9 +484,15 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _end_only_by_parent() -> None:
+    """In a server or router before its program starts; its starter ends it by killing it."""
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_SERVERS)
+
+
 def _answers(server: Server) -> bool:
     try:
-        return httpx.get(f"{server.url}/health", timeout=5.0).is_success
+        return httpx.get(f"{server.url}/health", headers=server.headers, timeout=5.0).is_success
     except httpx.TransportError:
         return False
 

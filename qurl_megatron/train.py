@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from qurl_megatron import device, uaq
 from qurl_megatron.batch import Prompt, TrainBatch
 from qurl_megatron.checkpoint import Checkpoints, RunState, read_state
-from qurl_megatron.config import Config, ObjectiveConfig, WeightFormat, load
+from qurl_megatron.config import STOPPED_EARLY, Config, ObjectiveConfig, WeightFormat, load
 from qurl_megatron.critic import Critic, CriticMetrics
 from qurl_megatron.data import load_prompts
 from qurl_megatron.evaluation import Evaluator
@@ -36,15 +36,18 @@ from qurl_megatron.objective import policy_objective, rollout_statistics, token_
 from qurl_megatron.publish import Published, Publisher
 from qurl_megatron.report import write_report
 from qurl_megatron.reshard import Conversion
-from qurl_megatron.rollout import RolloutClient, Server, load_servers, wait_ready
+from qurl_megatron.rollout import RolloutClient, Router, Server, load_servers, wait_ready
 from qurl_megatron.sampling import Sampler, SampleSummary, pad_token_id
 from qurl_megatron.warmup import warm_up
 
 WARMUP_CHECK_PROBLEMS = 256  # of the training side, left out of all training
 
 
-def train(config: Config, servers: dict[str, list[Server]]) -> None:
-    """Run `config` to its end on `servers`, by set. Collective over all learner ranks."""
+def train(config: Config, servers: dict[str, list[Server]], stop_asked: Callable[[], bool]) -> bool:
+    """Run `config` on `servers`, by set; whether it came to its end. Collective over all ranks.
+
+    It ends early, with a checkpoint, after the step in which `stop_asked` is true on global rank 0.
+    """
     temperature = config.rollout.temperature
     objective = Objective(config.objective)
     with ExitStack() as stack:
@@ -89,7 +92,12 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
             evaluation = parts.evaluate(step) if is_evaluated(config, step) else None
             log.write(metrics, evaluation)
             log.write_weights(published.version, weight_metrics(published.conversion))
-            parts.checkpoint(step, published.version)
+            stopping = step < config.steps and device.from_rank_zero(stop_asked)
+            parts.checkpoint(step, published.version, now=stopping)
+            if stopping:
+                parts.checkpoints.poll(wait=True)
+                log.say(f"stopped early after step {step}: qurl resume {config.run_dir} goes on")
+                return False
             if device.from_rank_zero(log.time_is_up):
                 break
         parts.checkpoints.poll(wait=True)
@@ -97,6 +105,7 @@ def train(config: Config, servers: dict[str, list[Server]]) -> None:
         log.finish(evaluation or parts.evaluate(step))
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")
+        return True
 
 
 @dataclass(frozen=True)
@@ -232,10 +241,10 @@ class Parts:
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step
 
-    def checkpoint(self, step: int, weight_version: int) -> None:
-        """Make saves that are written visible, and begin one where it is due."""
+    def checkpoint(self, step: int, weight_version: int, *, now: bool) -> None:
+        """Make saves that are written visible, and begin one `now` or where it is due."""
         self.checkpoints.poll()
-        if self.checkpoints.is_due(step):
+        if now or self.checkpoints.is_due(step):
             self.checkpoints.save(
                 RunState(
                     step=step,
@@ -287,7 +296,9 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         for name, members in servers.items():
             wait_ready(members, getattr(config, name).server.start_timeout_s)
     clients = {
-        name: RolloutClient(members, tokenizer, learner.architecture.eos_token_ids)
+        name: RolloutClient(
+            _front(name, members, stack), tokenizer, learner.architecture.eos_token_ids
+        )
         for name, members in servers.items()
     }
 
@@ -322,13 +333,44 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     )
 
 
+def _front(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:
+    """What to sample from: the only server, or on global rank 0 a router before several."""
+    if len(servers) == 1 or device.rank() != 0:
+        return servers[0]
+    router = Router(servers, Path(servers[0].log_file).with_name(f"router_{name}.log"))
+    stack.enter_context(closing(router))
+    router.wait_ready()
+    return router
+
+
 def main() -> None:
-    """`python -m qurl_megatron.train RUN_DIR`, once a learner rank, started by a launcher."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """`python -m qurl_megatron.train RUN_DIR`, once a learner rank, started by a launcher.
+
+    SIGUSR1 asks it to stop early, SIGTERM to end at once.
+    """
     run_dir = Path(sys.argv[1])
+    servers = load_servers(run_dir / "servers.json")
+    sys.exit(run(run_dir, servers, stop_on={signal.SIGUSR1}, end_on=signal.SIGTERM))
+
+
+def run(
+    run_dir: Path,
+    servers: dict[str, list[Server]],
+    *,
+    stop_on: Collection[signal.Signals],
+    end_on: signal.Signals,
+) -> int:
+    """This learner rank's part in the run of a directory; returns its exit code."""
+    asked: list[int] = []
+    for number in stop_on:
+        signal.signal(number, lambda number, _: asked.append(number))
+    signal.signal(end_on, lambda *_: sys.exit(128 + end_on))
     device.initialise_distributed()
-    train(load(run_dir / "config.yaml"), load_servers(run_dir / "servers.json"))
+    finished = train(load(run_dir / "config.yaml"), servers, lambda: bool(asked))
+    for number in stop_on:  # Python would die of one that comes while it ends
+        signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()
+    return 0 if finished else STOPPED_EARLY
 
 
 if __name__ == "__main__":

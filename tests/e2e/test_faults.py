@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 from running import SMALL, curve_steps, metrics_of
@@ -36,7 +38,7 @@ def test_the_kernel_ends_every_process_of_a_killed_launcher(start) -> None:
 def test_a_server_that_does_not_come_up_ends_the_run_with_its_log(start) -> None:
     run = start("train", "quickstart", *SMALL, "rollout.server.mem_fraction_static=0.000001")
     assert run.exit_code() == 1
-    assert "server_rollout.log" in run.text()
+    assert "server_rollout_0.log" in run.text()
     assert "memory" in run.text().lower()
     assert run.survivors() == []
 
@@ -62,6 +64,9 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
     assert all(step["value_loss"] > 0 and step["time_critic_s"] > 0 for step in after)
+    logs = run.run_dir / "logs"
+    seeds = [random_seed(logs / part / "server_rollout_0.log") for part in (".", "resumed_1")]
+    assert seeds[0] != seeds[1]  # a server started with the first would draw the same again
     assert [step["step"] for step in after] == list(range(1, len(after) + 1))
     assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
     # The servers had the checkpoint's weights before their first prompt, and not the model's.
@@ -77,3 +82,10 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     assert resumed.survivors() == []
     shown = curve_steps(run, "reward_mean")
     assert len(shown) >= done + 4 and shown == list(range(1, len(shown) + 1))
+
+
+def random_seed(log: Path) -> str:
+    """A server's, which it logs with all its settings."""
+    found = re.search(r"random_seed=(\d+)", log.read_text())
+    assert found
+    return found[1]

@@ -122,7 +122,7 @@ def joined(
         weight_format,
         server,
         sender,
-        RolloutClient([server], AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
+        RolloutClient(server, AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
         model_dirs,
         [quantised(path, weight_format) for path in model_dirs],
     )

@@ -16,8 +16,8 @@ import reasoning_gym
 from running import SMALL, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
-from qurl_megatron.checkpoint import list_checkpoints
-from qurl_megatron.config import load
+from qurl_megatron.checkpoint import list_checkpoints, read_state
+from qurl_megatron.config import STOPPED_EARLY, load
 from qurl_megatron.metrics import StepMetrics, evaluation_directory
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
@@ -132,7 +132,7 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -
     assert run.survivors() == []
 
 
-def test_with_bf16_on_both_sides_only_engine_noise_is_left_until_ctrl_c_ends_it(start) -> None:
+def test_bf16_on_two_servers_leaves_engine_noise_only_and_stops_early_when_asked(start) -> None:
     run = start(
         "train",
         "quickstart",
@@ -141,10 +141,17 @@ def test_with_bf16_on_both_sides_only_engine_noise_is_left_until_ctrl_c_ends_it(
         "learner.dtype=bfloat16",
         "learner.tensor_parallel_size=1",
         "quantization.format=bf16",
+        "rollout.servers=2",
+        "rollout.server.mem_fraction_static=0.6",
+        "checkpoint.every_steps=1000",
     )
     run.wait_for("step 1/")
     assert 0 < metrics_of(run)[0]["logprob_abs_diff"] < NOISE_BF16
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.exit_code() == 130
-    assert "interrupted" in run.text()
+    assert list_checkpoints(run.run_dir) == []  # none is due for long
+    os.kill(run.process.pid, signal.SIGUSR1)
+    assert run.exit_code() == STOPPED_EARLY == 75
+    (saved,) = list_checkpoints(run.run_dir)
+    assert read_state(saved).step == len(metrics_of(run)) >= 1
+    assert "stopped early" in run.text()
+    assert not (run.run_dir / "summary.json").exists()
     assert run.survivors() == []

@@ -1,0 +1,184 @@
+"""What runs on the nodes of a Slurm job, started by `launch/slurm.py` through srun.
+
+    preflight LOGS TOKEN    one task a node: report what the node lacks for its part in the plan
+    rollout LOGS            one task a node: start its servers, say where they are, watch them
+    learner LOGS            one task a rank
+
+All read LOGS/plan.json. USR2 ends a task at once. USR1 and TERM, which Slurm sends to every process
+of a step, ask the learner to stop early, and are nothing to the servers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from launch.slurm import NodePlan, Plan
+    from qurl_megatron.rollout import Server
+
+POLL_S = 0.5
+
+
+def preflight(logs: Path, token: str) -> None:
+    """Leave a list of what is wrong with this node, empty if nothing is, in LOGS/preflight."""
+    name = node_name()
+    plan = json.loads((logs / "plan.json").read_text())
+    problems = []
+    if plan["token"] != token:
+        problems.append(f"{logs} is not the one this job writes to: the node does not share it")
+    own = next(node for node in plan["nodes"] if node["name"] == name)
+    problems += gpu_problems(own["gpus"], granted_gpus(), installed_gpus())
+    for node in plan["nodes"]:
+        try:
+            socket.getaddrinfo(node["name"], None)
+        except OSError as error:
+            problems.append(f"cannot resolve {node['name']}: {error.strerror}")
+    if name == plan["master_address"]:
+        try:
+            with socket.socket() as probe:
+                probe.bind(("", plan["master_port"]))
+        except OSError as error:
+            problems.append(f"port {plan['master_port']} is not free: {error.strerror}")
+    # Not of launch.attempt or files: this task imports nothing that takes seconds.
+    unfinished = logs / "preflight" / f"{name}.unfinished"
+    unfinished.write_text(json.dumps(problems))
+    unfinished.rename(unfinished.with_suffix(".json"))
+
+
+def gpu_problems(needed: int, granted: int, installed: int | None) -> list[str]:
+    """What is wrong with a node's GPUs; `installed` is None without NVIDIA's driver."""
+    if granted < needed:
+        return [f"Slurm granted {granted} GPUs, {needed} are needed; ask for --gpus-per-node"]
+    if installed is not None and installed < granted:
+        return [f"Slurm granted {granted} GPUs, the driver finds {installed}"]
+    return []
+
+
+def granted_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len(visible.split(",")) if visible else 0
+
+
+def installed_gpus() -> int | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def rollout(logs: Path) -> int:
+    """Start this node's servers, say where they are, watch them until one dies or USR2 comes."""
+    ended: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: ended.append(number))
+    from launch.attempt import Attempt, wanted_servers
+    from qurl_megatron.config import load
+    from qurl_megatron.rollout import save_servers, tail
+
+    plan, own = read_plan(logs)
+    attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
+    wanted = {(one.set_name, one.index): one for one in wanted_servers(attempt.config)}
+    servers: dict[str, list[Server]] = {}
+    started: list[Server] = []
+    first_gpu = 0
+    try:
+        for set_name, index in own.servers:
+            one = wanted[set_name, index]
+            host = socket.gethostbyname(own.name)
+            started.append(attempt.start(one, host=host, api_key=plan.api_key, first_gpu=first_gpu))
+            servers.setdefault(set_name, []).append(started[-1])
+            first_gpu += one.server.tensor_parallel_size
+        save_servers(servers, logs / f"servers_{own.name}.json")
+        while not ended:
+            for server in started:
+                if not server.alive():
+                    log = Path(server.log_file)
+                    print(f"\nqurl: server {server.url} of {own.name} died; the end of {log}:")
+                    print(tail(log), flush=True)
+                    return 1
+            time.sleep(POLL_S)
+        return 0
+    finally:
+        for server in started:
+            server.stop()
+
+
+def learner(logs: Path) -> int:
+    """One rank of the learner, on the servers that the rollout nodes have told of."""
+    signal.signal(signal.SIGUSR2, lambda number, _: sys.exit(128 + number))
+    rank = int(os.environ["SLURM_PROCID"])
+    plan, _ = read_plan(logs)
+    os.environ["MASTER_ADDR"] = plan.master_address
+    os.environ["MASTER_PORT"] = str(plan.master_port)
+    from launch.attempt import Attempt
+    from qurl_megatron.config import load
+
+    run_dir = run_dir_of(logs, plan)
+    config = load(run_dir / "config.yaml")
+    log = os.open(Attempt(config, plan.attempt).rank_log(rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    if rank:
+        os.dup2(log, 1)  # rank 0 shows the run's progress
+    from qurl_megatron import train
+
+    servers = await_servers(logs, plan, config.rollout.server.start_timeout_s)
+    stop_on = {signal.SIGUSR1, signal.SIGTERM}
+    return train.run(run_dir, servers, stop_on=stop_on, end_on=signal.SIGUSR2)
+
+
+def await_servers(logs: Path, plan: Plan, timeout_s: float) -> dict[str, list[Server]]:
+    """The servers by set, once every rollout node has told of its own.
+
+    Raises:
+        TimeoutError: one has not.
+    """
+    from qurl_megatron.rollout import load_servers
+
+    servers: dict[str, list[Server]] = {}
+    deadline = time.monotonic() + timeout_s
+    for node in plan.nodes:
+        path = logs / f"servers_{node.name}.json"
+        while node.servers and not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{node.name} has not told of its servers in {path}")
+            time.sleep(POLL_S)
+        for name, members in load_servers(path).items() if node.servers else ():
+            servers.setdefault(name, []).extend(members)
+    return servers
+
+
+def read_plan(logs: Path) -> tuple[Plan, NodePlan]:
+    """The plan, and this node's part in it."""
+    from launch.slurm import Plan
+
+    plan = Plan.load(logs / "plan.json")
+    return plan, next(node for node in plan.nodes if node.name == node_name())
+
+
+def run_dir_of(logs: Path, plan: Plan) -> Path:
+    """RUN of RUN/logs or RUN/logs/resumed_N."""
+    return logs.parent.parent if plan.attempt else logs.parent
+
+
+def node_name() -> str:
+    return os.environ["SLURMD_NODENAME"]
+
+
+def main() -> None:
+    role, logs, *others = sys.argv[1:]
+    if role == "preflight":
+        preflight(Path(logs), *others)
+    else:
+        sys.exit({"rollout": rollout, "learner": learner}[role](Path(logs)))
+
+
+if __name__ == "__main__":
+    main()

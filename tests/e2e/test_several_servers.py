@@ -1,0 +1,166 @@
+"""Two servers that other machines could reach: one publish for both, one router before both."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qurl_megatron import device
+from qurl_megatron.batch import Prompt
+from qurl_megatron.checksum import combine
+from qurl_megatron.config import LearnerConfig, OptimizerConfig, ServerConfig
+from qurl_megatron.learner import Learner
+from qurl_megatron.publish import Publisher
+from qurl_megatron.rollout import (
+    RolloutClient,
+    Router,
+    Server,
+    ServerControl,
+    ServerFailed,
+    load_servers,
+    save_servers,
+    start_server,
+    wait_ready,
+)
+from tiny import EOS_TOKEN_ID, build_tiny_model
+
+ADDRESS = "127.0.0.2"  # not the address of loopback that asks for no key
+PROMPTS = [
+    Prompt(id=str(row), question="", answer="", token_ids=[3 + row, 4, 5, 6]) for row in range(16)
+]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    servers: list[Server]
+    learner: Learner
+    publisher: Publisher
+    client: RolloutClient
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
+) -> Iterator[Deployment]:
+    monkeypatch_module.setenv("GLOO_SOCKET_IFNAME", "lo")
+    directory = tmp_path_factory.mktemp("two")
+    model = build_tiny_model(directory / "model")
+    config = ServerConfig(mem_fraction_static=0.6, max_total_tokens=8192)
+    with ExitStack() as stack:
+        servers = []
+        for index in range(2):
+            log = directory / f"server_{index}.log"
+            server = start_server(
+                model,
+                config,
+                "int8",
+                context_length=64,
+                log_file=log,
+                seed=index,
+                host=ADDRESS,
+                api_key="a key of the run",
+            )
+            stack.callback(server.stop)
+            servers.append(server)
+        learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())
+        stack.enter_context(closing(learner))
+        wait_ready(servers, timeout_s=400)
+        publisher = Publisher(learner, servers, "int8", 1024 * 1024, "rollout")
+        stack.enter_context(closing(publisher))
+        router = Router(servers, directory / "router.log")
+        stack.enter_context(closing(router))
+        router.wait_ready()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        client = RolloutClient(router, tokenizer, [EOS_TOKEN_ID])
+        yield Deployment(servers, learner, publisher, client)
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def sequences_of(server: Server) -> int:
+    """How many the server has begun to compute, by its log."""
+    log = Path(server.log_file).read_text()
+    return sum(int(count) for count in re.findall(r"Prefill batch, #new-seq: (\d+)", log))
+
+
+def test_one_publish_brings_the_same_weights_and_version_to_both(deployment: Deployment) -> None:
+    published = deployment.publisher.publish()
+    held = []
+    for server in deployment.servers:
+        with closing(ServerControl(server)) as control:
+            held.append(combine(control.checksums()))
+    assert held[0] == held[1] == published.conversion.checksums
+    # The learner and both servers are in one process group, so a bucket crosses it once.
+    assert deployment.publisher._group.size() == 3
+    assert device.world_size() == 1
+
+
+def test_every_group_is_answered_and_both_servers_have_part_in_it(deployment: Deployment) -> None:
+    deployment.publisher.publish()
+    before = [sequences_of(server) for server in deployment.servers]
+    groups = deployment.client.generate(
+        PROMPTS, completions_per_prompt=2, temperature=1.0, max_response_length=8
+    )
+    assert len(groups) == len(PROMPTS) and {len(group) for group in groups} == {2}
+    versions = {completion.weight_version for group in groups for completion in group}
+    assert versions == {deployment.publisher.version}
+    after = [sequences_of(server) for server in deployment.servers]
+    for begun, done in zip(before, after, strict=True):
+        assert done - begun >= 2 * len(PROMPTS) / 2
+    # Log-probs came through the router as the servers gave them.
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            tokens = torch.tensor([prompt.token_ids + completion.token_ids])
+            logprobs, _ = deployment.learner.logprobs_and_entropy(tokens, temperature=1.0)
+            behaviour = torch.tensor(completion.behaviour_logprobs)
+            assert len(behaviour) == len(completion.token_ids)
+            assert (logprobs[0, len(prompt.token_ids) :] - behaviour).abs().max() < 0.5
+
+
+def test_nobody_without_the_key_is_served_and_the_key_is_not_to_be_seen(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
+    for server in deployment.servers:
+        assert server.api_key
+        for path in ("/generate", "/pause_generation"):
+            assert httpx.post(f"{server.url}{path}", json=body).status_code == 401
+        command = Path(f"/proc/{server.pid}/cmdline").read_text()
+        assert server.api_key not in command
+    save_servers({"rollout": deployment.servers}, tmp_path / "servers.json")
+    assert stat.S_IMODE((tmp_path / "servers.json").stat().st_mode) == 0o600
+    assert load_servers(tmp_path / "servers.json") == {"rollout": deployment.servers}
+
+
+def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without a key would serve anybody"):
+        start_server(
+            tmp_path,
+            ServerConfig(),
+            "int8",
+            context_length=64,
+            log_file=tmp_path / "server.log",
+            seed=0,
+            host=ADDRESS,
+        )
+
+
+def test_a_lost_server_is_not_left_out_in_silence(deployment: Deployment) -> None:
+    deployment.servers[1].stop()  # the last test of these servers
+    with pytest.raises(ServerFailed, match="(?s)router http.*router.log ends"):
+        deployment.client.generate(
+            PROMPTS, completions_per_prompt=2, temperature=1.0, max_response_length=8
+        )

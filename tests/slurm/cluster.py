@@ -1,0 +1,248 @@
+"""A real Slurm of several nodes on this machine: munged, slurmctld and a slurmd a node.
+
+Every node has a hostname, an address and fake GPUs of its own (character devices that nobody opens)
+and is this machine in all else. Nothing is written outside the cluster's directory, which is to be
+under a path that only root can write to, for munged's sake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
+PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]
+NODES = ["n1", "n2", "n3", "n4"]
+GPUS = 2  # a node
+START_TIMEOUT_S = 60.0
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    lacking = [name for name in PROGRAMS if not shutil.which(name)]
+    if lacking:
+        return f"no Slurm here (no {', '.join(lacking)}): apt-get update && {INSTALL}"
+    return None if os.geteuid() == 0 else "Slurm's daemons are started as root here"
+
+
+@dataclass
+class Job:
+    """A submitted job; `id` is that of its first component."""
+
+    cluster: Cluster
+    id: str
+    output: Path
+
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def state(self) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED, ..., of the first component."""
+        return self.show("JobState")
+
+    def exit_code(self) -> int:
+        """Of a job that has ended."""
+        return int(self.show("ExitCode").partition(":")[0])
+
+    def show(self, field: str) -> str:
+        said = self.cluster.call("scontrol", "show", "job", self.id).split()
+        return next(word.partition("=")[2] for word in said if word.startswith(f"{field}="))
+
+
+class Cluster:
+    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
+        """Start it; `environment` is that of every command and job."""
+        self.directory = directory
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._environment = {**environment, "SLURM_CONF": str(directory / "slurm.conf")}
+        for name in ("state", "logs", "spool"):
+            (directory / name).mkdir(parents=True)
+        try:
+            self._configure()
+            self._start_munge()
+            self._start("slurmctld", ["slurmctld", "-D"])
+            for node in NODES:
+                self.start_node(node)
+            self.wait_for(self._states, idle, what="up")
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, *words: str | Path, cwd: Path | None = None) -> str:
+        done = subprocess.run(
+            words, env=self._environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def submit(self, directory: Path, *words: str | Path) -> Job:
+        """sbatch from a directory, which has its logs."""
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        number = self.call("sbatch", "--parsable", *words, cwd=directory).strip().split(";")[0]
+        return Job(self, number, directory / "logs" / f"qurl-{number}.out")
+
+    def wait_for(self, look, good, timeout_s: float = START_TIMEOUT_S, what: str = "") -> None:
+        """Return once `good(look())`; the last thing seen is in the failure."""
+        deadline = time.monotonic() + timeout_s
+        while not good(seen := look()):
+            assert time.monotonic() < deadline, f"not {what} in {timeout_s} s:\n{seen}"
+            time.sleep(0.2)
+
+    def start_node(self, node: str) -> None:
+        """A slurmd with a hostname of its own, which is in its hosts file with the others'."""
+        script = (
+            f"hostname {node} && mount --bind {self.directory}/hosts /etc/hosts "
+            f"&& exec slurmd -D -N {node}"
+        )
+        # With --fork slurmd would be a child that outlives a killed unshare.
+        self._start(node, ["unshare", "--uts", "--mount", "sh", "-c", script])
+
+    def kill_node(self, node: str) -> None:
+        """As a power loss would: slurmd and every process of the node, at once."""
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._daemons.pop(node).wait()
+
+    def processes(self, node: str) -> list[psutil.Process]:
+        """All that run on a node: those with its hostname."""
+        own = os.readlink(f"/proc/{self._daemons[node].pid}/ns/uts")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == own:
+                    found.append(process)
+        return found
+
+    def tasks(self, node: str, role: str, rank: int) -> list[psutil.Process]:
+        """The task of a run on a node, without the processes it has started."""
+        found = []
+        for process in self.processes(node):
+            parent = process.parent()
+            if parent and "slurmstepd" in parent.name() and role in process.cmdline():
+                if process.environ().get("SLURM_PROCID") == str(rank):
+                    found.append(process)
+        return found
+
+    def left_over(self) -> list[str]:
+        """Command lines of Python processes on the nodes, of which no job is to leave any."""
+        return [
+            " ".join(process.cmdline())
+            for node in NODES
+            if node in self._daemons
+            for process in self.processes(node)
+            if "python" in process.name() or "sglang" in process.name()
+        ]
+
+    def cancel_all(self) -> None:
+        """End what a test has left, its jobs and what waits for them."""
+        for node in NODES:
+            if node not in self._daemons:
+                self.start_node(node)
+        self.call("scancel", "--user=root")
+        self.wait_for(self._states, idle, 120, "idle")
+
+    def close(self) -> None:
+        """End every daemon and every process of the nodes; their mounts end with them."""
+        for node in NODES:
+            if node in self._daemons:
+                self.kill_node(node)
+        for daemon in self._daemons.values():
+            daemon.terminate()
+            daemon.wait(30)
+
+    def _states(self) -> list[str]:
+        """Of each node, once for each of its partitions."""
+        return self.call("sinfo", "-h", "-N", "-o", "%t").split()
+
+    def _configure(self) -> None:
+        here, host = self.directory, socket.gethostname()
+        addresses = {node: f"127.0.1.{number}" for number, node in enumerate(NODES, 1)}
+        own = "".join(f"{address} {node}\n" for node, address in addresses.items())
+        (here / "hosts").write_text(Path("/etc/hosts").read_text() + own)
+        ports = iter(range(17000, 17100))
+        nodes = "".join(
+            f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={next(ports)} CPUs=16 "
+            f"RealMemory=4000 Gres=gpu:{GPUS}\n"
+            for node, address in addresses.items()
+        )
+        (here / "slurm.conf").write_text(f"""\
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={next(ports)}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={here}/munge.sock,cred_expire=5
+StateSaveLocation={here}/state
+SlurmdSpoolDir={here}/spool/%n
+SlurmctldPidFile={here}/slurmctld.pid
+SlurmdPidFile={here}/slurmd-%n.pid
+SlurmctldLogFile={here}/logs/slurmctld.log
+SlurmdLogFile={here}/logs/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=30
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+JobCompType=jobcomp/filetxt
+JobCompLoc={here}/logs/jobs.txt
+{nodes}
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
+""")
+        devices = here / "devices"
+        devices.mkdir()
+        for number in range(GPUS):
+            os.mknod(devices / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
+        (here / "gres.conf").write_text(
+            f"Name=gpu File={devices}/gpu[0-{GPUS - 1}] Flags=nvidia_gpu_env\n"
+        )
+
+    def _start_munge(self) -> None:
+        key = self.directory / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        options = {
+            "key-file": key,
+            "socket": self.directory / "munge.sock",
+            "pid-file": self.directory / "munged.pid",
+            "log-file": self.directory / "logs" / "munged.log",
+            "seed-file": self.directory / "munge.seed",
+        }
+        words = [f"--{name}={path}" for name, path in options.items()]
+        self._start("munged", ["munged", "--foreground", "--force", *words])
+        self.wait_for((self.directory / "munge.sock").exists, bool)
+
+    def _start(self, name: str, words: list[str]) -> None:
+        with (self.directory / "logs" / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                words,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+def idle(states: list[str]) -> bool:
+    return set(states) == {"idle"}

@@ -1,0 +1,171 @@
+"""Runs as Slurm jobs: real Slurm, learner and servers, a tiny model, nodes that die for real."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import sys
+from pathlib import Path
+
+from cluster import Cluster, Job
+
+from e2e.running import SMALL
+from qurl_megatron.checkpoint import list_checkpoints, read_state
+from qurl_megatron.config import STOPPED_EARLY
+
+SCRIPTS = Path(__file__).parents[2] / "launch"
+TIMEOUT_S = 900.0  # a start is a minute on an idle machine
+WORDS = [
+    "quickstart",
+    *SMALL,
+    "rollout.server.mem_fraction_static=0.6",  # other servers take memory while one starts
+]
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_text(job: Job, pattern: str, count: int = 1) -> None:
+    """Until the job's output has `pattern` that many times; fails when the job ends before."""
+
+    def look() -> str:
+        text = job.text()
+        if text.count(pattern) < count:
+            state = job.state()
+            assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), f"{state}:\n{text}"
+        return text
+
+    job.cluster.wait_for(look, lambda text: text.count(pattern) >= count, TIMEOUT_S, repr(pattern))
+
+
+def wait_for_end(job: Job) -> str:
+    """The state the job came to."""
+    ends = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+    job.cluster.wait_for(job.state, lambda state: state in ends, TIMEOUT_S, "ended")
+    return job.state()
+
+
+def test_a_job_told_to_stop_is_requeued_and_goes_on_at_that_step_until_it_completes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
+    nodes = ["--nodes=1", "--gpus-per-node=2", ":", "--nodes=2", "--gpus-per-node=1"]
+    once = "--export=ALL,QURL_MAX_RESTARTS=1"
+    job = cluster.submit(tmp_path, once, *nodes, SCRIPTS / "qurl.sbatch", *words)
+    after_job = f"--dependency=afterany:{job.id}"
+    chained = cluster.submit(tmp_path, after_job, *nodes, SCRIPTS / "qurl.sbatch", *words)
+    after_chained = f"--dependency=afterany:{chained.id}"
+    late = cluster.submit(tmp_path, after_chained, *nodes, SCRIPTS / "qurl.sbatch", *words)
+    run_dir = tmp_path / "runs" / "run"
+    wait_for_text(job, "step 3/")
+    servers = json.loads((run_dir / "logs" / "servers_n2.json").read_text())["rollout"]
+    servers += json.loads((run_dir / "logs" / "servers_n3.json").read_text())["rollout"]
+    assert [(server["machine"], bool(server["api_key"])) for server in servers] == [
+        ("n2", True),
+        ("n3", True),
+    ]
+    mode = (run_dir / "logs" / "servers_n2.json").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    wait_for_text(job, "requeueing job")
+    (saved,) = list_checkpoints(run_dir)
+    stopped_at = read_state(saved).step
+    assert 3 <= stopped_at < 90
+    before = metrics_of(run_dir)
+    assert len(before) == stopped_at  # not a step is lost
+
+    # Restarted, told again, and now at its last restart.
+    wait_for_text(job, f"going on after step {stopped_at}")
+    assert job.show("Restarts") == "1"
+    wait_for_text(job, f"step {stopped_at + 2}/")
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    assert wait_for_end(job) == "FAILED"
+    assert job.exit_code() == STOPPED_EARLY == 75
+    assert "not finished after 1 restarts, and no more are allowed" in job.text()
+
+    # The next of the chain completes the run, and the one after it finds nothing to do.
+    assert wait_for_end(chained) == "COMPLETED", chained.text()
+    after = metrics_of(run_dir)
+    assert [step["step"] for step in after] == list(range(1, 101))
+    assert after[:stopped_at] == before
+    assert (run_dir / "logs" / "resumed_1" / "server_rollout_1.log").exists()
+    assert (run_dir / "final_model" / "model.safetensors").exists()
+    lead = cluster.call(*lead_command(run_dir))
+    assert 60 < int(lead) < 600
+
+    assert wait_for_end(late) == "COMPLETED"
+    assert "is finished" in late.text()
+    assert metrics_of(run_dir) == after
+    assert cluster.left_over() == []
+
+
+def lead_command(run_dir: Path) -> list[str | Path]:
+    return [sys.executable, "-m", "launch.slurm", "lead", run_dir]
+
+
+def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = [*WORDS, "steps=100000", "checkpoint.every_steps=2"]
+    nodes = ["--nodes=2", "--gpus-per-node=2", "--nodelist=n1,n2"]
+    script = SCRIPTS / "qurl_one_allocation.sbatch"
+    run_dir = tmp_path / "runs" / "run"
+
+    # A learner rank is killed.
+    first = cluster.submit(tmp_path, *nodes, script, *words)
+    second = cluster.submit(tmp_path, f"--dependency=afterany:{first.id}", *nodes, script, *words)
+    wait_for_text(first, "step 5/")
+    (rank,) = cluster.tasks("n1", "learner", rank=1)
+    rank.kill()
+    assert wait_for_end(first) == "FAILED"
+    assert first.exit_code() == 128 + signal.SIGKILL
+    assert "the learner side ended with code 137" in first.text()
+    assert "task 1: Killed" in first.text()
+    assert cluster.left_over() == []
+
+    # The next of the chain goes on from its checkpoint, and loses a rollout node.
+    done = read_state(list_checkpoints(run_dir)[-1]).step
+    wait_for_text(second, f"going on after step {done}")
+    wait_for_text(second, f"step {done + 5}/")
+    cluster.kill_node("n2")
+    wait_for_text(second, "side ended with code")
+    assert "server http://127.0.1.2" in second.text()  # the learner lost it
+    cluster.start_node("n2")  # without it Slurm cannot tell that the job is gone from there
+    assert wait_for_end(second) == "FAILED"
+    assert second.exit_code() == 1
+    assert cluster.left_over() == []
+
+    # Preempted: saved at once, whatever the schedule, and requeued until the nodes are free.
+    third = cluster.submit(tmp_path, *nodes, script, *words, "checkpoint.every_steps=100000")
+    done = read_state(list_checkpoints(run_dir)[-1]).step
+    wait_for_text(third, f"going on after step {done}")
+    wait_for_text(third, f"step {done + 3}/")
+    urgent = ["--partition=high", "--exclusive", "--nodes=2", "--nodelist=n1,n2", "--output=urgent"]
+    cluster.call("sbatch", *urgent, "--wrap=sleep 5", cwd=tmp_path)
+    wait_for_text(third, "requeueing job")
+    stopped_at = read_state(list_checkpoints(run_dir)[-1]).step
+    assert stopped_at >= done + 3
+    assert len(metrics_of(run_dir)) == stopped_at
+    wait_for_text(third, f"going on after step {stopped_at}")
+    wait_for_text(third, f"step {stopped_at + 1}/")
+
+    # Cancelled: saved as well, and not requeued.
+    cluster.call("scancel", third.id)
+    assert wait_for_end(third) == "CANCELLED"
+    assert "not requeued" in third.text()
+    assert len(metrics_of(run_dir)) == read_state(list_checkpoints(run_dir)[-1]).step
+    assert cluster.left_over() == []
+
+
+def test_a_node_with_too_few_gpus_is_named_before_anything_starts(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    nodes = ["--nodes=1", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1"]
+    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl.sbatch", *WORDS)
+    assert wait_for_end(job) == "FAILED"
+    assert job.exit_code() == 2
+    assert "preflight of n1: Slurm granted 1 GPUs, 2 are needed" in job.text()
+    assert not list((tmp_path / "runs" / "run" / "logs").glob("server*"))
