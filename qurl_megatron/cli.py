@@ -381,7 +381,7 @@ def _print_plan(plan: Plan) -> None:
             ("at most", plan.learner_total_bytes / GIB),
         ),
         table(
-            f"{plan.servers} {config.quantization.format} servers of "
+            f"rollout.servers={plan.servers}, in {config.quantization.format}, of "
             f"{server.tensor_parallel_size} GPUs, each GPU",
             f"GiB of {GPU_BYTES / GIB:.1f}",
             memory(plan.server_bytes),

@@ -101,13 +101,16 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
         objective=ObjectiveConfig(
             objective="acr", eps_low=0.2, eps_high=0.2, kl_coefficient=0.0 if small else 1e-3
         ),
-        quantization=QuantizationConfig(format=weight_format, uaq=UaqConfig(scale=1.5)),
+        quantization=QuantizationConfig(
+            format=weight_format, uaq=UaqConfig(1.0 if weight_format == "bf16" else 1.5)
+        ),
         rollout=RolloutConfig(
             prompts_per_step=256,
             completions_per_prompt=8,
             temperature=0.6,
             max_prompt_length=1024,
             max_response_length=2048 if small else 8192,
+            servers=(gpus - tensor * pipeline * data) // server,
             server=ServerConfig(tensor_parallel_size=server, max_running_requests=256),
         ),
         evaluation=EvaluationConfig(problems=0),

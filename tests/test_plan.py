@@ -244,6 +244,7 @@ def test_every_run_of_the_study_fits_and_is_near_the_best_layout(
     best = plan.suggest(ARCHITECTURES[name], config, gpus)
     assert best is not None
     assert best.total_s <= planned.total_s < 1.1 * best.total_s
+    assert planned.servers == config.rollout.servers
 
 
 @pytest.mark.parametrize(
