@@ -15,14 +15,17 @@ import sys
 import time
 from pathlib import Path
 
-from qurl_megatron.config import Config
+from qurl_megatron import device
+from qurl_megatron.config import Config, place_servers
 from qurl_megatron.rollout import (
     Server,
+    ServerFailed,
     die_with_parent,
     free_port,
     save_servers,
     start_server,
     tail,
+    wait_ready,
 )
 
 POLL_S = 0.2
@@ -44,9 +47,14 @@ def run(config: Config) -> int:
     servers: dict[str, list[Server]] = {}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        _start_servers(config, logs, servers)
+        try:
+            _start_servers(config, logs, servers, received)
+        except ServerFailed as failure:
+            print(f"\nqurl: {failure}", file=sys.stderr)
+            return 1
         save_servers(servers, config.run_dir / "servers.json")
-        _start_ranks(config, logs, ranks)
+        if not received:
+            _start_ranks(config, logs, ranks)
         return _watch(
             ranks, [one for members in servers.values() for one in members], logs, received
         )
@@ -57,8 +65,19 @@ def run(config: Config) -> int:
                 server.stop()
 
 
-def _start_servers(config: Config, logs: Path, servers: dict[str, list[Server]]) -> None:
-    """Fill `servers` as they start, so that those already there are ended if one does not."""
+def _start_servers(
+    config: Config, logs: Path, servers: dict[str, list[Server]], received: list[int]
+) -> None:
+    """Fill `servers` as they start, so that those already there are ended if one does not.
+
+    Servers come up side by side, but one after the other on a GPU they share: each takes its part
+    of what it finds free.
+
+    Raises:
+        ServerFailed: one that others had to wait for did not come up.
+    """
+    placed = place_servers(config, device.num_gpus())
+    used = set(range(config.learner.world_size))
     sets = {"rollout": (config.rollout.server, config.quantization.format)}
     if config.evaluation.wanted:
         sets["evaluation"] = (config.evaluation.server, "bf16")
@@ -71,8 +90,12 @@ def _start_servers(config: Config, logs: Path, servers: dict[str, list[Server]])
                 context_length=config.rollout.max_length,
                 log_file=logs / f"server_{name}.log",
                 seed=config.seed,
+                gpus=placed[name],
             )
         ]
+        if used & set(placed[name]):
+            wait_ready(servers[name], server.start_timeout_s, lambda: bool(received))
+        used |= set(placed[name])
 
 
 def _start_ranks(config: Config, logs: Path, ranks: list[subprocess.Popen[bytes]]) -> None:

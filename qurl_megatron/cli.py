@@ -218,6 +218,7 @@ def prepare(recipe: str, overrides: list[str]) -> Config:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
     """
     from qurl_megatron import config as configs
+    from qurl_megatron import device
 
     module = _recipe(recipe)
     config = configs.with_overrides(module.recipe(), overrides)
@@ -236,6 +237,7 @@ def prepare(recipe: str, overrides: list[str]) -> Config:
             module.build_model(built, config.seed)
             config.model = str(built)
         configs.validate(config)
+        configs.place_servers(config, device.num_gpus())
         _check_prompts(config)
         config.run_dir.mkdir(parents=True)
         if built.exists():
@@ -252,6 +254,7 @@ def prepare_resume(run_dir: Path, overrides: list[str]) -> Config:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
     """
     from qurl_megatron import config as configs
+    from qurl_megatron import device
 
     if not (run_dir / "config.yaml").is_file():
         raise configs.ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
@@ -260,6 +263,7 @@ def prepare_resume(run_dir: Path, overrides: list[str]) -> Config:
     config = configs.with_overrides(saved, overrides)
     configs.validate_resume(saved, config)
     configs.validate(config)
+    configs.place_servers(config, device.num_gpus())
     _check_prompts(config)
     configs.save(config, run_dir / "config.yaml")
     return config

@@ -36,6 +36,9 @@ TopP = Annotated[float, Gt(0), Le(1)]
 Name = Annotated[str, pydantic.StringConstraints(pattern=r"^[\w-]+$")]
 
 
+LARGEST_SHARE = 0.8  # of a GPU's memory, to servers that share it with a learner rank
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the text says what is wrong and what would be right."""
 
@@ -148,7 +151,7 @@ class ServerConfig:
     """One set of SGLang servers; every server of a set holds the same weights."""
 
     tensor_parallel_size: Count = 1
-    mem_fraction_static: Fraction = 0.85  # of device memory, for weights and KV cache
+    mem_fraction_static: Fraction = 0.85  # of what is free of a GPU, for weights and KV cache
     max_running_requests: Count = 256
     max_total_tokens: Count | None = None  # KV cache slots; None lets SGLang fill its memory
     threads: Count = 1  # of each rank without a GPU; more spin against whatever else runs there
@@ -411,6 +414,47 @@ def validate_resume(saved: Config, config: Config) -> None:
             raise ConfigError(
                 f"{field}={value}: the run has {before[field]}, and {why}; start a new run"
             )
+
+
+def place_servers(config: Config, num_gpus: int) -> dict[str, list[int]]:
+    """The GPUs of each server set on a machine with `num_gpus`; no GPU, empty lists.
+
+    Learner ranks have the first GPUs, one each, and the server sets those that follow. A set for
+    which none are left shares the first ones with the learner.
+
+    Raises:
+        ConfigError: there are too few GPUs, or sets that share one ask for nearly all its memory.
+    """
+    sets = {"rollout": config.rollout.server}
+    if config.evaluation.problems:
+        sets["evaluation"] = config.evaluation.server
+    if num_gpus == 0:
+        return {name: [] for name in sets}
+    wanted = {"learner": config.learner.world_size}
+    wanted |= {f"{name}.server": server.tensor_parallel_size for name, server in sets.items()}
+    for name, ranks in wanted.items():
+        if ranks > num_gpus:
+            raise ConfigError(
+                f"{name}.tensor_parallel_size: {ranks} ranks want a GPU each, NCCL allows no two "
+                f"on one; this machine has {num_gpus}"
+            )
+    placed: dict[str, list[int]] = {}
+    free = config.learner.world_size
+    for name, server in sets.items():
+        fits = free + server.tensor_parallel_size <= num_gpus
+        first = free if fits else 0
+        placed[name] = list(range(first, first + server.tensor_parallel_size))
+        free += server.tensor_parallel_size if fits else 0
+    for gpu in range(config.learner.world_size):
+        here = [name for name, gpus in placed.items() if gpu in gpus]
+        asked = sum(sets[name].mem_fraction_static for name in here)
+        if asked > LARGEST_SHARE:
+            raise ConfigError(
+                f"{here[0]}.server.mem_fraction_static={sets[here[0]].mem_fraction_static}: the "
+                f"learner shares GPU {gpu} with {' and '.join(here)}, which ask for {asked:.2f} of "
+                f"it; give them {LARGEST_SHARE} at most together, or add GPUs"
+            )
+    return placed
 
 
 _IN_WEIGHTS = "its weights are saved so"

@@ -17,7 +17,7 @@ from sglang.srt.utils import init_custom_process_group
 
 from qurl_megatron import checksum
 from qurl_megatron.config import WeightFormat
-from qurl_megatron.device import communication_backend, rank
+from qurl_megatron.device import backend_towards, rank
 from qurl_megatron.learner import Learner
 from qurl_megatron.reshard import Bucket, Conversion, Converter
 from qurl_megatron.rollout import Server, ServerControl, free_port
@@ -91,6 +91,7 @@ class Publisher:
         address, port = "127.0.0.1", free_port()
         sizes = [server.tensor_parallel_size for server in servers]
         world_size = 1 + sum(sizes)
+        backend = backend_towards([gpu for server in servers for gpu in server.gpus])
         joining = [
             self._threads.submit(
                 control.init_weights_group,
@@ -99,12 +100,12 @@ class Publisher:
                 rank_offset=1 + sum(sizes[:index]),
                 world_size=world_size,
                 group_name=self._group_name,
-                backend=communication_backend(),
+                backend=backend,
             )
             for index, control in enumerate(self._controls)
         ]
         group = init_custom_process_group(
-            backend=communication_backend(),
+            backend=backend,
             init_method=f"tcp://{address}:{port}",
             world_size=world_size,
             rank=0,

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Server:
     url: str
     pid: int  # of its main process, the root of its process tree
     tensor_parallel_size: int
+    gpus: list[int]  # of this machine, one a tensor-parallel rank; none without a GPU
     log_file: str
     scratch_dir: str  # its sockets and temporary files
 
@@ -98,14 +99,18 @@ def start_server(
     log_file: Path,
     seed: int,
     loads: bool = False,
+    gpus: Sequence[int] | None = None,
 ) -> Server:
     """Start a server of `model_dir`; it comes up in the background.
 
     Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
     first publish is to bring them.
-    `context_length` is prompt and response together, in tokens. The server listens on loopback and
-    ends when the calling process does.
+    `context_length` is prompt and response together, in tokens. `gpus` follow each other; the first
+    of the machine when left out. The server listens on loopback and ends when the calling process
+    does.
     """
+    if gpus is None:
+        gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
     port = free_port()
     arguments = {
         "model-path": model_dir,
@@ -121,8 +126,11 @@ def start_server(
         "random-seed": seed,
         "weight-version": 0,
         "log-level-http": "warning",
+        "grammar-backend": "none",  # nothing here asks for structured answers
     }
     flags = ["--skip-tokenizer-init"]  # prompts and completions travel as tokens
+    if gpus:
+        arguments["base-gpu-id"] = gpus[0]
     if server.max_total_tokens is not None:
         arguments["max-total-tokens"] = server.max_total_tokens
     if weight_format != "bf16" and not loads:  # a quantised directory says itself what it is
@@ -143,6 +151,9 @@ def start_server(
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
             additions["SGLANG_CPU_OMP_THREADS_BIND"] = _a_core_a_rank(server)
+    elif device.lacks_flash_attention():
+        arguments |= {"attention-backend": "triton", "sampling-backend": "pytorch"}
+        additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -158,20 +169,23 @@ def start_server(
         url=f"http://{HOST}:{port}",
         pid=process.pid,
         tensor_parallel_size=server.tensor_parallel_size,
+        gpus=list(gpus),
         log_file=str(log_file),
         scratch_dir=scratch_dir,
     )
 
 
-def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
-    """Return when every server answers.
+def wait_ready(
+    servers: Sequence[Server], timeout_s: float, given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Return when every server answers, or the caller has `given_up`.
 
     Raises:
         ServerFailed: one died, or `timeout_s` is over.
     """
     deadline = time.monotonic() + timeout_s
     for server in servers:
-        while not _answers(server):
+        while not given_up() and not _answers(server):
             if not server.alive():
                 raise server.failed("died while starting")
             if time.monotonic() > deadline:

@@ -27,13 +27,20 @@ _TEMPLATE = "Spell this word backward (example: sun -> nus): "
 
 
 def recipe() -> Config:
+    from qurl_megatron import device
+
     server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
     return Config(
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
         reward="reasoning_gym",
         steps=80,
-        learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=128),
+        learner=LearnerConfig(
+            # Two ranks, unless there is a single GPU: NCCL allows no two on one.
+            tensor_parallel_size=1 if device.num_gpus() == 1 else 2,
+            dtype="float32",
+            micro_batch_size=128,
+        ),
         optimizer=OptimizerConfig(
             learning_rate=1.5e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
         ),
