@@ -83,7 +83,7 @@ def quantise_channels(
     if absmax is None:
         absmax = torch.empty(rows, 1, dtype=torch.float32, device=weight.device)
     scale = torch.empty_like(absmax)
-    block = triton.next_power_of_2(columns)
+    block, warps = launch(columns)
     if rows:
         _quantise_row[(rows,)](
             weight,
@@ -97,6 +97,12 @@ def quantise_channels(
             FINDS_ABSMAX=finds_absmax,
             IS_INTEGER=codes.dtype == torch.int8,
             BLOCK=block,
-            num_warps=min(32, max(4, block // 1024)),
+            num_warps=warps,
         )
     return absmax, scale
+
+
+def launch(columns: int) -> tuple[int, int]:
+    """Elements a program has room for, and its warps, when rows have so many columns."""
+    block = triton.next_power_of_2(columns)
+    return block, min(32, max(4, block // 1024))

@@ -24,6 +24,13 @@ from qurl_megatron.config import (
 
 # What every question begins with is one token; any other byte is a token of its own.
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
+_DIMENSIONS = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 def recipe() -> Config:
@@ -61,8 +68,11 @@ def recipe() -> Config:
     )
 
 
-def build_model(directory: Path, seed: int) -> None:
-    """Write a randomly initialised Qwen2 and its tokenizer as a Hugging Face directory."""
+def build_model(directory: Path, seed: int, **dimensions: int) -> None:
+    """Write a randomly initialised Qwen2 and its tokenizer as a Hugging Face directory.
+
+    `dimensions` stand in for fields of its config.json.
+    """
     import torch
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -83,16 +93,12 @@ def build_model(directory: Path, seed: int) -> None:
     Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=4,
             max_position_embeddings=2048,
             initializer_range=0.03,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
+            **(_DIMENSIONS | dimensions),  # type: ignore[arg-type]
         )
     ).save_pretrained(directory)
