@@ -38,8 +38,9 @@ def _quantise_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     values = tl.load(weight + row * weight_stride + offsets, mask=inside, other=0.0)
     values = values.to(tl.float32)
     if FINDS_ABSMAX:
-        magnitudes = tl.where(values == values, tl.abs(values), float("inf"))  # NaN is refused too
-        largest = tl.max(magnitudes, axis=0)
+        # As integers, magnitudes are ordered as numbers are, with infinity and NaN above them all.
+        magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
         tl.store(absmax + row, largest)
     else:
         largest = tl.load(absmax + row)
@@ -48,7 +49,8 @@ def _quantise_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     scaled = tl.div_rn(values, scale)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     if IS_INTEGER:
-        rounded = ((scaled + ROUNDING) - ROUNDING).to(tl.int8)
+        # The fraction that is left is the code in two's complement, in its lowest byte.
+        rounded = (scaled + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
     else:
         # Rounded here, so that the cast has nothing left to round: E4M3 has 3 bits of fraction, and
         # steps of 2^-9 below 2^-6.
@@ -71,7 +73,7 @@ def quantise_channels(
         largest: the largest code.
 
     Returns:
-        absmax, infinite where a row holds NaN or infinity, and scale; [out, 1] float32.
+        absmax, infinite or NaN where a row holds NaN or infinity, and scale; [out, 1] float32.
     """
     rows, columns = weight.shape
     if columns > LONGEST_ROW or weight.stride(1) != 1 or codes.stride(1) != 1:

@@ -30,7 +30,8 @@ full tensor's codes:
 - NaN or infinity in a weight is refused, where the absmax is taken.
 
 Everything goes over the rows in chunks of 1 MiB of float32, 64 MiB on a GPU (one row where that is
-more), so that quantising never holds a second, full-precision copy of a tensor. On a GPU the two formats of a scale a channel are one pass of `channel_kernel.py`.
+more), so that quantising never holds a second, full-precision copy of a tensor. On a GPU the two
+formats of a scale a channel are one pass of `channel_kernel.py`.
 """
 
 from __future__ import annotations
