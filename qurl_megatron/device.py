@@ -49,7 +49,7 @@ def communication_backend() -> Literal["gloo", "nccl"]:
     return "gloo" if accelerator() == "cpu" else "nccl"
 
 
-def backend_towards(gpus: Collection[int]) -> Literal["gloo", "nccl"]:
+def carrier_towards(gpus: Collection[int]) -> Literal["gloo", "nccl"]:
     """What carries tensors from this rank to processes on `gpus` of this machine.
 
     NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). gloo takes tensors of a GPU too,
