@@ -64,6 +64,7 @@ NOT_NEEDED = {
     "torch-memory-saver",
 }
 WRITTEN = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}  # by pip, as it installs
+UNDECLARED = ["dill"]  # SGLang imports it, and what requires it is left out
 STRIPPED = {"sglang-kernel": "sgl_kernel/sm90/common_ops.abi3.so"}  # the one library that is kept
 
 
@@ -96,10 +97,9 @@ def pack(directory: Path, installed: Path | None, part_bytes: int) -> None:
     packages = needed({canonical(name): version for name, version in there.items()})
     compiled = []
     for name, version in packages.items():
-        libraries = [f for f in distribution(name).files or [] if ".so" in f.suffixes]
         if name in STRIPPED:
             repack(distribution(name), directory, "cp310-abi3-manylinux2014_x86_64")
-        elif libraries:
+        elif is_compiled(distribution(name)):
             compiled.append(f"{name}=={version}")
         else:
             repack(distribution(name), directory, "py3-none-any")
@@ -128,6 +128,7 @@ def needed(there: dict[str, str]) -> dict[str, str]:
     roots = [
         Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()
     ]
+    roots += [Requirement(name) for name in UNDECLARED]
     todo = [(root, root.extras) for root in roots if canonical(root.name) not in NOT_ROOTS]
     found: dict[str, str] = {}
     allowed: dict[str, bool] = {}  # what is there, is in a version that everything allows
@@ -150,6 +151,12 @@ def needed(there: dict[str, str]) -> dict[str, str]:
             ):
                 todo.append((needs, needs.extras))
     return {name: version for name, version in sorted(found.items()) if not allowed[name]}
+
+
+def is_compiled(package: Distribution) -> bool:
+    says = package.read_text("WHEEL") or ""
+    libraries = [file for file in package.files or [] if ".so" in file.suffixes]
+    return bool(libraries) or "Root-Is-Purelib: false" in says
 
 
 def download(words: list[str], directory: Path) -> bool:

@@ -45,9 +45,9 @@ class RandomPolicy:
             for part in rule.parts:
                 index = weight_map.part_index(rule, part, architecture, 0, 1)
                 shape = [run.stop - run.start for run in index]
-                random = torch.empty(shape, device=device.device())
+                random = torch.empty(shape, dtype=torch.bfloat16, device=device.device())
                 parts.append(random.normal_(std=0.02, generator=generator))
-            self._shards.append((rule, weight_map.merge(rule, parts, architecture, 1).bfloat16()))
+            self._shards.append((rule, weight_map.merge(rule, parts, architecture, 1)))
 
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
         for rule, shard in self._shards:

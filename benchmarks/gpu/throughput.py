@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 from benchmarks.gpu import policy, publish, record
 from qurl_megatron.config import ServerConfig, WeightFormat
-from qurl_megatron.publish import Publisher
+from qurl_megatron.publish import Carrier, Publisher
 from qurl_megatron.rollout import Server
 
 GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--prompt-length", type=int)
     parser.add_argument("--output-length", type=int)
-    parser.add_argument("--mem-fraction", type=float, default=0.88)
+    parser.add_argument("--mem-fraction", type=float, default=0.85)
+    parser.add_argument("--carrier", choices=get_args(Carrier), default="shared_memory")
     arguments = parser.parse_args()
     small = arguments.rehearsal
     arguments.shapes = arguments.shapes or (["tiny"] if small else ["32B", "7B", "14B"])
@@ -65,7 +66,14 @@ def measure(
     log = results.log_dir / f"throughput_{shape}_{weight_format}.log"
     with policy.served(shape, weight_format, server, length, log) as (running, architecture):
         learner = policy.RandomPolicy(architecture)
-        publisher = Publisher(learner, [running], weight_format, 2**28, "benchmark")  # type: ignore[arg-type]
+        publisher = Publisher(
+            learner,
+            [running],
+            weight_format,
+            2**28,
+            "benchmark",
+            arguments.carrier,
+        )
         publisher.publish()
         publisher.close()
         vocabulary = architecture.vocab_size
