@@ -282,6 +282,15 @@ def test_the_server_tells_the_checksum_of_every_tensor_it_holds(deployment: Depl
     assert_checksums_tell_what_is_held(deployment)
 
 
+def test_a_server_reads_weights_from_its_senders_memory(deployments: dict[str, Deployment]) -> None:
+    deployment = deployments["int8"]
+    sender = Sender(deployment.server, shared=True)
+    for weights in deployment.weights:
+        sender.send(weights)
+        verify(sender.control, {name: checksum(tensor) for name, tensor in weights.items()})
+    sender.close()
+
+
 def test_two_ranks_tell_the_checksums_of_full_tensors(two_ranks: Deployment) -> None:
     assert_checksums_tell_what_is_held(two_ranks)
 
