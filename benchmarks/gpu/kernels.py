@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.gpu import record, timing
 from qurl_megatron import device
-
 from qurl_megatron.quantize import code_flips, quantise
 
 GOAL = 0.8  # of a copy's bandwidth
