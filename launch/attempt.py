@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Attempt:
         *,
         host: str = LOOPBACK,
         api_key: str | None = None,
-        first_gpu: int = 0,
+        gpus: Sequence[int] | None = None,
     ) -> Server:
         """Start one of `wanted_servers`; it comes up in the background."""
         return start_server(
@@ -64,7 +65,7 @@ class Attempt:
             seed=self.server_seed(wanted.index),
             host=host,
             api_key=api_key,
-            first_gpu=first_gpu,
+            gpus=gpus,
         )
 
     def server_seed(self, index: int) -> int:

@@ -17,8 +17,16 @@ from pathlib import Path
 
 from launch.attempt import Attempt, wanted_servers
 from qurl_megatron import device
-from qurl_megatron.config import STOPPED_EARLY, Config
-from qurl_megatron.rollout import Server, die_with_parent, free_port, save_servers, tail
+from qurl_megatron.config import STOPPED_EARLY, Config, place_servers
+from qurl_megatron.rollout import (
+    Server,
+    ServerFailed,
+    die_with_parent,
+    free_port,
+    save_servers,
+    tail,
+    wait_ready,
+)
 
 POLL_S = 0.2
 GOOD_CODES = (None, 0, STOPPED_EARLY)  # of a rank that runs, is done, or stopped as asked
@@ -42,9 +50,14 @@ def run(config: Config) -> int:
     servers: dict[str, list[Server]] = {}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        _start_servers(attempt, servers)
+        try:
+            _start_servers(attempt, servers, received)
+        except ServerFailed as failure:
+            print(f"\nqurl: {failure}", file=sys.stderr)
+            return 1
         save_servers(servers, config.run_dir / "servers.json")
-        _start_ranks(attempt, ranks)
+        if not received:
+            _start_ranks(attempt, ranks)
         return _watch(
             ranks, [one for members in servers.values() for one in members], attempt, received
         )
@@ -55,23 +68,25 @@ def run(config: Config) -> int:
                 server.stop()
 
 
-def _start_servers(attempt: Attempt, servers: dict[str, list[Server]]) -> None:
-    """Fill `servers` as they start, so that those already there are ended if one does not."""
-    wanted = wanted_servers(attempt.config)
-    sizes = [one.server.tensor_parallel_size for one in wanted]
-    gpus = first_gpus(sizes, attempt.config.learner.world_size, device.gpus())
-    for one, first_gpu in zip(wanted, gpus, strict=True):
-        servers.setdefault(one.set_name, []).append(attempt.start(one, first_gpu=first_gpu))
+def _start_servers(attempt: Attempt, servers: dict[str, list[Server]], received: list[int]) -> None:
+    """Fill `servers` as they start, so that those already there are ended if one does not.
 
+    Servers come up side by side, but one after the other on a GPU they share: each takes its part
+    of what it finds free.
 
-def first_gpus(sizes: list[int], learner_gpus: int, gpus: int) -> list[int]:
-    """Each server's first GPU: of its own, after the learner's, where this machine has enough.
-
-    Otherwise all begin at the first GPU, and share it with the learner.
+    Raises:
+        ServerFailed: one that others had to wait for did not come up.
     """
-    if gpus < learner_gpus + sum(sizes):
-        return [0] * len(sizes)
-    return [learner_gpus + sum(sizes[:index]) for index in range(len(sizes))]
+    config = attempt.config
+    placed = place_servers(config, device.num_gpus())
+    used = set(range(config.learner.world_size))
+    for one in wanted_servers(config):
+        gpus = placed[one.set_name][one.index]
+        server = attempt.start(one, gpus=gpus)
+        servers.setdefault(one.set_name, []).append(server)
+        if used & set(gpus):
+            wait_ready([server], one.server.start_timeout_s, lambda: bool(received))
+        used |= set(gpus)
 
 
 def _start_ranks(attempt: Attempt, ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -80,6 +80,7 @@ def rollout(logs: Path) -> int:
     ended: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: ended.append(number))
     from launch.attempt import Attempt, wanted_servers
+    from qurl_megatron import device
     from qurl_megatron.config import load
     from qurl_megatron.rollout import save_servers, tail
 
@@ -93,9 +94,11 @@ def rollout(logs: Path) -> int:
         for set_name, index in own.servers:
             one = wanted[set_name, index]
             host = socket.gethostbyname(own.name)
-            started.append(attempt.start(one, host=host, api_key=plan.api_key, first_gpu=first_gpu))
+            gpus = range(first_gpu, first_gpu + one.server.tensor_parallel_size)
+            gpus = gpus if device.num_gpus() else range(0)
+            started.append(attempt.start(one, host=host, api_key=plan.api_key, gpus=gpus))
             servers.setdefault(set_name, []).append(started[-1])
-            first_gpu += one.server.tensor_parallel_size
+            first_gpu += len(gpus)
         save_servers(servers, logs / f"servers_{own.name}.json")
         while not ended:
             for server in started:

@@ -38,8 +38,9 @@ def _quantise_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     values = tl.load(weight + row * weight_stride + offsets, mask=inside, other=0.0)
     values = values.to(tl.float32)
     if FINDS_ABSMAX:
-        magnitudes = tl.where(values == values, tl.abs(values), float("inf"))  # NaN is refused too
-        largest = tl.max(magnitudes, axis=0)
+        # As integers, magnitudes are ordered as numbers are, with infinity and NaN above them all.
+        magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
         tl.store(absmax + row, largest)
     else:
         largest = tl.load(absmax + row)
@@ -48,7 +49,8 @@ def _quantise_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     scaled = tl.div_rn(values, scale)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     if IS_INTEGER:
-        rounded = ((scaled + ROUNDING) - ROUNDING).to(tl.int8)
+        # The fraction that is left is the code in two's complement, in its lowest byte.
+        rounded = (scaled + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
     else:
         # Rounded here, so that the cast has nothing left to round: E4M3 has 3 bits of fraction, and
         # steps of 2^-9 below 2^-6.
@@ -71,7 +73,7 @@ def quantise_channels(
         largest: the largest code.
 
     Returns:
-        absmax, infinite where a row holds NaN or infinity, and scale; [out, 1] float32.
+        absmax, infinite or NaN where a row holds NaN or infinity, and scale; [out, 1] float32.
     """
     rows, columns = weight.shape
     if columns > LONGEST_ROW or weight.stride(1) != 1 or codes.stride(1) != 1:
@@ -83,7 +85,7 @@ def quantise_channels(
     if absmax is None:
         absmax = torch.empty(rows, 1, dtype=torch.float32, device=weight.device)
     scale = torch.empty_like(absmax)
-    block = triton.next_power_of_2(columns)
+    block, warps = launch(columns)
     if rows:
         _quantise_row[(rows,)](
             weight,
@@ -97,6 +99,12 @@ def quantise_channels(
             FINDS_ABSMAX=finds_absmax,
             IS_INTEGER=codes.dtype == torch.int8,
             BLOCK=block,
-            num_warps=min(32, max(4, block // 1024)),
+            num_warps=warps,
         )
     return absmax, scale
+
+
+def launch(columns: int) -> tuple[int, int]:
+    """Elements a program has room for, and its warps, when rows have so many columns."""
+    block = triton.next_power_of_2(columns)
+    return block, min(32, max(4, block // 1024))

@@ -5,7 +5,7 @@
 `bits` is the element's memory as a signed integer, `i` and `j` its position in the full tensor, and
 the weights are odd 64-bit hashes. So the learner can sum over its shards, a server over its own,
 and the two agree whatever both layouts are; a transposed, permuted, shifted or partly lost tensor,
-or a single flipped bit, does not.
+or a single flipped bit, does not. On a GPU it is one pass of `checksum_kernel.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
     rows, columns = bits.shape
     column_weights = _weights(column_offset, columns, 0x2545F4914F6CDD1D, bits.device)
     row_weights = _weights(row_offset, rows, 0x1B873593CC9E2D51, bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    if bits.is_cuda and bits.numel():
+        from qurl_megatron.checksum_kernel import weighted_sum
+
+        return int(weighted_sum(bits, row_weights, column_weights))
+    total = torch.zeros((), dtype=torch.int64)
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         chunk = bits[start : start + step].to(torch.int64)
-        # On a CPU the product is one pass; a GPU has none of integers.
-        of_rows = (chunk * column_weights).sum(1) if bits.is_cuda else chunk @ column_weights
-        total += (of_rows * row_weights[start : start + step]).sum()
+        total += ((chunk @ column_weights) * row_weights[start : start + step]).sum()
     return int(total)
 
 

@@ -45,9 +45,10 @@ def train(
 ) -> None:
     """Run a recipe on this machine: start its servers and learner ranks, and watch them."""
     from launch import local
+    from qurl_megatron.device import num_gpus
 
     with refusals():
-        config = prepare(recipe, overrides or [])
+        config = prepare(recipe, overrides or [], num_gpus())
     sys.exit(local.run(config))
 
 
@@ -60,9 +61,10 @@ def resume(
 ) -> None:
     """Go on with a run from its newest checkpoint, on any layout; without one, from its start."""
     from launch import local
+    from qurl_megatron.device import num_gpus
 
     with refusals():
-        config = prepare_resume(run_dir, overrides or [])
+        config = prepare_resume(run_dir, overrides or [], num_gpus())
     sys.exit(local.run(config))
 
 
@@ -262,10 +264,11 @@ def progress_bar(what: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def prepare(recipe: str, overrides: list[str]) -> Config:
+def prepare(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     """Make the run's directory with its config.yaml, and its model where the recipe builds one.
 
     Everything that can be wrong is looked at first; the directory appears only when all is right.
+    `num_gpus` are this machine's, where the whole run is to be on it; 0 looks at none.
 
     Raises:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
@@ -289,6 +292,7 @@ def prepare(recipe: str, overrides: list[str]) -> Config:
             module.build_model(built, config.seed)
             config.model = str(built)
         configs.validate(config)
+        configs.place_servers(config, num_gpus)
         _check_prompts(config)
         config.run_dir.mkdir(parents=True)
         if built.exists():
@@ -298,8 +302,10 @@ def prepare(recipe: str, overrides: list[str]) -> Config:
     return config
 
 
-def prepare_resume(run_dir: Path, overrides: list[str]) -> Config:
+def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
     """The run's configuration with `overrides`, written back to its config.yaml.
+
+    `num_gpus` as for `prepare`.
 
     Raises:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
@@ -313,6 +319,7 @@ def prepare_resume(run_dir: Path, overrides: list[str]) -> Config:
     config = configs.with_overrides(saved, overrides)
     configs.validate_resume(saved, config)
     configs.validate(config)
+    configs.place_servers(config, num_gpus)
     _check_prompts(config)
     configs.save(config, run_dir / "config.yaml")
     return config

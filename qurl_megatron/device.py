@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -39,13 +40,31 @@ def device() -> torch.device:
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
-def gpus() -> int:
-    """Of this machine that this process may use."""
+def num_gpus() -> int:
+    """GPUs this process sees; 0 on a machine without one."""
     return torch.cuda.device_count() if accelerator() == "cuda" else 0
 
 
 def communication_backend() -> Literal["gloo", "nccl"]:
     return "gloo" if accelerator() == "cpu" else "nccl"
+
+
+def carrier_towards(gpus: Collection[int]) -> Literal["gloo", "nccl"]:
+    """What carries tensors from this rank to processes on `gpus` of this machine.
+
+    NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). gloo takes tensors of a GPU too,
+    through host memory.
+    """
+    return "gloo" if device().index in gpus else communication_backend()
+
+
+def lacks_flash_attention() -> bool:
+    """Whether SGLang is beside a GPU without the compiled attention it would choose there."""
+    if accelerator() == "cpu":
+        return False
+    package = importlib.util.find_spec("sgl_kernel")
+    folders = (package.submodule_search_locations or []) if package else []
+    return not any(list(Path(folder).glob("flash_ops*")) for folder in folders)
 
 
 def logit_chunk_elements() -> int:

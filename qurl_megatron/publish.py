@@ -10,19 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
 
 from qurl_megatron import checksum
 from qurl_megatron.config import WeightFormat
-from qurl_megatron.device import communication_backend, rank
+from qurl_megatron.device import carrier_towards, rank
 from qurl_megatron.learner import Learner
 from qurl_megatron.reshard import Bucket, Conversion, Converter
 from qurl_megatron.rollout import Server, ServerControl, address_towards, free_port
+from qurl_megatron.sglang_plugin.receive import SHARED
+from qurl_megatron.shared_memory import describe
 
 T = TypeVar("T")
+
+Carrier = Literal["nccl", "gloo", "shared_memory"]
+"""How buckets reach the servers: by a broadcast over NCCL, or over gloo through host memory; or the
+servers, on this machine, read them where they lie."""
 
 
 class PublishError(RuntimeError):
@@ -52,11 +58,16 @@ class Publisher:
         weight_format: WeightFormat,
         bucket_bytes: int,
         group_name: str,
+        carrier: Carrier | None = None,
     ) -> None:
+        """`carrier` is NCCL where every process has a GPU of its own, or else gloo, if left out."""
         self.version = 0
+        self._carrier = carrier or carrier_towards(
+            [gpu for one in servers if one.here for gpu in one.gpus]
+        )
         self._converter = Converter(learner, weight_format, bucket_bytes)
         self._controls = [ServerControl(server) for server in servers] if rank() == 0 else []
-        self._group_name = group_name
+        self._group_name = group_name + (SHARED if self._carrier == "shared_memory" else "")
         self._threads = ThreadPoolExecutor(max_workers=len(servers))
         if rank() == 0:
             self._group = self._join(servers)
@@ -91,6 +102,7 @@ class Publisher:
         address, port = address_towards(servers[0]), free_port()
         sizes = [server.tensor_parallel_size for server in servers]
         world_size = 1 + sum(sizes)
+        backend = "gloo" if self._carrier == "shared_memory" else self._carrier
         joining = [
             self._threads.submit(
                 control.init_weights_group,
@@ -99,12 +111,12 @@ class Publisher:
                 rank_offset=1 + sum(sizes[:index]),
                 world_size=world_size,
                 group_name=self._group_name,
-                backend=communication_backend(),
+                backend=backend,
             )
             for index, control in enumerate(self._controls)
         ]
         group = init_custom_process_group(
-            backend=communication_backend(),
+            backend=backend,
             init_method=f"tcp://{address}:{port}",
             world_size=world_size,
             rank=0,
@@ -115,6 +127,8 @@ class Publisher:
         return group
 
     def _send(self, bucket: Bucket) -> None:
+        shared = self._carrier == "shared_memory"
+        message = describe(bucket.flat) if shared else bucket.flat
         receiving = [
             self._threads.submit(
                 control.update_weights,
@@ -125,7 +139,7 @@ class Publisher:
             )
             for control in self._controls
         ]
-        sending = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+        sending = dist.broadcast(message, src=0, group=self._group, async_op=True)
         # A server that refuses the request never receives: its answer must not wait for the send.
         done, _ = wait(receiving, return_when=FIRST_EXCEPTION)
         for received in done:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Server:
     machine: str  # name of the one it runs on
     pid: int  # of its main process, the root of its process tree
     tensor_parallel_size: int
+    gpus: list[int]  # of its machine, one a tensor-parallel rank; none without a GPU
     log_file: str
     scratch_dir: str  # its sockets and temporary files
     api_key: str | None = None  # that it wants with every request
@@ -81,9 +82,14 @@ class Server:
         """Of every request to it."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
+    @property
+    def here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.machine == socket.gethostname()
+
     def alive(self) -> bool:
         """Whether its main process runs; True of another machine's, which its starter watches."""
-        if self.machine != socket.gethostname():
+        if not self.here:
             return True
         try:
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
@@ -124,18 +130,20 @@ def start_server(
     loads: bool = False,
     host: str = LOOPBACK,
     api_key: str | None = None,
-    first_gpu: int = 0,
+    gpus: Sequence[int] | None = None,
 ) -> Server:
     """Start a server of `model_dir`; it comes up in the background.
 
     Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
     first publish is to bring them.
     `context_length` is prompt and response together, in tokens. The server listens on `host`; where
-    that is not loopback it wants `api_key`, one for all the servers behind a router. It computes on
-    as many GPUs as it has ranks, from `first_gpu` on, and ends when the calling process does.
+    that is not loopback it wants `api_key`, one for all the servers behind a router. `gpus` follow
+    each other; the first of the machine when left out. It ends when the calling process does.
     """
     if host != LOOPBACK and not api_key:
         raise ValueError(f"a server on {host} without a key would serve anybody")
+    if gpus is None:
+        gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
     port = free_port()
     arguments: dict[str, object] = {
         "model-path": model_dir,
@@ -151,8 +159,11 @@ def start_server(
         "random-seed": seed,
         "weight-version": 0,
         "log-level-http": "warning",
+        "grammar-backend": "none",  # nothing here asks for structured answers
     }
     flags = ["--skip-tokenizer-init"]  # prompts and completions travel as tokens
+    if gpus:
+        arguments["base-gpu-id"] = gpus[0]
     if server.max_total_tokens is not None:
         arguments["max-total-tokens"] = server.max_total_tokens
     if weight_format != "bf16" and not loads:  # a quantised directory says itself what it is
@@ -177,8 +188,9 @@ def start_server(
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
             additions["SGLANG_CPU_OMP_THREADS_BIND"] = _a_core_a_rank(server)
-    else:
-        arguments["base-gpu-id"] = first_gpu
+    elif device.lacks_flash_attention():
+        arguments |= {"attention-backend": "triton", "sampling-backend": "pytorch"}
+        additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -195,21 +207,24 @@ def start_server(
         machine=socket.gethostname(),
         pid=process.pid,
         tensor_parallel_size=server.tensor_parallel_size,
+        gpus=list(gpus),
         log_file=str(log_file),
         scratch_dir=scratch_dir,
         api_key=api_key,
     )
 
 
-def wait_ready(servers: Sequence[Server], timeout_s: float) -> None:
-    """Return when every server answers.
+def wait_ready(
+    servers: Sequence[Server], timeout_s: float, given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Return when every server answers, or the caller has `given_up`.
 
     Raises:
         ServerFailed: one died, or `timeout_s` is over.
     """
     deadline = time.monotonic() + timeout_s
     for server in servers:
-        while not _answers(server):
+        while not given_up() and not _answers(server):
             if not server.alive():
                 raise server.failed("died while starting")
             if time.monotonic() > deadline:

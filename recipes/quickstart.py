@@ -24,16 +24,30 @@ from qurl_megatron.config import (
 
 # What every question begins with is one token; any other byte is a token of its own.
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
+_DIMENSIONS = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 def recipe() -> Config:
+    from qurl_megatron import device
+
     server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
     return Config(
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
         reward="reasoning_gym",
         steps=80,
-        learner=LearnerConfig(tensor_parallel_size=2, dtype="float32", micro_batch_size=128),
+        learner=LearnerConfig(
+            # Two ranks, unless there is a single GPU: NCCL allows no two on one.
+            tensor_parallel_size=1 if device.num_gpus() == 1 else 2,
+            dtype="float32",
+            micro_batch_size=128,
+        ),
         optimizer=OptimizerConfig(
             learning_rate=1.5e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
         ),
@@ -54,8 +68,11 @@ def recipe() -> Config:
     )
 
 
-def build_model(directory: Path, seed: int) -> None:
-    """Write a randomly initialised Qwen2 and its tokenizer as a Hugging Face directory."""
+def build_model(directory: Path, seed: int, **dimensions: int) -> None:
+    """Write a randomly initialised Qwen2 and its tokenizer as a Hugging Face directory.
+
+    `dimensions` stand in for fields of its config.json.
+    """
     import torch
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -76,16 +93,12 @@ def build_model(directory: Path, seed: int) -> None:
     Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            num_key_value_heads=4,
             max_position_embeddings=2048,
             initializer_range=0.03,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
+            **(_DIMENSIONS | dimensions),  # type: ignore[arg-type]
         )
     ).save_pretrained(directory)

@@ -1,7 +1,11 @@
-"""Run a function on several ranks: real processes, gloo, one port of this call's own."""
+"""Run a function on several ranks: real processes, one port of this call's own.
+
+They speak gloo; beside GPUs NCCL, with a GPU each.
+"""
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -10,6 +14,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import pytest
+import torch
 
 from qurl_megatron.rollout import free_port
 
@@ -20,9 +27,11 @@ def run_ranks(
     """`function(*args)` in `world_size` fresh processes; what each rank returned, in order.
 
     The ranks find each other through torchrun's variables; `function` and its arguments travel by
-    pickle. The first rank that fails, fails the test with its traceback. No process outlives the
-    call.
+    pickle, and tensors come back on the CPU. The first rank that fails, fails the test with its
+    traceback. No process outlives the call. A test of more ranks than there are GPUs is skipped.
     """
+    if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
+        pytest.skip(f"{world_size} ranks want a GPU each, NCCL allows no two on one")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["qurl_megatron.checkpoint"])  # seconds of imports, paid once
     port = free_port()
@@ -74,11 +83,23 @@ def _run(
 ) -> None:
     os.environ.update(environment)
     try:
-        import torch
-
         torch.set_num_threads(1)
-        # Plain pickle copies tensors; a Connection would share memory that dies with this process.
-        message = pickle.dumps((False, function(*args)))
+        message = _pickled((False, function(*args)))
     except BaseException:
         message = pickle.dumps((True, traceback.format_exc()))
     sender.send_bytes(message)
+
+
+class _CopyingPickler(pickle.Pickler):
+    """Copies tensors: a Connection would share memory that dies with this process."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    _CopyingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(result)
+    return buffer.getvalue()

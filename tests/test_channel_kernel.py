@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from hopper import compiled_usage
 
 # The interpreter must be chosen before Triton is imported, so the comparison has its own process.
 COMPARISON = """
@@ -64,3 +67,36 @@ def test_rows_the_kernel_cannot_hold_are_refused() -> None:
     weight = torch.zeros(1, LONGEST_ROW + 1)
     with pytest.raises(ValueError, match=f"at most {LONGEST_ROW}"):
         quantise_channels(weight, None, weight.to(torch.int8), 127.0)
+
+
+@pytest.mark.parametrize("codes", ["*i8", "*fp8e4nv"])
+@pytest.mark.parametrize("columns", [128, 5120, 18944, 27648])
+def test_it_compiles_for_a_hopper_gpu_and_holds_a_row_in_registers(
+    codes: str, columns: int, tmp_path: Path
+) -> None:
+    """The longest is a 32B model's; a longer row would go through memory, and stays right."""
+    from qurl_megatron.channel_kernel import _quantise_row, launch
+
+    block, warps = launch(columns)
+    signature = {
+        "weight": "*bf16",
+        "absmax": "*fp32",
+        "codes": codes,
+        "scales": "*fp32",
+        "columns": "i32",
+        "weight_stride": "i32",
+        "codes_stride": "i32",
+        "LARGEST": "",
+        "FINDS_ABSMAX": "",
+        "IS_INTEGER": "",
+        "BLOCK": "",
+    }
+    constants = {
+        "LARGEST": 127.0 if codes == "*i8" else 448.0,
+        "FINDS_ABSMAX": True,
+        "IS_INTEGER": codes == "*i8",
+        "BLOCK": block,
+    }
+    usage = compiled_usage(_quantise_row, signature, constants, warps, tmp_path / "kernel")
+    assert usage["STACK"] == 0, usage
+    assert usage["REG"] * 32 * warps <= 65536, usage

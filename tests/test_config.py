@@ -16,6 +16,7 @@ from qurl_megatron.config import (
     CriticConfig,
     LearnerConfig,
     load,
+    place_servers,
     save,
     validate,
     validate_resume,
@@ -284,3 +285,32 @@ def test_weights_and_biases_is_wanted_only_where_it_is_asked_for(
     validate(runnable(model_dir))
     with pytest.raises(ConfigError, match="wandb_project=project: the package wandb is not insta"):
         validate(runnable(model_dir, "wandb_project=project"))
+
+
+def on_gpus(num_gpus: int, *words: str) -> dict[str, list[list[int]]]:
+    small = ["rollout.server.mem_fraction_static=0.4", "evaluation.server.mem_fraction_static=0.4"]
+    return place_servers(with_overrides(Config(), [*small, *words]), num_gpus)
+
+
+def test_servers_come_after_the_learner_and_share_its_gpus_where_none_are_left() -> None:
+    words = ["learner.tensor_parallel_size=2", "rollout.server.tensor_parallel_size=2"]
+    assert on_gpus(0, *words) == {"rollout": [[]], "evaluation": [[]]}
+    assert on_gpus(5, *words) == {"rollout": [[2, 3]], "evaluation": [[4]]}
+    assert on_gpus(4, *words) == {"rollout": [[2, 3]], "evaluation": [[0]]}
+    assert on_gpus(3, *words) == {"rollout": [[0, 1]], "evaluation": [[2]]}
+    assert on_gpus(1) == {"rollout": [[0]], "evaluation": [[0]]}
+    assert on_gpus(1, "evaluation.problems=0") == {"rollout": [[0]]}
+    two = on_gpus(7, *words, "rollout.servers=2")
+    assert two == {"rollout": [[2, 3], [4, 5]], "evaluation": [[6]]}
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    for field in ("learner", "rollout.server"):
+        with pytest.raises(ConfigError, match=rf"^{field}.tensor_parallel_size: 4.*machine has 2"):
+            on_gpus(2, f"{field}.tensor_parallel_size=4")
+
+
+def test_servers_that_leave_a_learner_on_their_gpu_no_memory_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^rollout.*shares GPU 0 with rollout and evaluation"):
+        on_gpus(1, "rollout.server.mem_fraction_static=0.5")
+    assert on_gpus(2, "rollout.server.mem_fraction_static=0.9")["rollout"] == [[1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -78,3 +80,21 @@ def test_cuda_means_cpu_inside_the_runtime_only():
     assert torch.zeros(1).type() == "torch.FloatTensor"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
+
+
+def test_weights_for_a_gpu_of_ones_own_go_over_gloo(monkeypatch):
+    assert device.carrier_towards([]) == "gloo"  # without a GPU everything does
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 1))
+    assert device.carrier_towards([2, 3]) == "nccl"
+    assert device.carrier_towards([0, 1]) == "gloo"
+
+
+def test_sglangs_attention_is_missed_only_beside_a_gpu(monkeypatch, tmp_path):
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: spec)
+    assert not device.lacks_flash_attention()
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    assert device.lacks_flash_attention()
+    (tmp_path / "flash_ops.abi3.so").touch()
+    assert not device.lacks_flash_attention()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import local, slurm, slurm_task
+from launch import slurm, slurm_task
 from launch.attempt import Attempt, wanted_servers
 from launch.slurm import NodePlan, Plan
 from qurl_megatron.config import (
@@ -92,11 +92,6 @@ def test_every_server_of_every_attempt_has_random_numbers_of_its_own() -> None:
     seeds = [Attempt(config, n).server_seed(i) for n in range(3) for i in range(2)]
     assert len(set(seeds)) == 6 and seeds[0] == config.seed
     assert [one.index for one in wanted_servers(config)] == [0, 1]
-
-
-def test_servers_have_gpus_of_their_own_where_there_are_enough() -> None:
-    assert local.first_gpus([2, 2, 1], learner_gpus=3, gpus=8) == [3, 5, 7]
-    assert local.first_gpus([2, 2, 1], learner_gpus=3, gpus=7) == [0, 0, 0]
 
 
 def test_the_lead_of_the_signal_comes_from_the_longest_step_and_save(tmp_path: Path) -> None:

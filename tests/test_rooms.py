@@ -17,7 +17,7 @@ OUTSIDE = sorted([*REPOSITORY.glob("launch/**/*.py"), *REPOSITORY.glob("recipes/
 # Imports between rooms go down these levels only, never up or sideways.
 LEVELS = [
     {"architecture", "files"},
-    {"config", "batch", "channel_kernel"},
+    {"config", "batch", "channel_kernel", "checksum_kernel", "shared_memory"},
     {"objective", "advantages", "quantize", "rewards", "weight_map", "checksum"},
     {"uaq", "plan"},
     {"device", "huggingface", "logprobs", "metrics", "data"},

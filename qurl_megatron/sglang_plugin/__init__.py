@@ -22,7 +22,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices
 
-    from qurl_megatron.sglang_plugin import linear, platform, verify
+    from qurl_megatron.sglang_plugin import linear, platform, receive, verify
 
     configs = {
         config.get_name(): config
@@ -37,3 +37,9 @@ def register() -> None:
     }
     for name, function in replacements.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.REPLACE)
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    HookRegistry.register(
+        f"{updater}._update_bucketed_weights_from_distributed",
+        receive.update_bucket,
+        HookType.AROUND,
+    )

@@ -12,20 +12,27 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from qurl_megatron.rollout import Server, ServerControl, free_port
+from qurl_megatron.sglang_plugin.receive import SHARED
+from qurl_megatron.shared_memory import describe
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 Weights = dict[str, Tensor]
 
 
 class Sender:
-    """Rank 0 of one server's process group for weights, as a learner would be."""
+    """Rank 0 of one server's process group for weights, as a learner would be.
 
-    def __init__(self, server: Server) -> None:
+    Where weights are `shared`, the server reads them from this process's memory.
+    """
+
+    def __init__(self, server: Server, *, shared: bool = False) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from sglang.srt.utils import init_custom_process_group
 
         self.control = ServerControl(server)
-        self._group_name = server.url  # unique among the groups of this process
+        self._shared = shared
+        # Unique among the groups of this process.
+        self._group_name = server.url + (SHARED if shared else "")
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         world_size = 1 + server.tensor_parallel_size
@@ -60,7 +67,8 @@ class Sender:
             [tensor.shape for _, tensor in ordered],
             group_name=self._group_name,
         )
-        torch.distributed.broadcast(flat, src=0, group=self._group)
+        message = describe(flat) if self._shared else flat
+        torch.distributed.broadcast(message, src=0, group=self._group)
         receiving.result()
         self.control.resume(version)
 

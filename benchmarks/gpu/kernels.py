@@ -1,0 +1,145 @@
+"""Quantising against a copy, and linear layers by format: `python -m benchmarks.gpu.kernels`.
+
+First, absmax, scale and codes of a weight in one pass (`channel_kernel.py`), against the same in
+eager PyTorch and against a device-to-device copy that moves as many bytes. Bandwidth counts each
+BF16 weight read once and each code written once. The codes must be the CPU's, byte for byte.
+
+Then one linear layer as the server multiplies it, by format and number of tokens, activations'
+quantising included: where throughput falls short of its goal, this says which layer does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import record, timing
+from qurl_megatron import device
+from qurl_megatron.quantize import code_flips, quantise
+
+GOAL = 0.8  # of a copy's bandwidth
+LARGEST = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+WEIGHTS = {  # [out, in]
+    "32B down": (5120, 27648),
+    "32B gate": (27648, 5120),
+    "32B query": (5120, 5120),
+    "32B key": (1024, 5120),
+    "14B down": (5120, 13824),
+    "7B down": (3584, 18944),
+    "7B gate": (18944, 3584),
+}
+TOKENS = (1, 16, 64, 256, 8192)  # decoding at four batch sizes, and a prefill
+
+
+def main() -> None:
+    parser = record.parser(__doc__)
+    parser.add_argument("--repetitions", type=int, default=21)
+    arguments = parser.parse_args()
+    results = record.Record("kernels", arguments)
+    if results.rehearsal:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+    weights = {"tiny": (33, 200)} if arguments.rehearsal else WEIGHTS
+    tokens = (1, 16) if arguments.rehearsal else TOKENS
+    for name, shape in weights.items():
+        for weight_format in LARGEST:
+            key = f"quantise {name} {weight_format}"
+            if key not in results.rows:
+                results.add(key, quantising(shape, weight_format, arguments))
+    for name, shape in weights.items():
+        for count in tokens:
+            key = f"linear {name} {count} tokens"
+            if key not in results.rows:
+                results.add(key, linear(shape, count, arguments))
+    results.finish()
+
+
+def quantising(
+    shape: tuple[int, int], weight_format: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    from qurl_megatron.channel_kernel import quantise_channels
+
+    code_dtype, largest = LARGEST[weight_format]
+    generator = torch.Generator(device=device.device()).manual_seed(0)
+    first = torch.empty(shape, device=device.device()).normal_(std=0.02, generator=generator)
+    first = first.bfloat16()
+    moved_bytes = first.nbytes + first.numel()
+    count = timing.copies_to_rotate(moved_bytes)
+    inputs = [first] + [first.clone() for _ in range(count - 1)]
+    outputs = [torch.empty_like(first, dtype=code_dtype) for _ in inputs]
+    sources = [torch.ones(moved_bytes // 2, dtype=torch.uint8, device=first.device) for _ in inputs]
+    targets = [torch.empty_like(source) for source in sources]
+
+    def kernel(turn: int) -> None:
+        quantise_channels(inputs[turn % count], None, outputs[turn % count], largest)
+
+    def eager(turn: int) -> torch.Tensor:
+        weight = inputs[turn % count]
+        scale = weight.abs().amax(1, keepdim=True).float() / largest
+        scaled = (weight.float() / scale).clamp_(-largest, largest)
+        return (scaled.round_() if code_dtype == torch.int8 else scaled).to(code_dtype)
+
+    def copy(turn: int) -> None:
+        targets[turn % count].copy_(sources[turn % count])
+
+    times = timing.take_turns(
+        {"kernel": kernel, "eager": eager, "copy": copy}, arguments.repetitions
+    )
+    on_cpu = quantise(first.cpu(), weight_format)
+    codes = torch.full(shape, 1.0, device=first.device).to(code_dtype)  # all to be overwritten
+    _, scale = quantise_channels(first, None, codes, largest)
+    of_copy = times["copy"]["median_s"] / times["kernel"]["median_s"]
+    return {
+        "kernel_gb_per_s": moved_bytes / times["kernel"]["median_s"] / 1e9,
+        "copy_gb_per_s": moved_bytes / times["copy"]["median_s"] / 1e9,
+        "of_a_copy": of_copy,
+        "reaches_goal": of_copy >= GOAL,
+        "eager_over_kernel": times["eager"]["median_s"] / times["kernel"]["median_s"],
+        "codes_that_differ_from_the_cpu": code_flips(codes.cpu(), on_cpu.codes),
+        "scales_equal_the_cpu": torch.equal(scale.cpu(), on_cpu.scale),
+        "times": times,
+    }
+
+
+def linear(shape: tuple[int, int], tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    from qurl_megatron.sglang_plugin.linear import Fp8Config, Int8Config
+
+    generator = torch.Generator(device=device.device()).manual_seed(0)
+    weight = torch.empty(shape, device=device.device()).normal_(std=0.02, generator=generator)
+    weight = weight.bfloat16()
+    x = torch.empty(tokens, shape[1], device=weight.device).normal_(generator=generator).bfloat16()
+    exact = (x.double() @ weight.double().t()).float() if tokens <= 256 else None
+    count = timing.copies_to_rotate(weight.numel())
+    of_bf16 = [weight.clone() for _ in range(count)]
+    passes: dict[str, Any] = {
+        "bf16": lambda turn: torch.nn.functional.linear(x, of_bf16[turn % count])
+    }
+    errors: dict[str, float] = {}
+    for weight_format, config in (("int8", Int8Config()), ("fp8", Fp8Config())):
+        quantised = quantise(weight, weight_format)
+        layers = []
+        for _ in range(count):
+            layer = torch.nn.Module()
+            layer.weight = torch.nn.Parameter(quantised.codes.clone(), requires_grad=False)
+            layer.weight_scale = torch.nn.Parameter(quantised.scale, requires_grad=False)
+            layers.append(layer)
+        method = config.linear_method(config)
+        passes[weight_format] = lambda turn, m=method, some=layers: m.apply(some[turn % count], x)
+        if exact is not None:
+            error = passes[weight_format](0).float() - exact
+            errors[f"{weight_format}_relative_error"] = float(error.norm() / exact.norm())
+    times = timing.take_turns(passes, arguments.repetitions)
+    return {
+        **{
+            f"{name}_over_bf16": times["bf16"]["median_s"] / times[name]["median_s"]
+            for name in ("int8", "fp8")
+        },
+        **errors,
+        "times": times,
+    }
+
+
+if __name__ == "__main__":
+    main()

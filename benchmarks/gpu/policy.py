@@ -1,0 +1,92 @@
+"""Policies of real sizes whose layers all share one layer's weights, and servers for them.
+
+A 32B learner with its optimizer wants over 500 GB. What a publish costs depends on the shards only:
+their number, shapes and dtype, which are here Megatron's own for the architecture, random BF16 on
+the device. One layer is kept and shown as often as there are layers (976 MB of a 32B model, far
+more than any cache), so that policy and server fit on one GPU together. The server's layers are
+all its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qurl_megatron import device, weight_map
+from qurl_megatron.architecture import Architecture
+from qurl_megatron.config import ServerConfig, WeightFormat
+from qurl_megatron.rollout import Server, start_server, wait_ready
+from qurl_megatron.weight_map import Rule
+
+SHAPES = {  # Qwen2.5's, without downloading it: hidden, intermediate, layers, heads, kv heads
+    "7B": (3584, 18944, 28, 28, 4),
+    "14B": (5120, 13824, 48, 40, 8),
+    "32B": (5120, 27648, 64, 40, 8),
+    "tiny": (256, 512, 2, 4, 2),
+}
+VOCABULARY = 152064
+START_TIMEOUT_S = 420.0
+
+
+class RandomPolicy:
+    """The shards a learner on one rank would have, without its optimizer."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self.architecture = architecture
+        self._shards: list[tuple[Rule, Tensor]] = []
+        generator = torch.Generator(device=device.device()).manual_seed(0)
+        for rule in weight_map.rules(architecture):
+            parts = []
+            for part in rule.parts:
+                index = weight_map.part_index(rule, part, architecture, 0, 1)
+                shape = [run.stop - run.start for run in index]
+                random = torch.empty(shape, dtype=torch.bfloat16, device=device.device())
+                parts.append(random.normal_(std=0.02, generator=generator))
+            self._shards.append((rule, weight_map.merge(rule, parts, architecture, 1)))
+
+    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        for rule, shard in self._shards:
+            for layer in range(self.architecture.num_layers) if rule.layered else [None]:
+                yield rule, layer, shard
+
+
+@contextmanager
+def served(
+    shape: str, weight_format: WeightFormat, server: ServerConfig, context_length: int, log: Path
+) -> Iterator[tuple[Server, Architecture]]:
+    """A ready server of this shape, on a directory that holds config.json and no weights."""
+    from transformers import Qwen2Config
+
+    hidden, intermediate, layers, heads, key_value_heads = SHAPES[shape]
+    with tempfile.TemporaryDirectory() as directory:
+        Qwen2Config(
+            vocab_size=512 if shape == "tiny" else VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            max_position_embeddings=32768,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=0,
+            architectures=["Qwen2ForCausalLM"],
+        ).save_pretrained(directory)
+        running = start_server(
+            Path(directory),
+            server,
+            weight_format,
+            context_length=context_length,
+            log_file=log,
+            seed=0,
+        )
+        try:
+            wait_ready([running], START_TIMEOUT_S)
+            yield running, Architecture.from_directory(directory)
+        finally:
+            running.stop()

@@ -1,0 +1,158 @@
+"""Tokens a second of a rollout server, by format: `python -m benchmarks.gpu.throughput`.
+
+A real SGLang server of a real shape, its weights random and published to it as a learner's are, so
+that codes and scales are those of quantised weights. Each batch is sent at once: prompts of 512
+random tokens, 1024 tokens sampled at temperature 1 with end-of-sequence ignored. BF16, INT8 and FP8
+follow each other in one sitting. Tokens a second count what is sampled over the whole request,
+prefill included. Where a batch does not fit the cache beside the weights, SGLang makes part of it
+wait, as it would in a run: `cache_tokens` says how many fit. One that would need more than twice
+the cache is left out, and its row says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any, get_args
+
+import httpx
+
+from benchmarks.gpu import policy, publish, record
+from qurl_megatron.config import ServerConfig, WeightFormat
+from qurl_megatron.publish import Carrier, Publisher
+from qurl_megatron.rollout import Server
+
+GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
+BATCHES = (1, 16, 64, 256)
+
+
+def main() -> None:
+    parser = record.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=policy.SHAPES)
+    parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--prompt-length", type=int)
+    parser.add_argument("--output-length", type=int)
+    parser.add_argument("--mem-fraction", type=float, default=0.9)
+    parser.add_argument("--carrier", choices=get_args(Carrier), default="shared_memory")
+    arguments = parser.parse_args()
+    small = arguments.rehearsal
+    arguments.shapes = arguments.shapes or (["tiny"] if small else ["32B", "7B", "14B"])
+    arguments.batches = arguments.batches or ((1, 4) if small else BATCHES)
+    arguments.prompt_length = arguments.prompt_length or (16 if small else 512)
+    arguments.output_length = arguments.output_length or (16 if small else 1024)
+    results = record.Record("throughput", arguments)
+    publish.join_alone()
+    for shape in arguments.shapes:
+        for weight_format in publish.FORMATS:
+            keys = [f"{shape} {weight_format} batch {batch}" for batch in arguments.batches]
+            if not all(key in results.rows for key in keys):
+                measure(shape, weight_format, arguments, results)
+        for weight_format in publish.FORMATS[1:]:
+            results.add(
+                f"{shape} {weight_format} over bf16", compare(shape, weight_format, results)
+            )
+    results.finish()
+
+
+def measure(
+    shape: str, weight_format: WeightFormat, arguments: argparse.Namespace, results: record.Record
+) -> None:
+    length = arguments.prompt_length + arguments.output_length
+    server = ServerConfig(
+        mem_fraction_static=0.2 if results.rehearsal else arguments.mem_fraction,
+        max_running_requests=max(arguments.batches),
+        max_total_tokens=8192 if results.rehearsal else None,
+    )
+    log = results.log_dir / f"throughput_{shape}_{weight_format}.log"
+    with policy.served(shape, weight_format, server, length, log) as (running, architecture):
+        learner = policy.RandomPolicy(architecture)
+        publisher = Publisher(
+            learner,
+            [running],
+            weight_format,
+            2**28,
+            "benchmark",
+            arguments.carrier,
+        )
+        publisher.publish()
+        publisher.close()
+        vocabulary = architecture.vocab_size
+        # Warms up every batch size: prefill shapes are compiled as they are met.
+        cache = cache_tokens(running)
+        fitting = [batch for batch in arguments.batches if batch * length <= 2 * cache]
+        for batch in fitting:
+            sample(running, batch, arguments.prompt_length, 8, vocabulary)
+        for batch in arguments.batches:
+            key = f"{shape} {weight_format} batch {batch}"
+            if key in results.rows:
+                continue
+            if batch not in fitting:
+                results.add(key, {"left_out": f"{batch * length} tokens", "cache_tokens": cache})
+                continue
+            start = time.perf_counter()
+            sample(running, batch, arguments.prompt_length, arguments.output_length, vocabulary)
+            took = time.perf_counter() - start
+            results.add(
+                key,
+                {
+                    "tokens_per_s": batch * arguments.output_length / took,
+                    "time_s": took,
+                    "prompt_length": arguments.prompt_length,
+                    "output_length": arguments.output_length,
+                    "cache_tokens": cache,
+                },
+            )
+
+
+def sample(
+    server: Server, batch: int, prompt_length: int, output_length: int, vocabulary: int
+) -> None:
+    """One batch of requests, sent at once; prompts are new each time, so that none is cached.
+
+    Raises:
+        RuntimeError: a completion is not as long as was asked for, so a rate would be wrong.
+    """
+    tokens = random.Random(time.time_ns())
+    prompts = [
+        [tokens.randrange(1, vocabulary) for _ in range(prompt_length)] for _ in range(batch)
+    ]
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {
+            "temperature": 1.0,
+            "max_new_tokens": output_length,
+            "ignore_eos": True,
+        },
+    }
+    response = httpx.post(f"{server.url}/generate", json=body, timeout=None).raise_for_status()
+    lengths = [len(answer["output_ids"]) for answer in response.json()]
+    if lengths != [output_length] * batch:
+        raise RuntimeError(f"{batch} x {output_length} tokens were asked for, got {lengths}")
+
+
+def cache_tokens(server: Server) -> int:
+    """Tokens for which the server has room in its key-value cache."""
+    information = httpx.get(f"{server.url}/server_info", timeout=60).raise_for_status().json()
+    return int(information["max_total_num_tokens"])
+
+
+def compare(shape: str, weight_format: str, results: record.Record) -> dict[str, Any]:
+    """The ratio to BF16 at each batch size, and the best of them against the goal."""
+    prefix = f"{shape} {weight_format} batch "
+    ratios: dict[str, Any] = {}
+    for key, row in results.rows.items():
+        if key.startswith(prefix):
+            batch = key.removeprefix(prefix)
+            bf16 = results.rows[f"{shape} bf16 batch {batch}"]
+            if "left_out" not in row.keys() | bf16.keys():
+                ratios[f"batch {batch}"] = row["tokens_per_s"] / bf16["tokens_per_s"]
+    goal = GOALS.get((shape, weight_format))
+    if goal is not None:
+        reached = [name for name, ratio in ratios.items() if ratio >= goal]
+        ratios |= {"goal": goal, "reached_at": ", ".join(reached) or "no batch"}
+    return ratios
+
+
+if __name__ == "__main__":
+    main()

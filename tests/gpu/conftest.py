@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU; benchmarks/gpu/README.md says how to run it on one")
