@@ -426,7 +426,7 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[int]]:
         ConfigError: there are too few GPUs, or sets that share one ask for nearly all its memory.
     """
     sets = {"rollout": config.rollout.server}
-    if config.evaluation.problems:
+    if config.evaluation.wanted:
         sets["evaluation"] = config.evaluation.server
     if num_gpus == 0:
         return {name: [] for name in sets}

@@ -300,6 +300,8 @@ def test_servers_come_after_the_learner_and_share_its_gpus_where_none_are_left()
     assert on_gpus(3, *words) == {"rollout": [0, 1], "evaluation": [2]}
     assert on_gpus(1) == {"rollout": [0], "evaluation": [0]}
     assert on_gpus(1, "evaluation.problems=0") == {"rollout": [0]}
+    files_only = ["evaluation.problems=0", "evaluation.data.aime=FILE"]
+    assert on_gpus(0, *files_only) == {"rollout": [], "evaluation": []}
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
