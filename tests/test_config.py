@@ -300,6 +300,8 @@ def test_servers_come_after_the_learner_and_share_its_gpus_where_none_are_left()
     assert on_gpus(3, *words) == {"rollout": [[0, 1]], "evaluation": [[2]]}
     assert on_gpus(1) == {"rollout": [[0]], "evaluation": [[0]]}
     assert on_gpus(1, "evaluation.problems=0") == {"rollout": [[0]]}
+    with_files = on_gpus(1, "evaluation.problems=0", "evaluation.data.x=FILE")
+    assert with_files == {"rollout": [[0]], "evaluation": [[0]]}
     two = on_gpus(7, *words, "rollout.servers=2")
     assert two == {"rollout": [[2, 3], [4, 5]], "evaluation": [[6]]}
 
