@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from qurl_megatron.rollout import free_port
+
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]
 NODES = ["n1", "n2", "n3", "n4"]
@@ -168,16 +170,15 @@ class Cluster:
         addresses = {node: f"127.0.1.{number}" for number, node in enumerate(NODES, 1)}
         own = "".join(f"{address} {node}\n" for node, address in addresses.items())
         (here / "hosts").write_text(Path("/etc/hosts").read_text() + own)
-        ports = iter(range(17000, 17100))
         nodes = "".join(
-            f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={next(ports)} CPUs=16 "
+            f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={free_port()} CPUs=16 "
             f"RealMemory=4000 Gres=gpu:{GPUS}\n"
             for node, address in addresses.items()
         )
         (here / "slurm.conf").write_text(f"""\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={next(ports)}
+SlurmctldPort={free_port()}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
