@@ -110,7 +110,8 @@ def run(config: Config, max_restarts: int) -> int:
         learner = Step(attempt, "learner", learner_part, config.learner.world_size, threads)
         stack.callback(learner.end)
         code = watch(config, learner, rollout, asked)
-    if code == STOPPED_EARLY:
+    # SGLang ends by itself when it is preempted, in the midst of a step perhaps.
+    if code == STOPPED_EARLY or (code and preempted()):
         requeue(max_restarts)
     return code
 
@@ -133,7 +134,8 @@ def watch(config: Config, learner: Step, rollout: Step, asked: list[int]) -> int
         code = rollout.poll()
         if code is not None:
             rollout.report(code)
-            return code or 1
+            left = learner.wait(END_TIMEOUT_S)  # a learner that has saved may be on its way out
+            return left if left in (0, STOPPED_EARLY) else code or 1
         time.sleep(POLL_S)
 
 
@@ -160,6 +162,12 @@ class Step:
         """The highest exit code of its tasks, None while one runs."""
         return self._process.poll()
 
+    def wait(self, timeout_s: float) -> int | None:
+        """As `poll`, at most so many seconds later."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
+
     def signal(self, number: signal.Signals) -> None:
         """Send it to all its tasks, through srun."""
         self._process.send_signal(number)
@@ -179,8 +187,7 @@ class Step:
         """Have its tasks end at once; what does not, Slurm ends with the job."""
         if self.poll() is None:
             self.signal(signal.SIGUSR2)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT_S)
+            self.wait(END_TIMEOUT_S)
 
 
 def parts(environment: Mapping[str, str], world_size: int) -> tuple[Part, Part]:
@@ -334,6 +341,12 @@ def requeue(max_restarts: int) -> None:
         return
     print(f"restart {restarts + 1} of at most {max_restarts}: requeueing job {job}", flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)
+
+
+def preempted() -> bool:
+    """Whether Slurm has begun to take the job's nodes for another."""
+    said = _output("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
+    return re.search(r"PreemptTime=\d", said) is not None
 
 
 def signal_lead_s(run_dir: Path) -> int:
