@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_no_directory_that_looks_complete(
     ("arguments", "words"),
     [
         (["quantize", "nowhere", "out"], "'nowhere' does not exist"),
-        (["quantize", "SOURCE", "out", "--format", "int4"], "int8, fp8, fp8-tensor, fp8-block"),
+        (["quantize", "SOURCE", "out", "--format", "int3"], "int8, int4, fp8, fp8-tensor"),
         (["quantize", "SOURCE", "SOURCE"], "exists; choose another"),
         (["uaq", "SOURCE", "out", "--undo"], "is not scaled"),
         (["uaq", "SOURCE", "out", "--scale", "0"], "--scale 0.0: must be a positive"),

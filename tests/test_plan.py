@@ -310,7 +310,11 @@ def test_a_servers_memory_adds_up_to_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["Qwen3-32B", "--gpus", "32", "quantization.format=fp8"], 0, "2 fp8 servers of 4 GPUs"),
+        (
+            ["Qwen3-32B", "--gpus", "32", "quantization.format=fp8"],
+            0,
+            "rollout.servers=2, in fp8, of 4 GPUs",
+        ),
         (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
         (["scaling_32b"], 2, "model=: missing"),
