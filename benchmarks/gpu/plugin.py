@@ -12,7 +12,7 @@ from benchmarks.gpu import record, tested
 
 PATHS = ["tests/gpu/test_linear.py", "tests/test_channel_kernel.py", "tests/e2e/test_server.py"]
 # One format of the server is enough to rehearse: they differ in what they multiply.
-REHEARSED = "int8 or codes_and_scales or memory"
+REHEARSED = "int8 or codes_and_scales"
 
 
 def main() -> None:

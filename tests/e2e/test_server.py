@@ -42,7 +42,7 @@ FORMATS: dict[WeightFormat, dict[str, int]] = {  # each with its model's own dim
     "fp8": {},
     "fp8-block": WHOLE_BLOCKS,
 }
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 # How many times nearer its own codes a server is than any other. A GPU sums attention and logits in
 # BF16, which is noise of its own.
 NEARER = 3 if torch.cuda.is_available() else 20
@@ -133,8 +133,12 @@ def joined(
 
 
 @pytest.fixture(scope="module")
-def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployment]]:
-    """One server a format, started together: a start is mostly imports."""
+def deployments(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Deployment]]:
+    """One server for each format that a selected test is of, started together."""
+    selected = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {spec.params.get("deployment") for spec in selected if spec}
     with ExitStack() as stack:
         starting = {
             weight_format: stack.enter_context(
@@ -143,6 +147,7 @@ def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
                 )
             )
             for weight_format, dimensions in FORMATS.items()
+            if weight_format in wanted
         }
         yield {
             weight_format: stack.enter_context(joined(*server, weight_format))
@@ -282,8 +287,7 @@ def test_the_server_tells_the_checksum_of_every_tensor_it_holds(deployment: Depl
     assert_checksums_tell_what_is_held(deployment)
 
 
-def test_a_server_reads_weights_from_its_senders_memory(deployments: dict[str, Deployment]) -> None:
-    deployment = deployments["int8"]
+def test_a_server_reads_weights_from_its_senders_memory(deployment: Deployment) -> None:
     sender = Sender(deployment.server, shared=True)
     for weights in deployment.weights:
         sender.send(weights)
