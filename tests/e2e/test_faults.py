@@ -63,7 +63,8 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     assert f"going on after step {done}" in resumed.text()
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
-    assert all(step["value_loss"] > 0 and step["time_critic_s"] > 0 for step in after)
+    # The critic learns all the while; of a policy that is never right, that nothing comes of it.
+    assert all(step["value_loss"] >= 0 and step["time_critic_s"] > 0 for step in after)
     logs = run.run_dir / "logs"
     seeds = [random_seed(logs / part / "server_rollout_0.log") for part in (".", "resumed_1")]
     assert seeds[0] != seeds[1]  # a server started with the first would draw the same again
