@@ -23,6 +23,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from launch import slurm
 from launch.attempt import wanted_servers
@@ -259,6 +262,7 @@ def launch(
             if on_slurm:
                 _submit(made)
             else:
+                _hand_on_signals()
                 made.run(sequential=True)
     for job, task in zip(jobs, made.jobs, strict=True):
         came_to = f"job {_job_number(task)}" if on_slurm else task.state.name.lower()
@@ -287,6 +291,22 @@ def _title(recipe: str, words: Sequence[str]) -> str:
     """Of a sweep: its name=, else its recipe."""
     names = [word.partition("=")[2] for word in words if word.startswith("name=")]
     return (names or [f"{recipe}-sweep"])[-1]
+
+
+def _hand_on_signals() -> None:
+    """To the run that is going on, which nemo-run would leave behind; Ctrl-C and TERM end a sweep.
+
+    The exception waits in nemo-run's threads until that run has ended.
+    """
+
+    def hand_on(number: int, _: object) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+        if number != signal.SIGUSR1:
+            sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, hand_on)
 
 
 def _submit(made: run.Experiment) -> None:
