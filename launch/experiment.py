@@ -37,7 +37,8 @@ import psutil
 from launch import slurm
 from launch.attempt import wanted_servers
 from launch.slurm import NodePlan
-from qurl_megatron.config import Config, ConfigError
+from qurl_megatron import device
+from qurl_megatron.config import Config, ConfigError, place_servers
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -236,8 +237,9 @@ def launch(
     if on_slurm and not dry_run and not shutil.which("sbatch"):
         raise ConfigError("--executor slurm: no sbatch here; submit from a login node")
     jobs = _checked(recipe, list(words), sweeps)
-    for job in jobs:
-        if not on_slurm and job.run_dir.exists():
+    for job in () if on_slurm else jobs:
+        place_servers(job.config, device.num_gpus())
+        if job.run_dir.exists():
             raise ConfigError(
                 f"name={job.config.name}: {job.run_dir} exists; choose another name, or go on with "
                 f"it: qurl resume {job.run_dir}"

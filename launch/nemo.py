@@ -18,6 +18,7 @@ import nemo_run as run
 import recipes
 from launch import local
 from launch.experiment import check, experiment
+from qurl_megatron import device
 from qurl_megatron.cli import prepare, refusals
 from qurl_megatron.config import Config, ConfigError, overrides_between, with_overrides
 
@@ -45,7 +46,7 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
         if ctx is not None and ctx.dryrun:
             return
         if ctx is None or ctx.executor is None:
-            sys.exit(local.run(prepare(recipe, words)))
+            sys.exit(local.run(prepare(recipe, words, device.num_gpus())))
         job = check(recipe, words)
         with experiment(job.config.name, [job], ctx.executor) as made:
             made.run(detach=ctx.detach)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -16,16 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-import recipes
 from launch import experiment, status
 from launch.attempt import wanted_servers
 from qurl_megatron import cli
 from qurl_megatron.config import Config, ConfigError, LearnerConfig, RolloutConfig, ServerConfig
-from test_cli import good_problems
+from test_cli import RECIPES, write_data
 from tiny import build_tiny_model
 
-RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
-GPUS = 4  # a node
+GPUS = 8  # a node
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +39,15 @@ def words_for(recipe: str) -> list[str]:
     if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
         return []
     inputs = Path.cwd().with_name(Path.cwd().name + "-inputs")
-    build_tiny_model(inputs / "model", max_position_embeddings=32768)
-    (inputs / "problems.jsonl").write_text("\n".join(good_problems()))
-    return [f"model={inputs / 'model'}", f"data={inputs / 'problems.jsonl'}"]
+    build_tiny_model(  # of as many layers and heads as the layout of a 32B divides
+        inputs / "model",
+        "qwen2",
+        max_position_embeddings=32768,
+        num_hidden_layers=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    return [f"model={inputs / 'model'}", *write_data(recipe, inputs)]
 
 
 def parts_of(script: str) -> list[dict[str, str]]:
@@ -89,7 +92,7 @@ def test_one_allocation_has_nodes_for_both_and_a_container_for_the_steps_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = {
-        "gpus_per_node": GPUS,
+        "gpus_per_node": 4,
         "account": None,
         "container_image": "i.sqsh",
         "container_mounts": ["/d:/d", "/e:/e"],
