@@ -24,7 +24,8 @@ def test_a_launched_run_is_a_job_that_completes_and_status_and_logs_know_it(
     said = qurl("launch", *WORDS, "steps=4", *options)
     number = re.fullmatch(r"runs/run: job (\d+)\n", said)
     assert number, said
-    (output,) = (tmp_path / "runs" / ".nemo_run").glob("experiments/run/*/run/sbatch_*.out")
+    (directory,) = (tmp_path / "runs" / ".nemo_run" / "experiments" / "run").iterdir()
+    output = directory / "run" / f"sbatch_qurl.run-0_{number[1]}.out"
     job = Job(cluster, number[1], output)
     wait_for_text(job, "step 1/")
     assert f"job {job.id} running" in qurl("status", "runs/run")
