@@ -254,18 +254,30 @@ def launch(
         tunnel = run.LocalTunnel(job_dir=f"{home}/experiments")
         executor = run.SlurmExecutor(tunnel=tunnel, **slurm_options)
     title = _title(recipe, words) if sweeps else jobs[0].config.name
+    if not dry_run:
+        return start(title, jobs, executor, max_restarts=max_restarts, base_dir=Path(home))
     with tempfile.TemporaryDirectory() as scratch:
-        base_dir = Path(scratch if dry_run else home)
-        settings: dict[str, Any] = {"max_restarts": max_restarts, "base_dir": base_dir}
+        settings: dict[str, Any] = {"max_restarts": max_restarts, "base_dir": Path(scratch)}
         with experiment(title, jobs, executor, **settings) as made:
-            if dry_run:
-                print("\n".join(scripts(made, base_dir)))
-                return 0
-            if on_slurm:
-                _submit(made)
-            else:
-                _hand_on_signals()
-                made.run(sequential=True)
+            print("\n".join(scripts(made, Path(scratch))))
+    return 0
+
+
+def start(title: str, jobs: Sequence[Job], executor: run.Executor, **settings: Any) -> int:
+    """Start an experiment and say what came of each run; as `launch` does, its exit code.
+
+    Raises:
+        ConfigError: a run that fits no nodes, or what sbatch says to a script.
+    """
+    import nemo_run as run
+
+    on_slurm = isinstance(executor, run.SlurmExecutor)
+    with experiment(title, jobs, executor, **settings) as made:
+        if on_slurm:
+            _submit(made)
+        else:
+            _hand_on_signals()
+            made.run(sequential=True)
     for job, task in zip(jobs, made.jobs, strict=True):
         came_to = f"job {_job_number(task)}" if on_slurm else task.state.name.lower()
         print(f"{job.run_dir}: {came_to}")

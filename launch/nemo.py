@@ -17,7 +17,7 @@ import nemo_run as run
 
 import recipes
 from launch import local
-from launch.experiment import check, experiment
+from launch.experiment import check, start
 from qurl_megatron import device
 from qurl_megatron.cli import prepare, refusals
 from qurl_megatron.config import Config, ConfigError, overrides_between, with_overrides
@@ -48,8 +48,7 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
         if ctx is None or ctx.executor is None:
             sys.exit(local.run(prepare(recipe, words, device.num_gpus())))
         job = check(recipe, words)
-        with experiment(job.config.name, [job], ctx.executor) as made:
-            made.run(detach=ctx.detach)
+        sys.exit(start(job.config.name, [job], ctx.executor))
 
 
 def recipe_config(name: str) -> Config:
