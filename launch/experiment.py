@@ -211,6 +211,7 @@ def _batch_process(job: Job, executor: run.SlurmExecutor, max_restarts: int | No
     words += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
     lines = [executor.setup_lines] if executor.setup_lines else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    lines += ["unset SLURM_UNBUFFEREDIO  # it gives the steps a terminal"]
     lines += ["# Nothing after this line is reached."]
     lines += [f"exec {shlex.join([*words, job.recipe, *job.words])}"]
     return "\n".join(lines)
