@@ -100,6 +100,8 @@ def run(config: Config, max_restarts: int) -> int:
             config, attempt.number, learner_part.nodes, rollout_part.nodes, free_port()
         )
     plan.save(attempt.logs / "plan.json")
+    job = {"id": os.environ["SLURM_JOB_ID"], "output": os.readlink("/proc/self/fd/1")}
+    write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for qurl status and logs
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
     if not preflight(attempt, plan, learner_part, rollout_part):
         return 2

@@ -69,6 +69,100 @@ def resume(
 
 
 @app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(help="a module of recipes/, such as quickstart")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE,VALUE", help="a run for each; of several, each pair"),
+    ] = None,
+    executor: Annotated[str, typer.Option(help="local or slurm")] = "local",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be started")] = False,
+    account: Annotated[str | None, typer.Option(help="of the job")] = None,
+    partition: Annotated[str | None, typer.Option(help="of the job")] = None,
+    time: Annotated[str | None, typer.Option(help="limit of the job, such as 04:00:00")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="that a node has; 8 unless told")
+    ] = None,
+    heterogeneous: Annotated[
+        bool, typer.Option("--heterogeneous", help="a job of two kinds of nodes, not equal ones")
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="any other, such as qos=high")
+    ] = None,
+    container_image: Annotated[str | None, typer.Option(help="pyxis's, for the steps")] = None,
+    container_mounts: Annotated[str | None, typer.Option(help="A:B,C:D")] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="of a job; 20 unless told")] = None,
+) -> None:
+    """Run a recipe, or a sweep over it, by nemo-run: here, or as jobs on as many nodes as it takes.
+
+    Slurm jobs are requeued and go on as those of launch/qurl.sbatch do.
+    """
+    with refusals():
+        from launch import experiment
+        from qurl_megatron.config import ConfigError
+
+        others = [word.partition("=") for word in sbatch or []]
+        options = {
+            "account": account,
+            "partition": partition,
+            "time": time,
+            "gpus_per_node": gpus_per_node,
+            "container_image": container_image,
+            "container_mounts": container_mounts.split(",") if container_mounts else [],
+            "heterogeneous": heterogeneous,
+            "additional_parameters": {name: value for name, _, value in others},
+        }
+        if executor not in ("local", "slurm"):
+            raise ConfigError(f"--executor {executor}: executors are local and slurm")
+        given = [name for name, value in options.items() if value]
+        if executor == "local" and given:
+            raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
+        if not all(name and value for name, _, value in others):
+            raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
+        sys.exit(
+            experiment.launch(
+                recipe,
+                overrides or [],
+                sweep or [],
+                slurm_options=options if executor == "slurm" else None,
+                max_restarts=max_restarts,
+                dry_run=dry_run,
+            )
+        )
+
+
+@app.command()
+def status(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, runs/NAME")
+    ],
+) -> None:
+    """Say how far runs have come, and whether they are running."""
+    from launch.status import status
+
+    with refusals():
+        for run_dir in run_dirs:
+            print(f"{run_dir}: {status(run_dir)}", flush=True)
+
+
+@app.command()
+def logs(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, runs/NAME")],
+    lines: Annotated[int, typer.Option(help="of each log")] = 20,
+) -> None:
+    """Show the ends of the newest logs of a run: its job's, its servers', its learner ranks'."""
+    from launch.status import newest_logs
+    from qurl_megatron.rollout import tail
+
+    with refusals():
+        for path in newest_logs(run_dir):
+            print(f"==> {path} <==\n{tail(path, lines)}\n")
+
+
+@app.command()
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step_NNNNNN")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -292,6 +293,7 @@ _FREE_FORM = {
     "rollout.stages",
 }
 HELD_OUT = "held_out"  # what evaluation on problems of the run's own data goes by
+_ABSENT = object()
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -320,6 +322,25 @@ def with_overrides(config: T, words: list[str]) -> T:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{word}: not readable as YAML ({reason})") from None
     return from_tree(type(config), tree)
+
+
+def overrides_between(config: T, changed: T) -> list[str]:
+    """The `field=value` words that make `changed` of `config`, of the same dataclass.
+
+    A key that `changed` has taken out of a dict stays.
+    """
+    before, now = (_leaves(dataclasses.asdict(one)) for one in (config, changed))  # type: ignore[call-overload]
+    words = []
+    for field, value in now.items():
+        if field in _FREE_FORM:
+            words += [
+                f"{field}.{key}={json.dumps(part)}"
+                for key, part in value.items()
+                if before[field].get(key, _ABSENT) != part
+            ]
+        elif value != before[field]:
+            words.append(f"{field}={'null' if value is None else value}")
+    return words
 
 
 def from_tree(kind: type[T], tree: dict[str, Any]) -> T:

@@ -16,6 +16,7 @@ from qurl_megatron.config import (
     CriticConfig,
     LearnerConfig,
     load,
+    overrides_between,
     place_servers,
     save,
     validate,
@@ -316,3 +317,22 @@ def test_servers_that_leave_a_learner_on_their_gpu_no_memory_are_refused() -> No
     with pytest.raises(ConfigError, match=r"^rollout.*shares GPU 0 with rollout and evaluation"):
         on_gpus(1, "rollout.server.mem_fraction_static=0.5")
     assert on_gpus(2, "rollout.server.mem_fraction_static=0.9")["rollout"] == [[1]]
+
+
+def test_overrides_between_two_configurations_make_the_one_of_the_other() -> None:
+    words = [
+        "steps=7",
+        "data_options.size=100",
+        "data_options.words=[1, b]",
+        "quantization.uaq.layer_scales.3=2",
+        "quantization.format=fp8",
+        "learner.layers_in_last_pipeline_stage=2",
+    ]
+    config = Config(data_options={"size": 10})
+    changed = with_overrides(config, words)
+    assert with_overrides(config, overrides_between(config, changed)) == changed
+    assert overrides_between(changed, changed) == []
+    back = overrides_between(changed, with_overrides(changed, ["time_limit_s=3"]))
+    assert back == ["time_limit_s=3.0"]
+    unset = with_overrides(changed, ["learner.layers_in_last_pipeline_stage=null"])
+    assert overrides_between(changed, unset) == ["learner.layers_in_last_pipeline_stage=null"]

@@ -78,9 +78,9 @@ class Cluster:
             self.close()
             raise
 
-    def call(self, *words: str | Path, cwd: Path | None = None) -> str:
+    def call(self, *words: str | Path, cwd: Path | None = None, timeout_s: float = 60.0) -> str:
         done = subprocess.run(
-            words, env=self._environment, cwd=cwd, capture_output=True, text=True, timeout=60
+            words, env=self._environment, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout

@@ -1,0 +1,46 @@
+"""`qurl launch --executor slurm`: nemo-run's experiment as a job of the real Slurm."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from cluster import Cluster, Job
+from test_jobs import WORDS, wait_for_end, wait_for_text
+
+from e2e.running import QURL
+
+TIMEOUT_S = 300.0  # of a command: nemo-run's imports take seconds on an idle machine
+
+
+def test_a_launched_run_is_a_job_that_is_requeued_when_told_to_stop_and_completes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def qurl(*words: str) -> str:
+        return cluster.call(QURL, *words, cwd=tmp_path, timeout_s=TIMEOUT_S)
+
+    options = ["--executor=slurm", "--partition=low", "--gpus-per-node=2", "--heterogeneous"]
+    said = qurl("launch", *WORDS, "steps=100", "checkpoint.every_steps=1000", *options)
+    number = re.fullmatch(r"runs/run: job (\d+)\n", said)
+    assert number, said
+    (directory,) = (tmp_path / "runs" / ".nemo_run" / "experiments" / "run").iterdir()
+    output = directory / "run" / f"sbatch_qurl.run-0_{number[1]}.out"
+    job = Job(cluster, number[1], output)
+    wait_for_text(job, "step 3/")
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    wait_for_text(job, "requeueing job")
+    status = qurl("status", "runs/run")
+    assert re.match(
+        rf"runs/run: step \d+ of 100, newest checkpoint step_\d+, job {job.id} ", status
+    )
+    assert f"==> {output} <==" in qurl("logs", "runs/run")
+    wait_for_text(job, "going on after step")
+    assert wait_for_end(job) == "COMPLETED", job.text()
+
+    plan = json.loads((tmp_path / "runs" / "run" / "logs" / "plan.json").read_text())
+    assert [(node["ranks"], len(node["servers"])) for node in plan["nodes"]] == [(2, 0), (0, 1)]
+    assert qurl("status", "runs/run") == "runs/run: step 100 of 100, finished\n"
+    assert (tmp_path / "runs" / "run" / "final_model" / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert cluster.left_over() == []
