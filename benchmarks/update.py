@@ -45,7 +45,7 @@ def objectives(rounds: int) -> None:
     from recipes import quickstart
 
     generator = torch.Generator().manual_seed(0)
-    shape = (256, 64)
+    shape = (128, 32)
     mask = torch.ones(shape, dtype=torch.bool)
     mask[:, 0] = False
     proximal = -torch.rand(shape, generator=generator)
@@ -62,7 +62,7 @@ def objectives(rounds: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as directory:
         quickstart.build_model(Path(directory), seed=0)
-        settings = LearnerConfig(dtype="float32", micro_batch_size=64)
+        settings = LearnerConfig(dtype="float32", micro_batch_size=128)
         # A rate of 0: every update meets the same weights.
         learner = Learner(Path(directory), settings, OptimizerConfig(learning_rate=0.0))
         for round_ in range(rounds + 1):
