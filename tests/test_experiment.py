@@ -211,7 +211,8 @@ def test_bad_input_is_one_line_before_anything_is_submitted(
     with pytest.raises(SystemExit) as ended:
         cli.app(["launch", *words, "--dry-run"], standalone_mode=False)
     assert ended.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "model shards" not in line]
+    shown = capsys.readouterr().err.splitlines()  # with the bar of writing the start model
+    (line,) = [line for line in shown if line.strip() and "model shards" not in line]
     assert line.startswith("qurl: ") and message in line
     assert list(Path.cwd().iterdir()) == []
 
