@@ -1,7 +1,7 @@
 """How far off `qurl plan` is: `python benchmarks/plan.py`, tables, and a picture for docs/.
 
-1. Memory: what real learners allocate here, tiny ones and one layer of half Qwen2.5-32B's width, on
-   one and two ranks over gloo, against what is planned for them.
+1. Memory: what real learners allocate here, tiny ones and one layer of Qwen2.5-32B's width (for
+   which 16 GB should be free), on one and two ranks over gloo, against what is planned for them.
 2. The fit of the decode constants in `qurl_megatron/plan.py`, made again from the published
    latencies they come from.
 3. Times and ratios that others published and that no constant was fitted to, with their sources.
@@ -84,12 +84,12 @@ LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
 
 
 def memory() -> None:
-    half_layer: dict[str, Any] = {
+    wide_layer: dict[str, Any] = {
         "num_hidden_layers": 1,
-        "hidden_size": 2560,
-        "intermediate_size": 13824,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
         "head_dim": 128,
     }
     cases: list[tuple[str, str, dict[str, Any], LearnerConfig]] = [
@@ -98,7 +98,7 @@ def memory() -> None:
         for size in (1, 2)
     ]
     cases += [
-        ("half-width layer", "qwen2", half_layer, LearnerConfig(tensor_parallel_size=size))
+        ("32B-width layer", "qwen2", wide_layer, LearnerConfig(tensor_parallel_size=size))
         for size in (1, 2)
     ]
     print("1. Memory of a rank in bfloat16, MiB: planned, allocated, error\n")

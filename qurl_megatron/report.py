@@ -12,7 +12,7 @@ import html
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,16 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from qurl_megatron.config import Config, ConfigError, load
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.metrics import Averages
 
-COLOURS = ("#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00")  # on light and dark
+COLOURS = (  # on light and dark
+    "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
+)  # fmt: skip
 INK = "#010203"  # stands for the page's own text colour, light or dark
 PHASES = ("rollout", "proximal", "critic", "update", "publish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -176,12 +179,13 @@ def _page(runs: list[Run]) -> str:
         for run in runs
         for sentence in advice(run)
     )
-    title = html.escape(" / ".join(run.name for run in runs))
+    names = " / ".join(run.name for run in runs)
+    title = html.escape(names if len(runs) < 4 else f"{len(runs)} runs")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
         f"<h1>{title}</h1>{_table(runs)}<h2>Advice</h2><ul>{sentences}</ul>"
-        f"<h2>Training</h2><main>{''.join(shown)}</main>"
+        f"<h2>Training</h2>{_key(runs)}<main>{''.join(shown)}</main>"
         f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main></html>\n"
     )
 
@@ -194,9 +198,23 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1.5rem; }
 figure { margin: 0; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; color: var(--ink); }
-table { border-collapse: collapse; } td, th { padding: .2rem .8rem; text-align: left;
-        border-bottom: 1px solid var(--line); }
+div { overflow-x: auto; } table { border-collapse: collapse; }
+td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid var(--line); }
+#key { position: sticky; top: 0; padding: .4rem 0; background: var(--paper); }
+#key span { margin-right: 1.2rem; white-space: nowrap; }
 """
+
+
+def _key(runs: list[Run]) -> str:
+    """Whose colour is which, in sight of every picture; nothing to tell of a single run."""
+    if len(runs) == 1:
+        return ""
+    marks = "".join(
+        f'<span><b style="color: {_colour(number)}">\N{BLACK SQUARE}</b> {html.escape(run.name)}'
+        "</span>"
+        for number, run in enumerate(runs)
+    )
+    return f'<p id="key">{marks}</p>'
 
 
 def _table(runs: list[Run]) -> str:
@@ -247,7 +265,7 @@ def _table(runs: list[Run]) -> str:
         f"<tr><th>{what}</th>{''.join(f'<td>{html.escape(of(run))}</td>' for run in runs)}</tr>"
         for what, of in rows
     )
-    return f"<table><tr><th></th>{head}</tr>{body}</table>"
+    return f"<div><table><tr><th></th>{head}</tr>{body}</table></div>"
 
 
 def _panel(title: str, draw: Draw, runs: list[Run]) -> str:
@@ -276,24 +294,41 @@ def _curves(*metrics: str, ylabel: str, log: bool = False) -> Draw:
     def draw(axes: Axes, runs: list[Run]) -> None:
         for number, run in enumerate(runs):
             steps = run.series("step")
-            for style, metric in enumerate(metrics):
-                # Of one run its metrics are told apart by colour, of several by dashes.
-                colour = _colour(number if len(runs) > 1 else style)
-                line = ("-", "--")[style if len(runs) > 1 else 0]
+            for metric, look in _looks(metrics, number, runs).items():
                 values = run.series(metric)
-                label = run.name if len(metrics) == 1 else metric.replace("_", " ")
-                if len(metrics) > 1 and len(runs) > 1:
-                    label = f"{run.name}: {label}"
-                axes.plot(steps, values, line, color=colour, alpha=0.35, linewidth=0.8)
-                axes.plot(steps, _smooth(values), line, color=colour, linewidth=1.6, label=label)
+                axes.plot(steps, values, **look, alpha=0.35, linewidth=0.8)
+                axes.plot(steps, _smooth(values), **look, linewidth=1.6)
         if log and any(v > 0 for run in runs for metric in metrics for v in run.series(metric)):
             axes.set_yscale("log")
         axes.set_xlabel("step")
         axes.set_ylabel(ylabel)
-        if len(metrics) > 1 or len(runs) > 1:
-            axes.legend(fontsize=7)
+        _name(axes, metrics, runs)
 
     return draw
+
+
+def _looks(metrics: Iterable[str], number: int, runs: list[Run]) -> dict[str, dict[str, str]]:
+    """Metrics are told apart by colour where there is one run, by dashes where colours are runs."""
+    several = len(runs) > 1
+    return {
+        metric: {
+            "color": _colour(number if several else style),
+            "linestyle": ("-", "--")[style % 2 if several else 0],
+        }
+        for style, metric in enumerate(metrics)
+    }
+
+
+def _name(axes: Axes, metrics: Iterable[str], runs: list[Run]) -> None:
+    """A legend of metrics, if there are several; the page's key has the runs."""
+    looks = _looks(metrics, 0, runs)
+    if len(looks) > 1:
+        own = {"color": INK} if len(runs) > 1 else {}
+        lines = [
+            Line2D([], [], **(look | own), label=metric.replace("_", " "))
+            for metric, look in looks.items()
+        ]
+        axes.legend(handles=lines, fontsize=7, handlelength=3)
 
 
 def _reward(axes: Axes, runs: list[Run]) -> None:
@@ -332,24 +367,29 @@ def _evaluation(name: str) -> Draw:
     """Averages on one file with their standard errors, one line a run and measure, over steps."""
 
     def draw(axes: Axes, runs: list[Run]) -> None:
-        several = len(runs) > 1
+        measures = list(
+            dict.fromkeys(
+                what
+                for run in runs
+                for averages in run.evaluations().get(name, {}).values()
+                for what in averages
+            )
+        )
         for number, run in enumerate(runs):
             found = run.evaluations().get(name, {})
-            for style, what in enumerate(dict.fromkeys(w for a in found.values() for w in a)):
+            for what, look in _looks(measures, number, runs).items():
                 steps = [step for step, averages in found.items() if what in averages]
                 axes.errorbar(
                     steps,
                     [found[step][what]["mean"] for step in steps],
                     yerr=[found[step][what]["standard_error"] for step in steps],
-                    color=_colour(number if several else style),
-                    linestyle=("-", "--")[style if several else 0],
+                    **look,
                     marker="o",
                     markersize=3,
-                    label=f"{run.name}: {what}" if several else what,
                 )
         axes.set_xlabel("step")
         axes.set_ylabel("share of answers that are right")
-        axes.legend(fontsize=7, handlelength=3)
+        _name(axes, measures, runs)
 
     return draw
 
@@ -396,10 +436,7 @@ _LAYER_PICTURES = (
 )
 _PANELS = (
     ("Reward, and held-out accuracy as dots", _reward),
-    (
-        "KL(behaviour, proximal), k3",
-        _divergence,
-    ),
+    ("KL(behaviour, proximal), k3", _divergence),
     (
         "Largest ratio proximal / behaviour",
         _curves("ratio_proximal_behaviour_max", ylabel="ratio"),
