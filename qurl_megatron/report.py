@@ -140,6 +140,11 @@ def advice(run: Run) -> list[str]:
             "tokens have a ratio above C: lower the learning rate, or use fp8. (Rule: tenfold, and "
             "1 %.)"
         )
+    if run.late(kl) > 5e-3 and run.config.objective.objective == "naive":
+        sentences.append(
+            f"KL(behaviour, proximal) is {run.late(kl):.1e} and naive ignores it: use "
+            "objective.objective=acr, or fp8. (Rule: above 5e-3.)"
+        )
     if quantised and flips < 1e-4:
         sentences.append(
             f"A publish changes {flips:.2%} of the codes: the served policy hardly follows the "
@@ -397,7 +402,7 @@ def _evaluation(name: str) -> Draw:
 def _times(axes: Axes, runs: list[Run]) -> None:
     (run,) = runs
     times = {phase: run.series(f"time_{phase}_s") for phase in PHASES}
-    if not any(times["critic"]):
+    if run.config.advantage_estimator != "gae":
         del times["critic"]
     times = {phase: _smooth(series) for phase, series in times.items()}
     axes.stackplot(run.series("step"), *times.values(), labels=list(times), colors=COLOURS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qurl_megatron.config import Config, save
+from qurl_megatron.config import Config, save, with_overrides
 from qurl_megatron.metrics import StepMetrics
 from qurl_megatron.report import ReportError, advice, read_run, write_report
 
@@ -40,10 +40,12 @@ def averages(mean: float) -> dict[str, dict[str, float]]:
     }
 
 
-def write_run(run_dir: Path, *, late: dict[str, float] | None = None) -> Path:
+def write_run(
+    run_dir: Path, *, late: dict[str, float] | None = None, config: Config | None = None
+) -> Path:
     """A run of 40 steps, the last ten of them with other values; evaluated before, at 20, after."""
     run_dir.mkdir()
-    save(Config(), run_dir / "config.yaml")
+    save(config or Config(), run_dir / "config.yaml")
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1, 41):
             line = QUIET | {"step": step, "reward_mean": step / 50}
@@ -123,6 +125,25 @@ def test_a_page_on_two_runs_has_both_everywhere_and_fetches_nothing(tmp_path: Pa
 def test_advice_follows_its_rules(late: dict[str, float], words: str, tmp_path: Path) -> None:
     (sentence,) = advice(read_run(write_run(tmp_path / "run", late=late)))
     assert words in sentence and "(Rule:" in sentence
+
+
+def test_a_gap_that_was_large_from_the_start_speaks_against_naive_alone(tmp_path: Path) -> None:
+    for objective, words in [("naive", "naive ignores it"), ("acr", "Nothing here speaks against")]:
+        config = with_overrides(Config(), [f"objective.objective={objective}"])
+        late = {"kl_behaviour_proximal_k3": 2e-2}
+        run_dir = write_run(tmp_path / objective, late=late, config=config)
+        (sentence,) = advice(read_run(run_dir))
+        assert words in sentence and "(Rule:" in sentence
+
+
+def test_pictures_name_what_the_runs_have(tmp_path: Path) -> None:
+    ppo = with_overrides(Config(), ["advantage_estimator=gae"])
+    runs = [write_run(tmp_path / "first"), write_run(tmp_path / "second", config=ppo)]
+    for run_dirs, with_key, with_critic in ((runs[:1], 0, 0), (runs, 1, 1)):
+        write_report(run_dirs, tmp_path / "index.html")
+        text = (tmp_path / "index.html").read_text()
+        assert text.count('<p id="key">') == with_key
+        assert text.count(">critic</text>") == with_critic
 
 
 def test_a_run_that_is_still_going_has_a_page(tmp_path: Path) -> None:
