@@ -312,7 +312,7 @@ def _curves(*metrics: str, ylabel: str, log: bool = False) -> Draw:
     return draw
 
 
-def _looks(metrics: Iterable[str], number: int, runs: list[Run]) -> dict[str, dict[str, str]]:
+def _looks(metrics: Iterable[str], number: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
     """Metrics are told apart by colour where there is one run, by dashes where colours are runs."""
     several = len(runs) > 1
     return {
