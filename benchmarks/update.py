@@ -12,7 +12,6 @@ import argparse
 import multiprocessing
 import os
 import platform
-import resource
 import tempfile
 import time
 from importlib.metadata import version
@@ -94,6 +93,7 @@ def memory(tokens: int) -> None:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_peak, args=(version_, tokens, sender))
         process.start()
+        sender.close()  # so that the end of a process that fails is seen
         peaks[version_] = receiver.recv()
         process.join()
     print(
@@ -113,7 +113,7 @@ def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connect
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _most_resident_bytes()
     if version_ == "plain":
         logprobs = -torch.nn.functional.cross_entropy(
             hidden @ weight.t(), targets, reduction="none"
@@ -126,10 +126,17 @@ def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connect
             temperature=1.0,
             first_row=0,
             group=torch.distributed.group.WORLD,
-            chunk_elements=device.logit_chunk_elements(),
+            chunk_elements=device.logit_chunk_elements(VOCABULARY),
         )
     logprobs.sum().backward()
-    sender.send(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    sender.send(_most_resident_bytes() - before)
+
+
+def _most_resident_bytes() -> int:
+    """Of this process so far; getrusage would begin with what its parent had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return 1024 * int(peak)
 
 
 if __name__ == "__main__":

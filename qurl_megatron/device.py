@@ -67,9 +67,13 @@ def lacks_flash_attention() -> bool:
     return not any(list(Path(folder).glob("flash_ops*")) for folder in folders)
 
 
-def logit_chunk_elements() -> int:
-    """Logits computed at once on one rank: within a core's cache, or a quarter GiB of a GPU."""
-    return 2**18 if accelerator() == "cpu" else 2**26
+def logit_chunk_elements(rows: int) -> int:
+    """Logits computed at once on a rank that holds `rows` of the vocabulary.
+
+    Within a core's cache, but 64 tokens' at least, since every chunk reads the whole weight; on a
+    GPU a quarter GiB.
+    """
+    return max(2**18, 64 * rows) if accelerator() == "cpu" else 2**26
 
 
 def _from_environment(torchrun: str, slurm: str, default: int) -> int:

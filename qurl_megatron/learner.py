@@ -582,7 +582,7 @@ class Policy(GPTModel):
             temperature=temperature,
             first_row=run.start,
             group=self.tp_group,
-            chunk_elements=device.logit_chunk_elements(),
+            chunk_elements=device.logit_chunk_elements(run.stop - run.start),
         )
         nothing = torch.zeros(mask.shape, device=mask.device)
         return nothing.masked_scatter(mask, logprobs), nothing.masked_scatter(mask, entropy)
