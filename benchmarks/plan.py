@@ -84,13 +84,10 @@ LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
 
 
 def memory() -> None:
+    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     wide_layer: dict[str, Any] = {
         "num_hidden_layers": 1,
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        **{name: getattr(QWEN2_32B, name) for name in (*widths, "head_dim")},
     }
     cases: list[tuple[str, str, dict[str, Any], LearnerConfig]] = [
         (f"tiny {family}", family, {}, LearnerConfig(tensor_parallel_size=size))

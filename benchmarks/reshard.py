@@ -14,6 +14,7 @@ Bytes are those that ranks send each other. Memory is what a rank's resident set
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import platform
@@ -35,27 +36,16 @@ from qurl_megatron.architecture import Architecture
 from qurl_megatron.reshard import Converter, WeightSums
 from qurl_megatron.rollout import free_port
 from qurl_megatron.weight_map import Part, Rule
+from recipes.scaling_32b import ARCHITECTURES
 
 MIB = 1024 * 1024
 FORMATS = ("int8", "fp8")
 PATHS = ("quantise first", "  not measuring", "gather first")
-QWEN_32B_LAYER = Architecture(
-    family="qwen2",
+QWEN_32B_LAYER = dataclasses.replace(
+    ARCHITECTURES["Qwen2.5-32B"],
     num_layers=1,
-    hidden_size=5120,
-    intermediate_size=27648,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    head_dim=128,
     vocab_size=256,  # the layer is what is measured
     tie_word_embeddings=True,
-    qkv_bias=True,
-    qk_norm=False,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    rope_scaling=None,
-    max_position_embeddings=4096,
-    eos_token_ids=(0,),
 )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import triton_program
 from hopper import compiled_usage
 
 # The interpreter must be chosen before Triton is imported, so the comparison has its own process.
@@ -52,12 +50,7 @@ print("equal")
 
 
 def test_codes_and_scales_are_those_of_quantise() -> None:
-    environment = dict(os.environ)
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPARISON], env=environment, capture_output=True, text=True
-    )
+    ran = triton_program.run(COMPARISON)
     assert ran.stdout.strip() == "equal", ran.stderr[-3000:]
 
 

@@ -94,6 +94,21 @@ def write_data(recipe: str, directory: Path) -> list[str]:
     return [f"data={directory / files[0]}", f"evaluation.data.test={directory / files[1]}"]
 
 
+def write_inputs(recipe: str, directory: Path) -> list[str]:
+    """A model and problems for a recipe that brings none; the words that name them."""
+    if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
+        return []
+    build_tiny_model(  # of as many layers and heads as the layout of a 32B divides
+        directory / "model",
+        "qwen2",
+        max_position_embeddings=32768,
+        num_hidden_layers=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    return [f"model={directory / 'model'}", *write_data(recipe, directory)]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("weight_format", ["bf16", "int8", "fp8"])
 def test_every_recipe_is_ready_to_start_in_every_format(
@@ -102,16 +117,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     """With its own numbers and files in its own format, on a tiny model of its architecture."""
     recipe = importlib.import_module(f"recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
-    if not hasattr(recipe, "build_model"):
-        build_tiny_model(  # of as many layers and heads as the layout of a 32B divides
-            tmp_path / "model",
-            "qwen2",
-            max_position_embeddings=32768,
-            num_hidden_layers=64,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-        )
-        words += [f"model={tmp_path / 'model'}", *write_data(name, tmp_path)]
+    words += write_inputs(name, tmp_path)
     config = prepare(name, words)
     assert load(tmp_path / "first" / "config.yaml") == config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -19,8 +18,7 @@ from launch import experiment, status
 from launch.attempt import wanted_servers
 from qurl_megatron import cli
 from qurl_megatron.config import Config, ConfigError, LearnerConfig, RolloutConfig, ServerConfig
-from test_cli import RECIPES, write_data
-from tiny import build_tiny_model
+from test_cli import RECIPES, write_inputs
 
 GPUS = 8  # a node
 
@@ -35,19 +33,8 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def words_for(recipe: str) -> list[str]:
-    """A model and problems for a recipe that brings none, outside the directory of the test."""
-    if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
-        return []
-    inputs = Path.cwd().with_name(Path.cwd().name + "-inputs")
-    build_tiny_model(  # of as many layers and heads as the layout of a 32B divides
-        inputs / "model",
-        "qwen2",
-        max_position_embeddings=32768,
-        num_hidden_layers=64,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    return [f"model={inputs / 'model'}", *write_data(recipe, inputs)]
+    """Those that name what `write_inputs` wrote, outside the directory of the test."""
+    return write_inputs(recipe, Path.cwd().with_name(Path.cwd().name + "-inputs"))
 
 
 def parts_of(script: str) -> list[dict[str, str]]:

@@ -1,0 +1,19 @@
+"""Programs that call Triton kernels, in a process of their own: Triton reads its setting once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """On a GPU, or else in Triton's interpreter."""
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
