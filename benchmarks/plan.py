@@ -2,7 +2,7 @@
 
 1. Memory: what real learners allocate here, tiny ones and one layer of Qwen2.5-32B's width (for
    which 16 GB should be free), on one and two ranks over gloo, against what is planned for them.
-2. The fit of the decode constants in `qurl_megatron/plan.py`, made again from the published
+2. The fit of the decode constants in `qurl_megatron/step_time.py`, made again from the published
    latencies they come from.
 3. Times and ratios that others published and that no constant was fitted to, with their sources.
    The setting is rebuilt as far as its source tells it; what it does not tell is said beside it.
@@ -29,10 +29,11 @@ sys.path.insert(0, str(REPOSITORY / "tests"))  # real learners and models to mea
 
 from distributed import run_ranks  # noqa: E402
 from learner_memory import allocated  # noqa: E402
-from qurl_megatron import plan  # noqa: E402
+from qurl_megatron import memory, plan, step_time  # noqa: E402
 from qurl_megatron.architecture import Architecture  # noqa: E402
 from qurl_megatron.config import Config, LearnerConfig, with_overrides  # noqa: E402
-from qurl_megatron.plan import Savings, Workload  # noqa: E402
+from qurl_megatron.memory import Savings  # noqa: E402
+from qurl_megatron.step_time import Workload  # noqa: E402
 from recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
 
@@ -83,7 +84,7 @@ LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
 ]
 
 
-def memory() -> None:
+def allocations() -> None:
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     wide_layer: dict[str, Any] = {
         "num_hidden_layers": 1,
@@ -109,8 +110,8 @@ def memory() -> None:
                 allocated, learner.world_size, directory, learner, rows, time, timeout_s=500
             )[0]
         config = Config(learner=learner)
-        planned = plan.learner_memory(architecture, config, 0, Savings())
-        planned["activations"] = architecture.num_layers * plan.layer_activation_bytes(
+        planned = memory.learner_memory(architecture, config, 0, Savings())
+        planned["activations"] = architecture.num_layers * memory.layer_activation_bytes(
             architecture, learner, rows, time, fused=False
         )
         print(f"   {name}, tensor parallel size {learner.tensor_parallel_size}")
@@ -128,8 +129,8 @@ def fit() -> None:
     """The constants that come closest to `FITTED`, relatively and in the mean square."""
     from scipy.optimize import least_squares
 
-    linear, output = plan._linear_weights(QWEN3_8B), plan._output_weights(QWEN3_8B)
-    kv_bytes = plan.kv_bytes_per_token(QWEN3_8B)
+    linear, output = memory.linear_weights(QWEN3_8B), memory.output_weights(QWEN3_8B)
+    kv_bytes = memory.kv_bytes_per_token(QWEN3_8B)
 
     def errors(constants: np.ndarray) -> list[float]:
         weights, kv, layer_s, sequence_s, bf16, eight_bit = constants * scale
@@ -137,32 +138,41 @@ def fit() -> None:
         for weight_format, context, latencies in FITTED:
             quantised = weight_format != "bf16"
             for sequences, latency_ms in latencies.items():
-                peak = plan.PEAK_FLOPS
+                peak = step_time.PEAK_FLOPS
                 rate = peak["8-bit"] * eight_bit if quantised else peak["bf16"] * bf16
                 parts = [
-                    (plan.server_weight_bytes(QWEN3_8B, weight_format, 1)["linear"], linear, rate),  # type: ignore[arg-type]
+                    (
+                        memory.server_weight_bytes(QWEN3_8B, weight_format, 1)["linear"],
+                        linear,
+                        rate,
+                    ),  # type: ignore[arg-type]
                     (2 * output, output, peak["bf16"] * bf16),
                 ]
                 time_s = sum(
-                    max(num_bytes / (plan.HBM_BYTES_PER_S * weights), 2 * sequences * numel / rate)
+                    max(
+                        num_bytes / (step_time.HBM_BYTES_PER_S * weights),
+                        2 * sequences * numel / rate,
+                    )
                     for num_bytes, numel, rate in parts
                 )
-                time_s += sequences * context * kv_bytes / (plan.HBM_BYTES_PER_S * kv)
+                time_s += sequences * context * kv_bytes / (step_time.HBM_BYTES_PER_S * kv)
                 time_s += QWEN3_8B.num_layers * layer_s + sequences * sequence_s
                 found.append(1000 * time_s / latency_ms - 1)
         return found
 
     constants = {
-        "HBM_EFFICIENCY of weights": plan.HBM_EFFICIENCY["weights"],
-        "HBM_EFFICIENCY of kv": plan.HBM_EFFICIENCY["kv"],
-        "LAYER_S": plan.LAYER_S,
-        "SEQUENCE_S": plan.SEQUENCE_S,
-        "PRODUCT_EFFICIENCY of bf16": plan.PRODUCT_EFFICIENCY["bf16"],
-        "PRODUCT_EFFICIENCY of 8-bit": plan.PRODUCT_EFFICIENCY["8-bit"],
+        "HBM_EFFICIENCY of weights": step_time.HBM_EFFICIENCY["weights"],
+        "HBM_EFFICIENCY of kv": step_time.HBM_EFFICIENCY["kv"],
+        "LAYER_S": step_time.LAYER_S,
+        "SEQUENCE_S": step_time.SEQUENCE_S,
+        "PRODUCT_EFFICIENCY of bf16": step_time.PRODUCT_EFFICIENCY["bf16"],
+        "PRODUCT_EFFICIENCY of 8-bit": step_time.PRODUCT_EFFICIENCY["8-bit"],
     }
     scale = np.array(list(constants.values()))
     best = least_squares(errors, np.ones(6), bounds=(0.1, 10))
-    print("2. Decode constants: in plan.py, fitted again to Qwen3-8B on one H100 (silybench)\n")
+    print(
+        "2. Decode constants: in step_time.py, fitted again to Qwen3-8B on one H100 (silybench)\n"
+    )
     for (name, value), fitted in zip(constants.items(), best.x * scale, strict=True):
         print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
     own = np.array(errors(np.ones(6)))
@@ -177,7 +187,7 @@ def published() -> None:
     print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100, BF16")
     for name, architecture, gpus, task, context, latencies in LATENCIES:
         for sequences, latency_ms in latencies.items():
-            planned = plan.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
+            planned = step_time.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
             row(
                 f"{name}, {gpus} GPUs, {task}, {sequences} sequences",
                 1000 * planned,
@@ -207,7 +217,7 @@ def published() -> None:
     print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (a floor is planned)")
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none"]
     config = with_overrides(study("", 64, "bf16"), words)
-    row("TP8 x PP2", plan.publish_s(QWEN2_32B, config), 14.2, "s")
+    row("TP8 x PP2", step_time.publish_s(QWEN2_32B, config), 14.2, "s")
     print(
         "\n   Layout of Qwen3-32B on 32 GPUs with sequence parallelism and a distributed optimizer"
     )
@@ -220,8 +230,8 @@ def published() -> None:
         Savings(),
         Savings(sequence_parallel=True, distributed_optimizer=True),
     ):
-        parts = plan.learner_memory(QWEN3_32B, config, 0, savings)
-        total = plan._total(parts, plan.bucket_memory(QWEN3_32B, config)) / plan.GIB
+        parts = memory.learner_memory(QWEN3_32B, config, 0, savings)
+        total = memory.total_bytes(parts, memory.bucket_memory(QWEN3_32B, config)) / memory.GIB
         print(f"   {' + '.join(savings.names) or 'as the learner is':58} {total:9.1f} of 79.1 GiB")
     print()
 
@@ -237,14 +247,14 @@ def throughput_ratio(
     """Tokens per second of a full server, over BF16's; reading the prompts is part of it."""
 
     def tokens_per_s(weight_format: Any) -> float:
-        weights = sum(plan.server_weight_bytes(architecture, weight_format, gpus).values())
-        room = plan.GPU_BYTES * fraction - weights
-        fits = room / plan.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
+        weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
+        room = memory.GPU_BYTES * fraction - weights
+        fits = room / memory.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
         sequences = min(256.0, fits)
-        step_s = plan.decode_s(
+        step_s = step_time.decode_s(
             architecture, weight_format, gpus, sequences, sequences * (prompt + output / 2)
         )
-        prompts_s = plan.prefill_s(architecture, weight_format, gpus, sequences * prompt)
+        prompts_s = step_time.prefill_s(architecture, weight_format, gpus, sequences * prompt)
         return sequences * output / (output * step_s + prompts_s)
 
     return tokens_per_s(weight_format) / tokens_per_s("bf16")
@@ -273,7 +283,7 @@ def colocated_step_s(
         ],
     )
     servers = gpus / server_gpus
-    rollout = plan.rollout_s(
+    rollout = step_time.rollout_s(
         architecture,
         "bf16",
         server_gpus,
@@ -283,7 +293,7 @@ def colocated_step_s(
         workload=workload,
         max_response=4096 - 150,
     )
-    return rollout + sum(plan.learner_s(architecture, config, workload, Savings()).values())
+    return rollout + sum(step_time.learner_s(architecture, config, workload, Savings()).values())
 
 
 def picture(file: Path) -> None:
@@ -330,7 +340,7 @@ def main() -> None:
         end="",
     )
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")), "\n")
-    parts: list[Callable[[], None]] = [] if arguments.without_memory else [memory]
+    parts: list[Callable[[], None]] = [] if arguments.without_memory else [allocations]
     for part in (*parts, fit, published):
         part()
     picture(REPOSITORY / "docs" / "plan_32b.svg")

@@ -191,10 +191,15 @@ def evaluate(
         from launch import evaluate
         from qurl_megatron.avg_at_k import EvalConfig
         from qurl_megatron.config import with_overrides
+        from qurl_megatron.rollout import ServerFailed
 
         data = [word for word in words if "=" not in word]
         settings = [word for word in words if "=" in word]
-        evaluate.run(with_overrides(EvalConfig(model=model, data=data), settings))
+        try:
+            evaluate.run(with_overrides(EvalConfig(model=model, data=data), settings))
+        except ServerFailed as failure:
+            print(f"qurl: {failure}", file=sys.stderr)
+            sys.exit(1)
 
 
 @app.command()
@@ -305,7 +310,9 @@ def plan_command(
     own. What does not fit is refused, with the part that breaks it.
     """
     with refusals():
-        from qurl_megatron.plan import Savings, Workload, plan_or_suggest
+        from qurl_megatron.memory import Savings
+        from qurl_megatron.plan import plan_or_suggest
+        from qurl_megatron.step_time import Workload
 
         architecture, config, has_layout = _to_plan(what, overrides or [])
         half = Workload.half(config)
@@ -453,7 +460,8 @@ def _print_plan(plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from qurl_megatron.plan import GIB, GPU_BYTES, layout_words
+    from qurl_megatron.memory import GIB, GPU_BYTES
+    from qurl_megatron.plan import layout_words
 
     def table(title: str, column: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
         made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
@@ -493,7 +501,7 @@ def _print_plan(plan: Plan) -> None:
     console.print(
         f"A server keeps {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
         f"publish sends {plan.publish_bytes / 1e9:.1f} GB. Formulas, sources and what is left out: "
-        "qurl_megatron/plan.py; how far off: docs/findings.md.",
+        "qurl_megatron/memory.py and step_time.py; how far off: docs/findings.md.",
         soft_wrap=True,
     )
 

@@ -19,7 +19,9 @@ LEVELS = [
     {"architecture", "files"},
     {"config", "batch", "channel_kernel", "checksum_kernel", "shared_memory"},
     {"objective", "advantages", "quantize", "rewards", "weight_map", "checksum"},
-    {"uaq", "plan"},
+    {"uaq", "memory"},
+    {"step_time"},
+    {"plan"},
     {"device", "huggingface", "logprobs", "metrics", "data"},
     {"learner", "rollout"},
     {"reshard", "sampling", "warmup", "offline", "avg_at_k", "critic"},
@@ -29,7 +31,7 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-PURE = set().union(*LEVELS[:4])
+PURE = set().union(*LEVELS[:6])
 
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 ENVIRONMENT_READERS = {"device", "cli"}

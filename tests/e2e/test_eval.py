@@ -52,3 +52,23 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantised_model(tmp_path: P
     sampled = [one["text"] for answer in answers for one in answer["sampled"]]
     assert len(sampled) == 32 and len(set(sampled)) > 8
     assert list(tmp_path.glob("eval*")) == [tmp_path / "eval"]
+
+
+def test_a_server_that_does_not_come_up_is_told_with_its_log_and_no_traceback(
+    tmp_path: Path,
+) -> None:
+    model_dir = build_tiny_model(tmp_path / "model")
+    problem = {"question": "What is 1 + 1?", "answer": "2"}
+    (tmp_path / "problems.jsonl").write_text(json.dumps(problem) + "\n")
+    words = ["server.start_timeout_s=1", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
+    words += [f"max_response_length={LENGTH}"]
+    done = subprocess.run(
+        [QURL, "eval", model_dir, tmp_path / "problems.jsonl", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    log = tmp_path / "eval" / "server.log"
+    assert f"did not come up in 1 s; {log} ends:" in done.stderr
+    assert "qurl: server http://127.0.0.1:" in done.stderr and "Traceback" not in done.stderr
