@@ -9,7 +9,7 @@ Every arm of a seed begins with the same warmed-up model of the quickstart and i
 
 Each run's figures go into benchmarks/results/ as it ends. Called again, it goes on where it was: a
 run whose figures are there is not made again, one that was cut off is resumed. It ends with a table
-and, where the runs themselves are still there, a page that overlays those of the first seed.
+and a page that overlays the runs of the first seed that are all still there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ SETTINGS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
         ["optimizer.learning_rate=3e-4"],
     ),
 }
-START = Lock()
 # One rank learns while the server waits, and the other way round: two runs share two cores.
 COMMON = ["learner.tensor_parallel_size=1", "checkpoint.keep_last=1"]
 
@@ -85,26 +84,31 @@ def main() -> None:
     arms, words = SETTINGS[arguments.setting]
     results = Results(arguments.setting)
 
+    owed = [
+        (seed, name) for seed in arguments.seeds for name in arms if not results.has(name, seed)
+    ]
+
     def finish(key: tuple[int, str]) -> None:
         seed, name = key
-        if results.has(name, seed):
-            return
         run_dir = run_directory(arguments.output_dir, arguments.setting, name, seed)
-        start = make_start(arguments.output_dir, seed) / "final_model"
+        start = start_directory(arguments.output_dir, seed) / "final_model"
         own = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
         complete(run_dir, [*COMMON, *own, *words, *arms[name]])
         results.add(name, seed, summarise(run_dir))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(finish, [(seed, name) for seed in arguments.seeds for name in arms]))
+        seeds = sorted({seed for seed, _ in owed})
+        list(pool.map(lambda seed: make_start(arguments.output_dir, seed), seeds))
+        list(pool.map(finish, owed))
     results.show(arms, arguments.seeds)
-    shown = [
-        run_directory(arguments.output_dir, arguments.setting, name, arguments.seeds[0])
-        for name in arms
-    ]
-    if all(run_dir.exists() for run_dir in shown):
-        page = arguments.output_dir / f"{arguments.setting}.html"
-        subprocess.run([QURL, "report", *shown, "--output", page], check=True)
+    for seed in arguments.seeds:
+        shown = [
+            run_directory(arguments.output_dir, arguments.setting, name, seed) for name in arms
+        ]
+        if all(run_dir.exists() for run_dir in shown):
+            page = arguments.output_dir / f"{arguments.setting}.html"
+            subprocess.run([QURL, "report", *shown, "--output", page], check=True)
+            break
 
 
 def run_directory(output_dir: Path, setting: str, name: str, seed: int) -> Path:
@@ -161,12 +165,16 @@ class Results:
             )
 
 
-def make_start(output_dir: Path, seed: int) -> Path:
+def start_directory(output_dir: Path, seed: int) -> Path:
+    return output_dir / f"start-{seed}"
+
+
+def make_start(output_dir: Path, seed: int) -> None:
     """The quickstart's model after its warm-up: a run of one step that changes nothing."""
-    run_dir = output_dir / f"start-{seed}"
-    with START:  # arms of one seed share it
-        complete(run_dir, [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"])
-    return run_dir
+    complete(
+        start_directory(output_dir, seed),
+        [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"],
+    )
 
 
 def complete(run_dir: Path, words: list[str]) -> None:

@@ -205,8 +205,8 @@ figure { margin: 0; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; color: var(--ink); }
 div { overflow-x: auto; } table { border-collapse: collapse; }
 td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid var(--line); }
-#key { position: sticky; top: 0; padding: .4rem 0; background: var(--paper); }
-#key span { margin-right: 1.2rem; white-space: nowrap; }
+#key { position: sticky; top: 0; padding: .4rem 0; background: var(--paper);
+       display: flex; flex-wrap: wrap; gap: 0 1.2rem; }
 """
 
 
@@ -409,7 +409,15 @@ def _times(axes: Axes, runs: list[Run]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7, ncols=2)
+    # Above: whatever lies on an area hides the colour it names.
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+        ncols=len(times),
+        handlelength=1,
+        fontsize=7,
+    )
 
 
 def _layers(metric: str) -> Draw:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import reasoning_gym
-from running import SMALL, curve_steps, metrics_of
+from running import QURL, SMALL, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
 from qurl_megatron.checkpoint import list_checkpoints, read_state
@@ -93,7 +94,8 @@ def test_quickstart_runs_through_and_says_what_it_did(start, tmp_path: Path) -> 
     assert trained.num_parameters() > 1e6
     report = (run.run_dir / "report" / "index.html").read_text()
     assert "Layer by layer" in report and "Evaluation: words" in report
-    assert [path.name for path in list_checkpoints(run.run_dir)] == ["step_000002"]
+    (checkpoint,) = list_checkpoints(run.run_dir)
+    assert checkpoint.name == "step_000002"
     for shown in (
         "warm-up step 4",
         "held-out accuracy after",
@@ -102,6 +104,26 @@ def test_quickstart_runs_through_and_says_what_it_did(start, tmp_path: Path) -> 
         "bytes",
     ):
         assert shown in run.text()
+
+    # A server of its own, with the checkpoint as it is exported, gives the answers of the run's.
+    files = [tmp_path / "words.parquet", tmp_path / "first.parquet"]
+    pq.write_table(pa.Table.from_pylist(list(words)[:4]), files[1])
+    settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_response_length=10"]
+    settings += ["server.mem_fraction_static=0.3", "server.max_total_tokens=4096"]
+    settings += [f"output={tmp_path / 'eval'}"]
+    done = subprocess.run(
+        [QURL, "eval", checkpoint, *files, *settings], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "eval" / "summary.json").read_text())["results"]
+    assert [*results] == [str(file) for file in files]
+    answers = evaluation_directory(run.run_dir, 2) / "words.jsonl"
+    texts = [json.loads(line)["greedy"]["text"] for line in answers.open()]
+    for number, expected in enumerate((texts, texts[:4])):
+        found = [
+            json.loads(line) for line in (tmp_path / "eval" / f"answers_{number}.jsonl").open()
+        ]
+        assert [answer["greedy"]["text"] for answer in found] == expected
 
 
 def test_grpo_trains_a_model_and_problems_given_by_path(start, tmp_path: Path) -> None:
