@@ -20,7 +20,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
@@ -100,7 +99,7 @@ def main() -> None:
         seeds = sorted({seed for seed, _ in owed})
         list(pool.map(lambda seed: make_start(arguments.output_dir, seed), seeds))
         list(pool.map(finish, owed))
-    results.show(arms, arguments.seeds)
+    results.show(list(arms), arguments.seeds)
     for seed in arguments.seeds:
         shown = [
             run_directory(arguments.output_dir, arguments.setting, name, seed) for name in arms
@@ -145,24 +144,37 @@ class Results:
             write_whole(self._path, json.dumps(self._tree, indent=2) + "\n")
             print(f"{name}, seed {seed}: {row['held_out_accuracy']:.1%}", flush=True)
 
-    def show(self, arms: Iterable[str], seeds: list[int]) -> None:
-        print("| arm | held-out, %, by seed | mean | s.e. | collapsed | KL k3 | max ratio | > C |")
-        print("|---|---|---|---|---|---|---|---|")
+    def show(self, arms: list[str], seeds: list[int]) -> None:
+        """A table; the second mean is of differences to the first arm's run of the same seed."""
+
+        def column(name: str, metric: str) -> list[float]:
+            return [self._tree["runs"][f"{name}, seed {seed}"][metric] for seed in seeds]
+
+        def points(values: list[float]) -> str:
+            error = f" ± {stdev(values) / sqrt(len(values)):.1f}" if len(values) > 1 else ""
+            return f"{fmean(values):.1f}{error}"
+
+        baseline = column(arms[0], "held_out_accuracy")
+        print(
+            f"| arm | held-out, %, by seed | mean ± s.e. | over {arms[0]}, points | steps "
+            "| collapsed | KL k3 | max ratio | above C |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
         for name in arms:
-            rows = [self._tree["runs"][f"{name}, seed {seed}"] for seed in seeds]
-            after = [100 * row["held_out_accuracy"] for row in rows]
-            error = stdev(after) / sqrt(len(after)) if len(after) > 1 else 0.0
-
-            def mean(metric: str) -> float:
-                return fmean(row[metric] for row in rows)  # noqa: B023
-
-            print(
-                f"| {name} | {', '.join(f'{value:.1f}' for value in after)} | {fmean(after):.1f} "
-                f"| {error:.1f} | {sum(row['collapsed'] for row in rows)} of {len(rows)} "
-                f"| {mean('kl_behaviour_proximal_k3'):.1e} "
-                f"| {max(row['ratio_proximal_behaviour_max'] for row in rows):.1f} "
-                f"| {mean('tis_truncated_fraction'):.2%} |"
+            after = column(name, "held_out_accuracy")
+            gained = [100 * (mine - its) for mine, its in zip(after, baseline, strict=True)]
+            cells = (
+                name,
+                ", ".join(f"{value:.1%}"[:-1] for value in after),
+                points([100 * value for value in after]),
+                points(gained) if name != arms[0] else "",
+                f"{min(column(name, 'steps')):.0f}",
+                f"{sum(column(name, 'collapsed')):.0f} of {len(seeds)}",
+                f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
+                f"{max(column(name, 'ratio_proximal_behaviour_max')):.1f}",
+                f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
             )
+            print(f"| {' | '.join(cells)} |")
 
 
 def start_directory(output_dir: Path, seed: int) -> Path:
