@@ -293,7 +293,7 @@ def colocated_step_s(
         workload=workload,
         max_response=4096 - 150,
     )
-    return rollout + sum(step_time.learner_s(architecture, config, workload, Savings()).values())
+    return rollout + sum(step_time.learner_s(architecture, config, workload).values())
 
 
 def picture(file: Path) -> None:
@@ -305,7 +305,7 @@ def picture(file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "plan"  # the same file every time
     matplotlib.rcParams["svg.fonttype"] = "none"  # text as text: a tenth of the size
     print("4. Seconds a step of Qwen2.5-32B, rollout + rest, of the recipe's layouts\n")
-    gpus = [number for number in LAYOUTS if number > 16]  # 16 runs shorter responses
+    gpus = list(LAYOUTS)
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for weight_format, colour, marker in (("bf16", "#777777", "o"), ("int8", "#d1495b", "s"),
                                           ("fp8", "#00798c", "x")):  # fmt: skip

@@ -298,7 +298,6 @@ def plan_command(
     mean_response: Annotated[
         float | None, typer.Option(help="tokens; by default half of max_response_length")
     ] = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help=_NOT_YET)] = False,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help=_NOT_YET)] = False,
     distributed_optimizer: Annotated[
         bool, typer.Option("--distributed-optimizer", help=_NOT_YET)
@@ -320,7 +319,7 @@ def plan_command(
             architecture,
             config,
             gpus,
-            Savings(recompute, sequence_parallel, distributed_optimizer),
+            Savings(sequence_parallel, distributed_optimizer),
             Workload(
                 half.mean_prompt if mean_prompt is None else mean_prompt,
                 half.mean_response if mean_response is None else mean_response,

@@ -60,6 +60,7 @@ class LearnerConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass; masters are float32
     micro_batch_size: Count = 8  # sequences in one forward pass
     threads_per_rank: Count = 1  # CPU threads of each learner process
+    recompute_activations: bool = False  # layers keep their input only, and are computed twice
 
     @property
     def world_size(self) -> int:

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -188,15 +188,20 @@ def megatron_runtime() -> Iterator[None]:
     if accelerator() == "cuda":
         yield
         return
-    cpu = torch.device("cpu")
-    current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda device=None: None
-    try:
+    from megatron.core.tensor_parallel import random
+
+    nothing = torch.empty(0)  # no dropout: recomputed layers need no random state
+    with ExitStack() as patches:
+        for module, name, value in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "synchronize", lambda device=None: None),
+            (random, "_get_cuda_rng_state", lambda **_: nothing),
+            (random, "_set_cuda_rng_state", lambda *_, **__: None),
+        ):
+            patches.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         with _CudaMeansCpu():
             yield
-    finally:
-        torch.cuda.current_device, torch.cuda.synchronize = current_device, synchronize
 
 
 class RMSNorm(torch.nn.RMSNorm):

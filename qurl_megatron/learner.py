@@ -483,6 +483,7 @@ def build_chunks(
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths insists, also when dense
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
+        **(_RECOMPUTE if learner.recompute_activations else {}),
         **device.transformer_config_fields(),
     )
     # No dropout and no random initialisation: no random state to fork.
@@ -525,6 +526,14 @@ def _virtual_stages(learner: LearnerConfig) -> int | None:
 
 def _compute_dtype(learner: LearnerConfig) -> torch.dtype:
     return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+
+
+# Each layer is a unit: its input is kept, and its forward pass made again in the backward pass.
+_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 class Policy(GPTModel):

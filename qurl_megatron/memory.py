@@ -21,8 +21,8 @@ Memory of a learner rank (the largest over pipeline stages counts):
                  and 4e head_dim a time step for the rotary tables; times the layers of a stage and
                  the micro batches in flight there: p - stage, or with virtual stages v a total of
                  layers x (1 + (p - 1) / (p v)) (Korthikanti et al., arXiv:2205.05198, 4.2.3).
-                 Recomputed: eh a layer and token, and one layer whole. Without fused kernels (a
-                 CPU) norms keep float32 tensors, and SwiGLU 2eF/t more.
+                 Recomputed: eh a layer and token, and for one layer all of it. Without fused
+                 kernels (a CPU) norms keep float32 tensors, and SwiGLU 2eF/t more.
     logits       chunks of at most 2^26 (`device.logit_chunk_elements`): 8 B forward; backward 6 B,
                  and 6 B a value of the output layer's shard for its gradient
     backward     e(3F/t + 2h) a token, and the largest weight's gradient before it is added up
@@ -64,7 +64,6 @@ MEASURED_ROWS = 128  # `reshard.MEASURED_ROWS`
 class Savings:
     """What would save learner memory. The learner has none of them yet: all False is what it is."""
 
-    recompute: bool = False  # every layer's activations, from its input
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
 
@@ -283,9 +282,9 @@ def learner_memory(
     whole_layer = layer_activation_bytes(
         architecture, learner, rows, time, sequence_parallel=savings.sequence_parallel
     )
-    if savings.recompute:
+    if learner.recompute_activations:
         kept = element * hidden * tokens // (size if savings.sequence_parallel else 1)
-        activations = int(in_flight * kept) + whole_layer
+        activations = int((in_flight - 1) * kept) + whole_layer
     else:
         activations = int(in_flight * whole_layer)
     logits = 0

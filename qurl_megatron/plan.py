@@ -114,7 +114,7 @@ def plan(
             workload=workload,
             max_response=rollout.max_response_length,
         ),
-        **learner_s(architecture, config, workload, savings),
+        **learner_s(architecture, config, workload),
         "publish": publish_s(architecture, config),
     }
     return Plan(
@@ -212,24 +212,27 @@ def _refuse_learner(config: Config, parts: dict[str, int], buckets: int, stage: 
 def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
     """`config` in every layout worth looking at: micro batches of one, all stages alike or nearly.
 
-    Tensor parallelism within a node, up to 16 pipeline stages, any number of copies.
+    Tensor parallelism within a node, up to 16 pipeline stages, any number of copies, activations
+    kept or recomputed.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
     for tensor, stages, server_size in itertools.product(sizes, range(1, 17), sizes):
         in_last = _last_stage(architecture.num_layers, stages)
         if in_last is None and architecture.num_layers % stages:
             continue
-        for copies in range(1, gpus // (tensor * stages) + 1):
+        copies = range(1, gpus // (tensor * stages) + 1)
+        for data, recompute in itertools.product(copies, (False, True)):
             yield dataclasses.replace(
                 config,
                 learner=dataclasses.replace(
                     config.learner,
                     tensor_parallel_size=tensor,
                     pipeline_parallel_size=stages,
-                    data_parallel_size=copies,
+                    data_parallel_size=data,
                     virtual_pipeline_parallel_size=1,
                     layers_in_last_pipeline_stage=in_last,
                     micro_batch_size=1,
+                    recompute_activations=recompute,
                 ),
                 rollout=dataclasses.replace(
                     config.rollout,
@@ -292,17 +295,17 @@ def plan_or_suggest(
         return best
     if best is not None:
         raise ConfigError(f"{refusal}what fits: {' '.join(layout_words(best.config))}")
-    everything = Savings(True, True, True)
+    everything = Savings(True, True)
     helped = suggest(architecture, config, gpus, everything, workload)
     raise ConfigError(
         f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
         f"{config.rollout.max_length} tokens; "
         + (
-            "a learner with recomputation, sequence parallelism and a distributed optimizer "
-            f"would: {' '.join(layout_words(helped.config))}"
+            "a learner with sequence parallelism and a distributed optimizer would: "
+            f"{' '.join(layout_words(helped.config))}"
             if helped
-            else "not even with recomputation, sequence parallelism and a distributed optimizer: "
-            "take more GPUs or shorter responses"
+            else "not even with sequence parallelism and a distributed optimizer: take more GPUs "
+            "or shorter responses"
         )
     )
 
@@ -316,6 +319,7 @@ def layout_words(config: Config) -> list[str]:
         "learner.data_parallel_size": learner.data_parallel_size,
         "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage,
         "learner.micro_batch_size": learner.micro_batch_size,
+        "learner.recompute_activations": str(learner.recompute_activations).lower(),
         "rollout.server.tensor_parallel_size": config.rollout.server.tensor_parallel_size,
     }
     return [f"{name}={value}" for name, value in words.items() if value is not None]

@@ -38,7 +38,6 @@ from dataclasses import dataclass
 from qurl_megatron.architecture import Architecture
 from qurl_megatron.config import Config, WeightFormat
 from qurl_megatron.memory import (
-    Savings,
     element_bytes,
     kv_bytes_per_token,
     linear_weights,
@@ -195,9 +194,7 @@ def _forward_s(
     return layers_s, output / (rate / learner.pipeline_parallel_size)
 
 
-def learner_s(
-    architecture: Architecture, config: Config, workload: Workload, savings: Savings
-) -> dict[str, float]:
+def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
     """The learner's two phases."""
     learner = config.learner
     minibatches = config.optimizer.minibatches_per_step
@@ -216,7 +213,7 @@ def learner_s(
     proximal_s = pass_s(1, 1, micro_batches(config) * minibatches)
     if config.objective.kl_coefficient:
         proximal_s *= 2
-    update_s = pass_s(4 if savings.recompute else 3, 4, micro_batches(config))
+    update_s = pass_s(4 if learner.recompute_activations else 3, 4, micro_batches(config))
     numel = max(rank_parameters(architecture, learner, stage) for stage in range(stages))
     copies = learner.data_parallel_size
     update_s += minibatches * (

@@ -5,8 +5,8 @@
 of 64 GPUs in INT8. From the QuRL paper, Section 5.1, DeepScaleR's first stage: 256 queries of 8
 responses in 8k of context, 800 steps at 1e-6, temperature 0.6, a KL coefficient of 1e-3;
 Section 5.2: s = 1.5. The paper trains nothing of this size: the layouts are this project's, within
-a tenth of the shortest step that `qurl plan` finds for the learner as it is; no GPU has confirmed
-them. On 16 there is no room for 8k: responses are of 2048 tokens, and no reference is kept.
+a tenth of the shortest step that `qurl plan` finds; no GPU has confirmed them. On 16 and 32
+activations are recomputed, without which 16 have no room for 8k.
 
 Held-out accuracy takes a server of its own, in BF16; here none is started, and `qurl eval` measures
 the checkpoints.
@@ -68,13 +68,14 @@ ARCHITECTURES = {
     ),
 }
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
-# GPUs -> tensor, pipeline and data parallel sizes, layers in the last stage, a server's GPUs.
-LAYOUTS: dict[int, tuple[int, int, int, int | None, int]] = {
-    16: (4, 3, 1, 20, 2),
-    32: (8, 3, 1, 20, 4),
-    64: (8, 5, 1, 12, 4),
-    128: (8, 5, 2, 12, 4),
-    256: (8, 5, 4, 12, 8),
+# GPUs -> tensor, pipeline and data parallel sizes, are activations recomputed, a server's GPUs.
+# Five stages: twelve layers in the last, which has the output layer, and thirteen in the others.
+LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
+    16: (2, 5, 1, True, 2),
+    32: (2, 5, 2, True, 4),
+    64: (8, 5, 1, False, 4),
+    128: (8, 5, 2, False, 4),
+    256: (8, 5, 4, False, 8),
 }
 
 
@@ -84,8 +85,7 @@ def recipe() -> Config:
 
 def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
     """The run of `model`, a directory or a name in `ARCHITECTURES`, on a number of `LAYOUTS`."""
-    tensor, pipeline, data, in_last, server = LAYOUTS[gpus]
-    small = gpus == 16
+    tensor, pipeline, data, recompute, server = LAYOUTS[gpus]
     return Config(
         model=model,
         reward="math",
@@ -94,13 +94,12 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
             tensor_parallel_size=tensor,
             pipeline_parallel_size=pipeline,
             data_parallel_size=data,
-            layers_in_last_pipeline_stage=in_last,
+            layers_in_last_pipeline_stage=12,
             micro_batch_size=1,
+            recompute_activations=recompute,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
-        objective=ObjectiveConfig(
-            objective="acr", eps_low=0.2, eps_high=0.2, kl_coefficient=0.0 if small else 1e-3
-        ),
+        objective=ObjectiveConfig(objective="acr", eps_low=0.2, eps_high=0.2, kl_coefficient=1e-3),
         quantization=QuantizationConfig(
             format=weight_format, uaq=UaqConfig(1.0 if weight_format == "bf16" else 1.5)
         ),
@@ -109,7 +108,7 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
             completions_per_prompt=8,
             temperature=0.6,
             max_prompt_length=1024,
-            max_response_length=2048 if small else 8192,
+            max_response_length=8192,
             servers=(gpus - tensor * pipeline * data) // server,
             server=ServerConfig(tensor_parallel_size=server, max_running_requests=256),
         ),

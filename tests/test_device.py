@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,14 +70,25 @@ def test_work_of_rank_zero_reaches_every_rank_and_so_does_its_failure():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no stand-in")
 def test_cuda_means_cpu_inside_the_runtime_only():
-    current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    from megatron.core.tensor_parallel import random
+
+    def patched() -> list[Any]:
+        return [
+            torch.cuda.current_device,
+            torch.cuda.synchronize,
+            random._get_cuda_rng_state,
+            random._set_cuda_rng_state,
+        ]
+
+    before = patched()
     with pytest.raises(ZeroDivisionError), device.megatron_runtime():
         assert torch.cuda.current_device() == torch.device("cpu")
         assert torch.zeros(1, device="cuda").cuda().device.type == "cpu"
+        random._set_cuda_rng_state(random._get_cuda_rng_state())
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
         raise ZeroDivisionError
-    assert torch.cuda.current_device is current_device and torch.cuda.synchronize is synchronize
+    assert patched() == before
     assert torch.zeros(1).type() == "torch.FloatTensor"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")

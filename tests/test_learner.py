@@ -131,8 +131,10 @@ def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measu
     return {name: measure_one(Learner, model, layout) for name, model in models.items()}
 
 
-def measure_one(learner_class: Any, model: Path, layout: tuple[int, ...]) -> Measured:
-    learner = learner_class(model, learner_config(layout), OPTIMIZER)
+def measure_one(
+    learner_class: Any, model: Path, layout: tuple[int, ...], **fields: Any
+) -> Measured:
+    learner = learner_class(model, learner_config(layout, **fields), OPTIMIZER)
     batch, loss_weights = make_batch()
     scores = {
         temperature: learner.logprobs_and_entropy(batch.tokens, temperature=temperature)
@@ -312,6 +314,28 @@ def test_current_equals_proximal_before_the_first_update_and_not_after(by_rank, 
     first, second, _ = by_rank[0][name].updates
     assert first.stats == {"tokens": int(make_batch()[0].loss_mask.sum()), "moved": 0.0}
     assert second.stats["moved"] > 1e-3
+
+
+def kept_and_recomputed(model: Path, layout: tuple[int, ...]) -> list[Measured]:
+    from qurl_megatron import device
+    from qurl_megatron.learner import Learner
+
+    device.initialise_distributed()
+    return [
+        measure_one(Learner, model, layout, recompute_activations=recompute)
+        for recompute in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (1, 2, 1, 2)], ids=["TP2xPP2", "VPP"])
+def test_recomputed_activations_are_those_that_were_not_kept(layout, models):
+    """Bit for bit, in every update and weight; `test_memory` shows that they are not kept."""
+    for kept, recomputed in run_ranks(
+        kept_and_recomputed, layout[0] * layout[1], models["qwen3-untied"], layout
+    ):
+        assert recomputed.updates == kept.updates
+        for mine, theirs in zip(recomputed.last_weights, kept.last_weights, strict=True):
+            assert torch.equal(mine.tensor, theirs.tensor), mine.name
 
 
 def first_updates(model: Path, layout: tuple[int, ...], rows: int, sizes: list[int]) -> Any:

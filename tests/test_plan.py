@@ -74,15 +74,15 @@ def test_a_suggested_layout_is_one_that_fits() -> None:
 
 
 def test_where_no_layout_fits_it_is_said_what_the_learner_lacks() -> None:
-    config = study("Qwen2.5-32B", 64, "int8")
+    config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
     half = Workload.half(config)
     with pytest.raises(
-        ConfigError, match="no layout of 16 GPUs fits .* 9216 tokens; a learner with"
+        ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens; a learner with"
     ):
         plan.plan_or_suggest(QWEN2, config, 16, Savings(), half, has_layout=False)
     with pytest.raises(ConfigError, match="not even with"):
         plan.plan_or_suggest(QWEN2, config, 4, Savings(), half, has_layout=False)
-    everything = Savings(True, True, True)
+    everything = Savings(True, True)
     found = plan.plan_or_suggest(QWEN2, config, 16, everything, half, has_layout=False)
     assert found.learner_total_bytes < GPU_BYTES
 
@@ -99,12 +99,12 @@ def test_a_servers_memory_adds_up_to_a_gpu() -> None:
         (
             ["Qwen3-32B", "--gpus", "32", "quantization.format=fp8"],
             0,
-            "rollout.servers=2, in fp8, of 4 GPUs",
+            "rollout.servers=3, in fp8, of 4 GPUs",
         ),
         (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
         (["scaling_32b"], 2, "model=: missing"),
-        (["Qwen2.5-32B", "--gpus", "16"], 2, "no layout of 16 GPUs fits"),
+        (["Qwen2.5-32B", "--gpus", "8"], 2, "no layout of 8 GPUs fits"),
         (["Qwen4-32B"], 2, "Qwen4-32B: no such directory, model (Qwen2.5-32B, Qwen3-32B)"),
     ],
 )

@@ -6,7 +6,6 @@ import pytest
 
 from qurl_megatron import step_time
 from qurl_megatron.config import with_overrides
-from qurl_megatron.memory import Savings
 from qurl_megatron.step_time import Workload
 from recipes.scaling_32b import ARCHITECTURES, study
 from test_scale import PARAMETERS
@@ -72,7 +71,7 @@ def test_a_pass_costs_two_operations_a_weight_and_token() -> None:
     linear = 64 * (5120 * 5120 * 2 + 2 * 1024 * 5120 + 3 * 27648 * 5120)
     layers = 2048 * (2 * linear * 1000 + 64 * 2 * 1000**2 * 5120) / 389e12
     output = 2048 * 900 * 2 * 152064 * 5120 / 389e12
-    times = step_time.learner_s(QWEN2, config, workload, Savings())
+    times = step_time.learner_s(QWEN2, config, workload)
     assert times["proximal"] == pytest.approx(layers + output, rel=1e-6)
     optimizer = 2 * 2 * 16 * PARAMETERS["Qwen2.5-32B"] / 3.35e12
     assert times["update"] == pytest.approx(3 * layers + 4 * output + optimizer, rel=1e-6)
