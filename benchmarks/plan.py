@@ -140,12 +140,9 @@ def fit() -> None:
             for sequences, latency_ms in latencies.items():
                 peak = step_time.PEAK_FLOPS
                 rate = peak["8-bit"] * eight_bit if quantised else peak["bf16"] * bf16
+                in_format = memory.server_weight_bytes(QWEN3_8B, weight_format, 1)  # type: ignore[arg-type]
                 parts = [
-                    (
-                        memory.server_weight_bytes(QWEN3_8B, weight_format, 1)["linear"],
-                        linear,
-                        rate,
-                    ),  # type: ignore[arg-type]
+                    (in_format["linear"], linear, rate),
                     (2 * output, output, peak["bf16"] * bf16),
                 ]
                 time_s = sum(

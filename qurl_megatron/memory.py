@@ -1,9 +1,9 @@
 """What the GPUs of a run would hold: bytes by part, of a learner's rank and of a server's GPU.
 
 Everything is arithmetic on an `Architecture` and a `Config`. B is bytes, e the bytes of a value in
-the compute dtype, t/p/d the learner's tensor, pipeline and data parallel sizes, T the tokens of a
-micro batch (rows x time, all of the greatest length), h hidden, Q and K query and key-value
-channels, F intermediate channels, V vocabulary rows.
+the compute dtype, t/p/d the learner's tensor, pipeline and data parallel sizes, h hidden, Q and K
+query and key-value channels, F intermediate channels. A micro batch's tokens are rows x time, all
+of the greatest length.
 
 Memory of a learner rank (the largest over pipeline stages counts):
 

@@ -204,11 +204,11 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
         number * stages / architecture.num_layers for number in stage_layers(architecture, learner)
     ]
 
-    def pass_s(layer_passes: int, output_passes: int, micro_batches: int) -> float:
+    def pass_s(layer_passes: int, output_passes: int, num_micro_batches: int) -> float:
         by_stage = [layer_passes * layers_s * share for share in shares]
         by_stage[-1] += output_passes * output_s
         virtual = learner.virtual_pipeline_parallel_size
-        return max(by_stage) * (1 + (stages - 1) / (micro_batches * virtual))
+        return max(by_stage) * (1 + (stages - 1) / (num_micro_batches * virtual))
 
     proximal_s = pass_s(1, 1, micro_batches(config) * minibatches)
     if config.objective.kl_coefficient:
