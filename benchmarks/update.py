@@ -26,7 +26,7 @@ HIDDEN = 256  # of 5120: it is not what the vocabulary's memory depends on
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="of both objectives")
+    parser.add_argument("--rounds", type=int, default=150, help="of both objectives")
     parser.add_argument("--tokens", type=int, default=8192, help="scored in one pass")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
