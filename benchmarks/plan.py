@@ -2,7 +2,7 @@
 
 1. Memory: what real learners allocate here, tiny ones and one layer of Qwen2.5-32B's width (for
    which 16 GB should be free), on one and two ranks over gloo, against what is planned for them.
-2. The fit of the decode constants in `qurl_megatron/step_time.py`, made again from the published
+2. The fit of the decode constants in `planning/step_time.py`, made again from the published
    latencies they come from.
 3. Times and ratios that others published and that no constant was fitted to, with their sources.
    The setting is rebuilt as far as its source tells it; what it does not tell is said beside it.
@@ -29,11 +29,11 @@ sys.path.insert(0, str(REPOSITORY / "tests"))  # real learners and models to mea
 
 from distributed import run_ranks  # noqa: E402
 from learner_memory import allocated  # noqa: E402
-from qurl_megatron import memory, plan, step_time  # noqa: E402
-from qurl_megatron.architecture import Architecture  # noqa: E402
-from qurl_megatron.config import Config, LearnerConfig, with_overrides  # noqa: E402
-from qurl_megatron.memory import Savings  # noqa: E402
-from qurl_megatron.step_time import Workload  # noqa: E402
+from qurl_megatron.config.schema import Config, LearnerConfig, with_overrides  # noqa: E402
+from qurl_megatron.model.architecture import Architecture  # noqa: E402
+from qurl_megatron.planning import memory, plan, step_time  # noqa: E402
+from qurl_megatron.planning.memory import Savings  # noqa: E402
+from qurl_megatron.planning.step_time import Workload  # noqa: E402
 from recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
 

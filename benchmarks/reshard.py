@@ -31,11 +31,13 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from qurl_megatron import device, quantize, weight_map
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.reshard import Converter, WeightSums
-from qurl_megatron.rollout import free_port
-from qurl_megatron.weight_map import Part, Rule
+from qurl_megatron import device
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.weight_map import Part, Rule
+from qurl_megatron.quantization import quantize
+from qurl_megatron.rollout.server import free_port
+from qurl_megatron.weight_sync.reshard import Converter, WeightSums
 from recipes.scaling_32b import ARCHITECTURES
 
 MIB = 1024 * 1024

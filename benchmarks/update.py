@@ -36,11 +36,11 @@ def main() -> None:
 
 
 def objectives(rounds: int) -> None:
-    from qurl_megatron.batch import TrainBatch
-    from qurl_megatron.config import LearnerConfig, ObjectiveConfig, OptimizerConfig
-    from qurl_megatron.learner import Learner
-    from qurl_megatron.objective import token_weights
-    from qurl_megatron.train import Objective
+    from qurl_megatron.algorithm.batch import TrainBatch
+    from qurl_megatron.algorithm.objective import token_weights
+    from qurl_megatron.config.schema import LearnerConfig, ObjectiveConfig, OptimizerConfig
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.loop.train import Objective
     from recipes import quickstart
 
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def memory(tokens: int) -> None:
 
 def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connection) -> None:  # type: ignore[name-defined]
     from qurl_megatron import device
-    from qurl_megatron.logprobs import logprobs_and_entropy
+    from qurl_megatron.learner.logprobs import logprobs_and_entropy
 
     device.initialise_distributed()
     generator = torch.Generator().manual_seed(0)

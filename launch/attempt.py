@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qurl_megatron.config import Config, ServerConfig, WeightFormat
-from qurl_megatron.rollout import LOOPBACK, Server, start_server
+from qurl_megatron.config.schema import Config, ServerConfig, WeightFormat
+from qurl_megatron.rollout.server import LOOPBACK, Server, start_server
 
 SEEDS_APART = 100_003  # between the servers of a run, and of its attempts
 

@@ -15,14 +15,14 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.avg_at_k import Average, EvalConfig, averages, measure, write_answers
-from qurl_megatron.batch import Prompt
-from qurl_megatron.config import ConfigError, validate_server
-from qurl_megatron.data import read_problems, tokenise
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.schema import ConfigError, validate_server
+from qurl_megatron.data.prompts import read_problems, tokenise
 from qurl_megatron.files import write_whole
-from qurl_megatron.offline import quantise_directory
-from qurl_megatron.rollout import RolloutClient, start_server, wait_ready
+from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization.offline import quantise_directory
+from qurl_megatron.rollout.server import RolloutClient, start_server, wait_ready
 
 
 def run(config: EvalConfig) -> None:
@@ -92,7 +92,7 @@ def _hugging_face(model: Path, scratch: Path) -> Path:
     """The directory itself, or what a run's checkpoint is as one."""
     if not (model / "state.json").exists():
         return model
-    from qurl_megatron.export import export_checkpoint
+    from qurl_megatron.weight_sync.export import export_checkpoint
 
     export_checkpoint(model, scratch / "exported", lambda done, total: None)
     return scratch / "exported"

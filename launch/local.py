@@ -17,8 +17,8 @@ from pathlib import Path
 
 from launch.attempt import Attempt, wanted_servers
 from qurl_megatron import device
-from qurl_megatron.config import STOPPED_EARLY, Config, place_servers
-from qurl_megatron.rollout import (
+from qurl_megatron.config.schema import STOPPED_EARLY, Config, place_servers
+from qurl_megatron.rollout.server import (
     Server,
     ServerFailed,
     die_with_parent,
@@ -103,7 +103,7 @@ def _start_ranks(attempt: Attempt, ranks: list[subprocess.Popen[bytes]]) -> None
         with attempt.rank_log(rank).open("wb") as log:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "qurl_megatron.train", str(config.run_dir)],
+                    [sys.executable, "-m", "qurl_megatron.loop.train", str(config.run_dir)],
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=None if rank == 0 else log,  # rank 0 shows the run's progress

@@ -20,7 +20,7 @@ from launch import local
 from launch.experiment import check, start
 from qurl_megatron import device
 from qurl_megatron.cli import prepare, refusals
-from qurl_megatron.config import Config, ConfigError, overrides_between, with_overrides
+from qurl_megatron.config.schema import Config, ConfigError, overrides_between, with_overrides
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 

@@ -35,9 +35,9 @@ from pathlib import Path
 
 from launch.attempt import Attempt, WantedServer, wanted_servers
 from qurl_megatron.cli import prepare, prepare_resume, refusals
-from qurl_megatron.config import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
-from qurl_megatron.rollout import LOG_TAIL_LINES, free_port, tail
+from qurl_megatron.rollout.server import LOG_TAIL_LINES, free_port, tail
 
 POLL_S = 0.5
 REMIND_S = 5.0  # a rank that is still starting does not hear that it is to stop

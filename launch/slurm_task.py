@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from launch.slurm import NodePlan, Plan
-    from qurl_megatron.rollout import Server
+    from qurl_megatron.rollout.server import Server
 
 POLL_S = 0.5
 
@@ -81,8 +81,8 @@ def rollout(logs: Path) -> int:
     signal.signal(signal.SIGUSR2, lambda number, _: ended.append(number))
     from launch.attempt import Attempt, wanted_servers
     from qurl_megatron import device
-    from qurl_megatron.config import load
-    from qurl_megatron.rollout import save_servers, tail
+    from qurl_megatron.config.schema import load
+    from qurl_megatron.rollout.server import save_servers, tail
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
@@ -122,7 +122,7 @@ def learner(logs: Path) -> int:
     os.environ["MASTER_ADDR"] = plan.master_address
     os.environ["MASTER_PORT"] = str(plan.master_port)
     from launch.attempt import Attempt
-    from qurl_megatron.config import load
+    from qurl_megatron.config.schema import load
 
     run_dir = run_dir_of(logs, plan)
     config = load(run_dir / "config.yaml")
@@ -130,7 +130,7 @@ def learner(logs: Path) -> int:
     os.dup2(log, 2)
     if rank:
         os.dup2(log, 1)  # rank 0 shows the run's progress
-    from qurl_megatron import train
+    from qurl_megatron.loop import train
 
     servers = await_servers(logs, plan, config.rollout.server.start_timeout_s)
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
@@ -143,7 +143,7 @@ def await_servers(logs: Path, plan: Plan, timeout_s: float) -> dict[str, list[Se
     Raises:
         TimeoutError: one has not.
     """
-    from qurl_megatron.rollout import load_servers
+    from qurl_megatron.rollout.server import load_servers
 
     servers: dict[str, list[Server]] = {}
     deadline = time.monotonic() + timeout_s

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from qurl_megatron.config import ConfigError, load
+from qurl_megatron.config.schema import ConfigError, load
 from qurl_megatron.files import PARTIAL, read_json_lines
 
 
@@ -64,7 +64,7 @@ def is_running_here(run_dir: Path) -> bool:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             words = process.cmdline()
-            if "qurl_megatron.train" in words:
+            if "qurl_megatron.loop.train" in words:
                 if Path(process.cwd(), words[-1]).resolve() == run_dir.resolve():
                     return True
     return False

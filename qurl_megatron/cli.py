@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from qurl_megatron.architecture import Architecture
-    from qurl_megatron.config import Config
-    from qurl_megatron.huggingface import Progress
-    from qurl_megatron.plan import Plan
+    from qurl_megatron.config.schema import Config
+    from qurl_megatron.model.architecture import Architecture
+    from qurl_megatron.model.huggingface import Progress
+    from qurl_megatron.planning.plan import Plan
 
 # Before torch, transformers or SGLang are imported; their warnings are not the run's to give.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -102,7 +102,7 @@ def launch(
     """
     with refusals():
         from launch import experiment
-        from qurl_megatron.config import ConfigError
+        from qurl_megatron.config.schema import ConfigError
 
         others = [word.partition("=") for word in sbatch or []]
         options = {
@@ -155,7 +155,7 @@ def logs(
 ) -> None:
     """Show the ends of the newest logs of a run: its job's, its servers', its learner ranks'."""
     from launch.status import newest_logs
-    from qurl_megatron.rollout import tail
+    from qurl_megatron.rollout.server import tail
 
     with refusals():
         for path in newest_logs(run_dir):
@@ -171,7 +171,7 @@ def export(
 ) -> None:
     """Make a Hugging Face directory of a checkpoint, UAQ undone."""
     with refusals(), progress_bar("exporting") as progress:
-        from qurl_megatron.export import export_checkpoint
+        from qurl_megatron.weight_sync.export import export_checkpoint
 
         export_checkpoint(checkpoint, destination, progress)
     print(f"{destination} is ready")
@@ -189,9 +189,9 @@ def evaluate(
     """Measure Avg@1 and Avg@k of a model on some problems, on a server of its own."""
     with refusals():
         from launch import evaluate
-        from qurl_megatron.avg_at_k import EvalConfig
-        from qurl_megatron.config import with_overrides
-        from qurl_megatron.rollout import ServerFailed
+        from qurl_megatron.config.schema import with_overrides
+        from qurl_megatron.loop.avg_at_k import EvalConfig
+        from qurl_megatron.rollout.server import ServerFailed
 
         data = [word for word in words if "=" not in word]
         settings = [word for word in words if "=" in word]
@@ -212,7 +212,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page on a run, or on several side by side."""
-    from qurl_megatron.report import write_report
+    from qurl_megatron.report.page import write_report
 
     output = output or run_dirs[0] / "report" / "index.html"
     with refusals():
@@ -242,8 +242,8 @@ def quantize(
     """
     from typing import get_args
 
-    from qurl_megatron.config import ConfigError, WeightFormat
-    from qurl_megatron.offline import quantise_directory
+    from qurl_megatron.config.schema import ConfigError, WeightFormat
+    from qurl_megatron.quantization.offline import quantise_directory
 
     with refusals(), progress_bar(f"quantising to {weight_format}") as progress:
         if weight_format not in get_args(WeightFormat):
@@ -262,8 +262,8 @@ def uaq(
     undo: Annotated[bool, typer.Option("--undo", help="give the original back")] = False,
 ) -> None:
     """Scale a Hugging Face directory by UAQ, or undo it, and say what that did to its logits."""
-    from qurl_megatron.config import ConfigError, UaqConfig
-    from qurl_megatron.offline import scale_directory, unscale_directory
+    from qurl_megatron.config.schema import ConfigError, UaqConfig
+    from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
     with refusals(), progress_bar("undoing UAQ" if undo else f"scaling by {scale}") as progress:
         if not 0 < scale < float("inf"):
@@ -309,9 +309,9 @@ def plan_command(
     own. What does not fit is refused, with the part that breaks it.
     """
     with refusals():
-        from qurl_megatron.memory import Savings
-        from qurl_megatron.plan import plan_or_suggest
-        from qurl_megatron.step_time import Workload
+        from qurl_megatron.planning.memory import Savings
+        from qurl_megatron.planning.plan import plan_or_suggest
+        from qurl_megatron.planning.step_time import Workload
 
         architecture, config, has_layout = _to_plan(what, overrides or [])
         half = Workload.half(config)
@@ -332,11 +332,11 @@ def plan_command(
 @contextmanager
 def refusals() -> Iterator[None]:
     """Turn what is wrong with the input into one line and exit code 2."""
-    from qurl_megatron.architecture import ArchitectureError
-    from qurl_megatron.config import ConfigError
-    from qurl_megatron.data import DataError
-    from qurl_megatron.offline import OfflineError
-    from qurl_megatron.quantize import NonFiniteWeight
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.data.prompts import DataError
+    from qurl_megatron.model.architecture import ArchitectureError
+    from qurl_megatron.quantization.offline import OfflineError
+    from qurl_megatron.quantization.quantize import NonFiniteWeight
 
     try:
         yield
@@ -373,7 +373,7 @@ def prepare(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     Raises:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
     """
-    from qurl_megatron import config as configs
+    from qurl_megatron.config import schema as configs
 
     module = _recipe(recipe)
     config = configs.with_overrides(module.recipe(), overrides)
@@ -410,7 +410,7 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
     Raises:
         ConfigError, DataError: what is wrong, where, and what would be right, in one line.
     """
-    from qurl_megatron import config as configs
+    from qurl_megatron.config import schema as configs
 
     if not (run_dir / "config.yaml").is_file():
         raise configs.ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
@@ -431,8 +431,8 @@ def _to_plan(what: str, overrides: list[str]) -> tuple[Architecture, Config, boo
     Raises:
         ArchitectureError, ConfigError: one line.
     """
-    from qurl_megatron.architecture import Architecture
-    from qurl_megatron.config import ConfigError, with_overrides
+    from qurl_megatron.config.schema import ConfigError, with_overrides
+    from qurl_megatron.model.architecture import Architecture
     from recipes.scaling_32b import ARCHITECTURES
 
     is_model = what in ARCHITECTURES or Path(what).is_dir()
@@ -459,8 +459,8 @@ def _print_plan(plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from qurl_megatron.memory import GIB, GPU_BYTES
-    from qurl_megatron.plan import layout_words
+    from qurl_megatron.planning.memory import GIB, GPU_BYTES
+    from qurl_megatron.planning.plan import layout_words
 
     def table(title: str, column: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
         made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
@@ -500,7 +500,7 @@ def _print_plan(plan: Plan) -> None:
     console.print(
         f"A server keeps {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
         f"publish sends {plan.publish_bytes / 1e9:.1f} GB. Formulas, sources and what is left out: "
-        "qurl_megatron/memory.py and step_time.py; how far off: docs/findings.md.",
+        "qurl_megatron/planning/memory.py and step_time.py; how far off: docs/findings.md.",
         soft_wrap=True,
     )
 
@@ -509,13 +509,13 @@ def _check_prompts(config: Config) -> None:
     """Raises DataError."""
     from transformers import AutoTokenizer
 
-    from qurl_megatron import data
+    from qurl_megatron.data import prompts as data
 
     data.load_prompts(config, AutoTokenizer.from_pretrained(config.model))
 
 
 def _recipe(name: str) -> ModuleType:
-    from qurl_megatron.config import ConfigError
+    from qurl_megatron.config.schema import ConfigError
 
     if name not in _recipe_names():
         raise ConfigError(f"{name}: no such recipe; there are {', '.join(_recipe_names())}")

@@ -17,7 +17,7 @@ sampling the number of tries is bounded here.
 
 from __future__ import annotations
 
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,

@@ -21,7 +21,7 @@ the model the run began with.
 
 from __future__ import annotations
 
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,

@@ -1,13 +1,13 @@
 """GRPO with QuRL on a model and problems of your own: `qurl train grpo model=DIR data=FILE`.
 
 `model` is a Hugging Face directory (Qwen2/2.5, Qwen3, Llama), `data` a jsonl with `question` and
-`answer` on each line, or any other file that `qurl_megatron/data.py` reads. The numbers are the
+`answer` on each line, or any other file that `qurl_megatron/data` reads. The numbers are the
 paper's for DeepScaleR's first stage, whose later ones `deepscaler_grpo` has.
 """
 
 from __future__ import annotations
 
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,

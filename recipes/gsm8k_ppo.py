@@ -17,7 +17,7 @@ never run on one.
 
 from __future__ import annotations
 
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     CriticConfig,
     EvaluationConfig,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,

@@ -14,8 +14,7 @@ the checkpoints.
 
 from __future__ import annotations
 
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,
@@ -27,6 +26,7 @@ from qurl_megatron.config import (
     UaqConfig,
     WeightFormat,
 )
+from qurl_megatron.model.architecture import Architecture
 
 # The published config.json of both; `qurl plan` takes their names for a model.
 ARCHITECTURES = {

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from qurl_megatron.rollout import free_port
+from qurl_megatron.rollout.server import free_port
 
 
 def run_ranks(
@@ -33,7 +33,9 @@ def run_ranks(
     if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
         pytest.skip(f"{world_size} ranks want a GPU each, NCCL allows no two on one")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qurl_megatron.checkpoint"])  # seconds of imports, paid once
+    context.set_forkserver_preload(
+        ["qurl_megatron.learner.checkpoint"]
+    )  # seconds of imports, paid once
     port = free_port()
     receivers, processes = [], []
     for rank in range(world_size):

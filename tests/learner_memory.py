@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.batch import TrainBatch
-from qurl_megatron.config import LearnerConfig, OptimizerConfig
-from qurl_megatron.learner import Learner
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.learner.learner import Learner
 
 
 def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qurl_megatron.advantages import (
+from qurl_megatron.algorithm.advantages import (
     generalised_advantages,
     grpo_advantages,
     soft_overlong_penalty,

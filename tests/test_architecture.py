@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qurl_megatron.architecture import Architecture, ArchitectureError, Llama3RopeScaling
+from qurl_megatron.model.architecture import Architecture, ArchitectureError, Llama3RopeScaling
 
 OLD_LLAMA = {
     "architectures": ["LlamaForCausalLM"],

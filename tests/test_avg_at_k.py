@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from qurl_megatron.avg_at_k import (
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.loop.avg_at_k import (
     Answer,
     Average,
     ProblemResult,
@@ -17,7 +18,6 @@ from qurl_megatron.avg_at_k import (
     measure,
     write_answers,
 )
-from qurl_megatron.batch import Completion, Prompt
 
 
 def result(greedy: float, *sampled: float) -> ProblemResult:

@@ -13,8 +13,8 @@ from hopper import compiled_usage
 # The interpreter must be chosen before Triton is imported, so the comparison has its own process.
 COMPARISON = """
 import torch
-from qurl_megatron.channel_kernel import quantise_channels
-from qurl_megatron.quantize import block_absmax, quantise
+from qurl_megatron.quantization.channel_kernel import quantise_channels
+from qurl_megatron.quantization.quantize import block_absmax, quantise
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def test_codes_and_scales_are_those_of_quantise() -> None:
 
 
 def test_rows_the_kernel_cannot_hold_are_refused() -> None:
-    from qurl_megatron.channel_kernel import LONGEST_ROW, quantise_channels
+    from qurl_megatron.quantization.channel_kernel import LONGEST_ROW, quantise_channels
 
     weight = torch.zeros(1, LONGEST_ROW + 1)
     with pytest.raises(ValueError, match=f"at most {LONGEST_ROW}"):
@@ -68,7 +68,7 @@ def test_it_compiles_for_a_hopper_gpu_and_holds_a_row_in_registers(
     codes: str, columns: int, tmp_path: Path
 ) -> None:
     """The longest is a 32B model's; a longer row would go through memory, and stays right."""
-    from qurl_megatron.channel_kernel import _quantise_row, launch
+    from qurl_megatron.quantization.channel_kernel import _quantise_row, launch
 
     block, warps = launch(columns)
     signature = {

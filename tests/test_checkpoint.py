@@ -15,8 +15,13 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron.checkpoint import CheckpointError, list_checkpoints, read_config, read_state
-from qurl_megatron.config import Config, CriticConfig, LearnerConfig, OptimizerConfig, save
+from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig, save
+from qurl_megatron.learner.checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    read_config,
+    read_state,
+)
 from tiny import build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")
@@ -46,12 +51,12 @@ def train(
     A critic, in a layout of its own, learns beside the policy. Goes on from the newest
     checkpoint, if there is one.
     """
-    from qurl_megatron import uaq
-    from qurl_megatron.batch import TrainBatch
-    from qurl_megatron.checkpoint import Checkpoints, RunState
-    from qurl_megatron.critic import Critic
-    from qurl_megatron.learner import Learner
-    from qurl_megatron.warmup import negative_log_likelihood
+    from qurl_megatron.algorithm.batch import TrainBatch
+    from qurl_megatron.learner.checkpoint import Checkpoints, RunState
+    from qurl_megatron.learner.critic import Critic
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.loop.warmup import negative_log_likelihood
+    from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)
     transform = uaq.transform(config.quantization.uaq)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_megatron.checksum import checksum, combine, part_key
+from qurl_megatron.quantization.checksum import checksum, combine, part_key
 
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 SIZES = st.integers(1, 17)
@@ -61,7 +61,7 @@ def test_it_does_not_depend_on_strides_or_chunks(monkeypatch: pytest.MonkeyPatch
     tensor = random_tensor(9, 7, torch.float32)
     right = checksum(tensor)
     assert checksum(tensor.t().contiguous().t()) == right
-    monkeypatch.setattr("qurl_megatron.checksum.CHUNK_ELEMENTS", 10)
+    monkeypatch.setattr("qurl_megatron.quantization.checksum.CHUNK_ELEMENTS", 10)
     assert checksum(tensor) == right
 
 

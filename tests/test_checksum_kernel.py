@@ -12,8 +12,8 @@ from hopper import compiled_usage
 # The interpreter must be chosen before Triton is imported, so the comparison has its own process.
 COMPARISON = """
 import torch
-from qurl_megatron import checksum
-from qurl_megatron.checksum_kernel import weighted_sum
+from qurl_megatron.quantization import checksum
+from qurl_megatron.quantization.checksum_kernel import weighted_sum
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def test_the_kernel_adds_up_what_the_cpu_does() -> None:
 def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(
     bits: str, tmp_path: Path
 ) -> None:
-    from qurl_megatron.checksum_kernel import BLOCK, NUM_WARPS, ROWS, _sum_rows
+    from qurl_megatron.quantization.checksum_kernel import BLOCK, NUM_WARPS, ROWS, _sum_rows
 
     signature = {
         "bits": bits,

@@ -16,8 +16,8 @@ import pytest
 
 import recipes
 from qurl_megatron.cli import prepare
-from qurl_megatron.config import ConfigError, UaqConfig, load, with_overrides
-from qurl_megatron.data import DataError
+from qurl_megatron.config.schema import ConfigError, UaqConfig, load, with_overrides
+from qurl_megatron.data.prompts import DataError
 from tiny import build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import recipes
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     CriticConfig,

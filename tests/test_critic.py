@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from qurl_megatron.advantages import generalised_advantages, whitened
-from qurl_megatron.batch import TrainBatch
-from qurl_megatron.config import Config, CriticConfig, LearnerConfig, OptimizerConfig
+from qurl_megatron.algorithm.advantages import generalised_advantages, whitened
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
 from tiny import build_tiny_model
 
 LAYOUTS = {  # the policy's tensor, pipeline and data parallel sizes; the critic's first two
@@ -67,8 +67,8 @@ def steps_of(model: Path, layout: tuple[Any, Any]) -> dict[str, Any]:
     """What a critic does in some steps, and what its policy scores before, between and after."""
     import dataclasses
 
-    from qurl_megatron.critic import Critic
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.critic import Critic
+    from qurl_megatron.learner.learner import Learner
 
     of_policy, (tensor_parallel_size, pipeline_parallel_size) = layout
     config = Config(

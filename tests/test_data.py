@@ -17,9 +17,9 @@ import reasoning_gym
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qurl_megatron.batch import Prompt
-from qurl_megatron.config import Config
-from qurl_megatron.data import (
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.schema import Config
+from qurl_megatron.data.prompts import (
     DataError,
     PromptStream,
     load_prompts,
@@ -27,7 +27,7 @@ from qurl_megatron.data import (
     split,
     tokenise,
 )
-from qurl_megatron.rewards import score
+from qurl_megatron.data.rewards import score
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -238,7 +238,7 @@ def test_reading_a_directory_leaves_nothing_behind_and_asks_no_network(tmp_path:
         "import socket, sys\n"
         "def refuse(*_): raise AssertionError('a connection was made')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from qurl_megatron.data import read_problems\n"
+        "from qurl_megatron.data.prompts import read_problems\n"
         f"print(len(read_problems({str(data)!r}, {{}}, 'exact')))\n"
     )
     environment = {"HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(scratch)}

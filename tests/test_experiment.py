@@ -17,7 +17,13 @@ import yaml
 from launch import experiment, status
 from launch.attempt import wanted_servers
 from qurl_megatron import cli
-from qurl_megatron.config import Config, ConfigError, LearnerConfig, RolloutConfig, ServerConfig
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    LearnerConfig,
+    RolloutConfig,
+    ServerConfig,
+)
 from test_cli import RECIPES, write_inputs
 
 GPUS = 8  # a node
@@ -234,7 +240,7 @@ def test_status_says_how_far_a_run_has_come(monkeypatch: pytest.MonkeyPatch) -> 
         (run_dir / "checkpoints" / name).mkdir(parents=True)
     come = "step 2 of 40, newest checkpoint step_000001"
     assert status.status(run_dir) == f"{come}, {goes_on}"
-    words = [sys.executable, "-c", "input()", "-m", "qurl_megatron.train", "runs/first"]
+    words = [sys.executable, "-c", "input()", "-m", "qurl_megatron.loop.train", "runs/first"]
     rank = subprocess.Popen(words, stdin=subprocess.PIPE)
     try:
         assert status.status(run_dir) == f"{come}, running here"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from distributed import run_ranks
-from qurl_megatron.config import LearnerConfig, OptimizerConfig, UaqConfig
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -18,9 +18,9 @@ TOKENS = torch.arange(3, 43).view(2, 20)
 
 def load_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> None:
     """Under a UAQ whose scales are powers of two, which are undone exactly."""
-    from qurl_megatron import uaq
-    from qurl_megatron.export import export
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.quantization import uaq
+    from qurl_megatron.weight_sync.export import export
 
     config = UaqConfig(2.0, layer_scales={1: 4.0}, through_value=True, through_up=True)
     learner = Learner(
@@ -50,11 +50,11 @@ def test_what_was_loaded_comes_back_bit_for_bit(
 
 def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> torch.Tensor:
     """One update under UAQ, then an export; the learner's log-probs of TOKENS afterwards."""
-    from qurl_megatron import uaq
-    from qurl_megatron.batch import TrainBatch
-    from qurl_megatron.export import export
-    from qurl_megatron.learner import Learner
-    from qurl_megatron.warmup import negative_log_likelihood
+    from qurl_megatron.algorithm.batch import TrainBatch
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.loop.warmup import negative_log_likelihood
+    from qurl_megatron.quantization import uaq
+    from qurl_megatron.weight_sync.export import export
 
     learner = Learner(
         source,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qurl_megatron import weight_map
-from qurl_megatron.architecture import Architecture, ArchitectureError
-from qurl_megatron.huggingface import Weights
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.huggingface import Weights
 from tiny import build_tiny_model
 
 

@@ -12,14 +12,14 @@ import pytest
 from launch import slurm, slurm_task
 from launch.attempt import Attempt, wanted_servers
 from launch.slurm import NodePlan, Plan
-from qurl_megatron.config import (
+from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     LearnerConfig,
     RolloutConfig,
     ServerConfig,
 )
-from qurl_megatron.rollout import free_port
+from qurl_megatron.rollout.server import free_port
 
 
 def config_of(ranks: int, servers: int, gpus_a_server: int, problems: int = 0) -> Config:

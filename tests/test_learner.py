@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from qurl_megatron import weight_map
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.batch import TrainBatch
-from qurl_megatron.config import LearnerConfig, OptimizerConfig
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
 DIMS = {
@@ -125,7 +125,7 @@ class Measured:
 
 def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measured]:
     from qurl_megatron import device
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     device.initialise_distributed()  # one world for all; each learner cleans up its own groups
     return {name: measure_one(Learner, model, layout) for name, model in models.items()}
@@ -318,7 +318,7 @@ def test_current_equals_proximal_before_the_first_update_and_not_after(by_rank, 
 
 def kept_and_recomputed(model: Path, layout: tuple[int, ...]) -> list[Measured]:
     from qurl_megatron import device
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     device.initialise_distributed()
     return [
@@ -340,7 +340,7 @@ def test_recomputed_activations_are_those_that_were_not_kept(layout, models):
 
 def first_updates(model: Path, layout: tuple[int, ...], rows: int, sizes: list[int]) -> Any:
     from qurl_megatron import device
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     device.initialise_distributed()
     updates = []
@@ -368,7 +368,7 @@ def test_gradients_depend_on_neither_micro_batches_nor_copies(models, rows):
 
 
 def bfloat16_masters(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     def a_third(name: str, tensor: Tensor) -> Tensor:
         assert tensor.dtype == torch.float32
@@ -418,7 +418,7 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
 
 
 def bfloat16_logprobs(model: Path) -> Tensor:
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     learner = Learner(model, learner_config((1, 1, 1), dtype="bfloat16"), OPTIMIZER)
     logprobs, _ = learner.logprobs_and_entropy(make_batch()[0].tokens, temperature=1.0)
@@ -433,7 +433,7 @@ def test_bfloat16_logprobs_differ_from_float32_by_rounding_only(models, referenc
 
 
 def scaled_rope(model: Path) -> Tensor:
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     learner = Learner(model, learner_config((1, 1, 1)), OPTIMIZER)
     logprobs, _ = learner.logprobs_and_entropy(make_batch()[0].tokens, temperature=1.0)
@@ -473,7 +473,7 @@ def life_of_a_learner(model: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from qurl_megatron import device
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
 
     device.initialise_distributed()
     seen: dict[str, Any] = {}
@@ -514,7 +514,7 @@ def score_shared_vocabulary(chunk_elements: int, dtype: torch.dtype) -> tuple[An
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from qurl_megatron import device
-    from qurl_megatron.logprobs import logprobs_and_entropy
+    from qurl_megatron.learner.logprobs import logprobs_and_entropy
 
     class Largest(TorchDispatchMode):
         elements = 0
@@ -612,8 +612,8 @@ def test_a_layout_that_does_not_fit_is_refused(models, layout, words):
 
 
 def refusal_of(model: Path, layout: tuple[int, ...]) -> str:
-    from qurl_megatron.architecture import ArchitectureError
-    from qurl_megatron.learner import Learner
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.model.architecture import ArchitectureError
 
     with pytest.raises(ArchitectureError) as refusal:
         Learner(model, learner_config(layout), OPTIMIZER)
@@ -622,8 +622,8 @@ def refusal_of(model: Path, layout: tuple[int, ...]) -> str:
 
 def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Tensor]:
     """Log-probs before an update, then of the reference, then of the updated policy, twice."""
-    from qurl_megatron.learner import Learner
-    from qurl_megatron.warmup import negative_log_likelihood
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.loop.warmup import negative_log_likelihood
 
     learner = Learner(model_dir, LearnerConfig(*layout), OptimizerConfig(learning_rate=1e-2))
     learner.keep_reference()

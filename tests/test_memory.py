@@ -10,10 +10,12 @@ import pytest
 
 from distributed import run_ranks
 from learner_memory import allocated
-from qurl_megatron import device, memory, reshard
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.config import Config, LearnerConfig, RolloutConfig
-from qurl_megatron.memory import Savings
+from qurl_megatron import device
+from qurl_megatron.config.schema import Config, LearnerConfig, RolloutConfig
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning import memory
+from qurl_megatron.planning.memory import Savings
+from qurl_megatron.weight_sync import reshard
 from recipes.scaling_32b import ARCHITECTURES, study
 from test_scale import MODELS, PARAMETERS
 from tiny import build_tiny_model

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qurl_megatron.config import Config, RolloutConfig, StageConfig
-from qurl_megatron.metrics import Evaluation, RunLog, StepMetrics, evaluation_directory
+from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
+from qurl_megatron.report.metrics import Evaluation, RunLog, StepMetrics, evaluation_directory
 
 NOTHING: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
 NOTHING |= {"held_out_accuracy": None, "evaluation": None}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qurl_megatron.objective import (
+from qurl_megatron.algorithm.objective import (
     OBJECTIVES,
     ObjectiveOutput,
     policy_objective,

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from qurl_megatron import offline, quantize
 from qurl_megatron.cli import app
-from qurl_megatron.config import UaqConfig
+from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model
 
 torch.set_num_threads(1)

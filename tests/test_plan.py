@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron import plan
-from qurl_megatron.config import ConfigError, with_overrides
-from qurl_megatron.memory import GIB, GPU_BYTES, Savings, kv_bytes_per_token
-from qurl_megatron.step_time import Workload
+from qurl_megatron.config.schema import ConfigError, with_overrides
+from qurl_megatron.planning import plan
+from qurl_megatron.planning.memory import GIB, GPU_BYTES, Savings, kv_bytes_per_token
+from qurl_megatron.planning.step_time import Workload
 from recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_megatron import quantize
-from qurl_megatron.quantize import (
+from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization.quantize import (
     NonFiniteWeight,
     QuantisedTensor,
     block_absmax,

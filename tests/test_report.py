@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qurl_megatron.config import Config, save, with_overrides
-from qurl_megatron.metrics import StepMetrics
-from qurl_megatron.report import ReportError, advice, read_run, write_report
+from qurl_megatron.config.schema import Config, save, with_overrides
+from qurl_megatron.report.metrics import StepMetrics
+from qurl_megatron.report.page import ReportError, advice, read_run, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 QUIET = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import sglang_loader
 from distributed import run_ranks
-from qurl_megatron import quantize, uaq
-from qurl_megatron.checksum import checksum
-from qurl_megatron.config import LearnerConfig, OptimizerConfig, UaqConfig
-from qurl_megatron.learner import Learner
-from qurl_megatron.quantize import NonFiniteWeight
-from qurl_megatron.reshard import Bucket, Converter
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.quantization import quantize, uaq
+from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.quantization.quantize import NonFiniteWeight
+from qurl_megatron.weight_sync.reshard import Bucket, Converter
 from tiny import build_tiny_model, quantised
 
 DIMENSIONS = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import reasoning_gym
 
-from qurl_megatron import rewards
-from qurl_megatron.rewards import Score, score, unverifiable
+from qurl_megatron.data import rewards
+from qurl_megatron.data.rewards import Score, score, unverifiable
 
 RIGHT, WRONG, FAILED = Score(1.0, False), Score(0.0, False), Score(0.0, True)
 

@@ -1,7 +1,8 @@
-"""The house rules of the package, read from its source: who may import what."""
+"""Check the import rules of the repository from its source."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,111 +11,147 @@ import qurl_megatron
 
 PACKAGE = Path(qurl_megatron.__file__).parent
 REPOSITORY = PACKAGE.parent
-ROOMS = sorted(PACKAGE.glob("*.py"))
-PLUGIN = sorted((PACKAGE / "sglang_plugin").glob("*.py"))
-OUTSIDE = sorted([*REPOSITORY.glob("launch/**/*.py"), *REPOSITORY.glob("recipes/**/*.py")])
+FILES = sorted(
+    path
+    for folder in ("qurl_megatron", "recipes", "launch")
+    for path in (REPOSITORY / folder).glob("**/*.py")
+)
 
-# Imports between rooms go down these levels only, never up or sideways.
+# A folder, or a module beside the folders, imports only from those above it in this list.
 LEVELS = [
-    {"architecture", "files"},
-    {"config", "batch", "channel_kernel", "checksum_kernel", "shared_memory"},
-    {"objective", "advantages", "quantize", "rewards", "weight_map", "checksum"},
-    {"uaq", "memory"},
-    {"step_time"},
-    {"plan"},
-    {"device", "huggingface", "logprobs", "metrics", "data"},
-    {"learner", "rollout"},
-    {"reshard", "sampling", "warmup", "offline", "avg_at_k", "critic"},
-    {"publish", "checkpoint", "report"},
-    {"export", "evaluation", "noise"},
-    {"train"},
-    {"cli"},
+    {"files", "device"},
+    {"model"},
+    {"config"},
+    {"algorithm", "quantization", "report"},
+    {"data", "planning", "rollout"},
+    {"learner"},
+    {"weight_sync"},
+    {"sglang_plugin", "loop"},
+    {"recipes"},
+    {"launch", "cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-PURE = set().union(*LEVELS[:6])
 
+# Folders and files that import no engine, no collectives and no network.
+PURE = {
+    "algorithm",
+    "config",
+    "data/rewards",
+    "model/architecture",
+    "model/weight_map",
+    "planning",
+    "quantization/channel_kernel",
+    "quantization/checksum",
+    "quantization/checksum_kernel",
+    "quantization/quantize",
+    "quantization/uaq",
+    "weight_sync/shared_memory",
+}
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
-ENVIRONMENT_READERS = {"device", "cli"}
-HTTP_SPEAKERS = {"rollout", "publish"}
+HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
+HTTP_SPEAKERS = {"rollout/server", "weight_sync/publish"}
+ENVIRONMENT_READERS = {"device", "cli", "launch"}
 
 
-def label(path: Path) -> str:
-    return str(path.relative_to(REPOSITORY))
+def name_of(path: Path) -> str:
+    """Return `learner/critic` for `qurl_megatron/learner/critic.py`."""
+    base = PACKAGE if path.is_relative_to(PACKAGE) else REPOSITORY
+    return str(path.relative_to(base).with_suffix("")).removesuffix("/__init__")
+
+
+def room_of(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def is_in(name: str, rooms: set[str]) -> bool:
+    """Return whether a set names this file, or the folder it is in."""
+    return name in rooms or room_of(name) in rooms
+
+
+NAMES = {name_of(path): path for path in FILES}
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Full names of what a file imports anywhere in it, `from a import b` as `a` and `a.b`."""
+    """Yield what a file imports anywhere in it, `from a import b` as `a` and as `a.b`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{label(path)}:{node.lineno}: relative import"
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_rooms(path: Path) -> set[str]:
-    names = (name.split(".") for name in imported_modules(path))
-    return {parts[1] for parts in names if parts[0] == "qurl_megatron" and len(parts) > 1}
+def imported_names(path: Path) -> set[str]:
+    """Return the files of this repository that a file imports, as `name_of` names them."""
+    names = (
+        name.replace(".", "/").removeprefix("qurl_megatron/") for name in imported_modules(path)
+    )
+    return {name for name in names if name in NAMES} - {name_of(path)}
 
 
-def reads_environment(path: Path) -> bool:
-    tree = ast.parse(path.read_text())
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {name.rpartition(".")[2] for name in imported_modules(path)}
-    return bool(names & {"environ", "getenv", "putenv"})
+def names_read(path: Path) -> set[str]:
+    """Return every attribute a file uses and the last part of every name it imports."""
+    names = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    return names | {name.rpartition(".")[2] for name in imported_modules(path)}
 
 
-def test_every_room_is_on_a_level() -> None:
-    rooms = {path.stem for path in ROOMS} - {"__init__"}
-    assert rooms <= set(LEVEL), f"place {sorted(rooms - set(LEVEL))} in LEVELS"
+def test_every_folder_has_a_level() -> None:
+    rooms = {room_of(name) for name in NAMES} - {"__init__"}
+    assert rooms == set(LEVEL)
 
 
-@pytest.mark.parametrize("path", ROOMS, ids=label)
-def test_imports_between_rooms_go_one_way(path: Path) -> None:
-    for imported in imported_rooms(path) & set(LEVEL):
-        assert LEVEL[imported] < LEVEL.get(path.stem, -1), f"{path.stem} must not import {imported}"
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_between_folders_go_one_way(name: str) -> None:
+    room = room_of(name)
+    for imported in {room_of(other) for other in imported_names(NAMES[name])} & set(LEVEL):
+        if imported != room and {room, imported} != {"cli", "launch"}:
+            assert LEVEL[imported] < LEVEL[room], f"{name} must not import from {imported}"
 
 
-@pytest.mark.parametrize("path", PLUGIN, ids=label)
-def test_sglang_plugin_imports_pure_rooms_only(path: Path) -> None:
-    """It lives in the server's process, where there is no learner."""
-    assert imported_rooms(path) <= PURE | {"sglang_plugin"}
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph = {name: imported_names(path) for name, path in NAMES.items()}
+    del graph["cli"]  # it starts what `launch` holds, and `launch` asks it to prepare a run
+    TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", [path for path in ROOMS if path.stem in PURE], ids=label)
-def test_pure_rooms_import_no_engine_and_no_network(path: Path) -> None:
-    for name in imported_modules(path):
-        assert name.split(".")[0] not in IMPURE_LIBRARIES, name
-        assert not name.startswith("torch.distributed"), name
+@pytest.mark.parametrize("name", [name for name in NAMES if room_of(name) == "sglang_plugin"])
+def test_sglang_plugin_imports_pure_files_only(name: str) -> None:
+    """It runs in the server's process, which has no learner."""
+    for imported in imported_names(NAMES[name]):
+        is_folder = NAMES[imported].name == "__init__.py"
+        assert is_folder or is_in(imported, PURE | {"sglang_plugin"}), imported
 
 
-@pytest.mark.parametrize("path", [*ROOMS, *PLUGIN, *OUTSIDE], ids=label)
-def test_environment_is_read_in_device_cli_and_launch_only(path: Path) -> None:
-    if path.stem in ENVIRONMENT_READERS or label(path).startswith("launch/"):
-        return
-    assert not reads_environment(path)
+@pytest.mark.parametrize("name", [name for name in NAMES if is_in(name, PURE)])
+def test_pure_files_import_no_engine_and_no_network(name: str) -> None:
+    for imported in imported_modules(NAMES[name]):
+        assert imported.split(".")[0] not in IMPURE_LIBRARIES, imported
+        assert not imported.startswith("torch.distributed"), imported
 
 
-@pytest.mark.parametrize("path", [*ROOMS, *PLUGIN, *OUTSIDE], ids=label)
-def test_http_is_spoken_in_rollout_and_publish_only(path: Path) -> None:
-    clients = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
-    spoken = {name.split(".")[0] for name in imported_modules(path)} & clients
-    assert not spoken or path.stem in HTTP_SPEAKERS, f"{label(path)} imports {sorted(spoken)}"
+@pytest.mark.parametrize("name", NAMES)
+def test_environment_is_read_in_device_cli_and_launch_only(name: str) -> None:
+    if not is_in(name, ENVIRONMENT_READERS):
+        assert not names_read(NAMES[name]) & {"environ", "getenv", "putenv"}
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in [*ROOMS, *PLUGIN, *OUTSIDE] if path.name == "__init__.py"], ids=label
-)
-def test_init_files_do_nothing_when_imported(path: Path) -> None:
-    """A docstring; for sglang_plugin, also the functions that SGLang's entry points name."""
-    allowed: tuple[type[ast.stmt], ...] = ()
-    if path.parent.name == "sglang_plugin":
-        allowed = (ast.FunctionDef,)
-    for number, statement in enumerate(ast.parse(path.read_text()).body):
+@pytest.mark.parametrize("name", NAMES)
+def test_http_is_spoken_in_two_files_only(name: str) -> None:
+    spoken = {imported.split(".")[0] for imported in imported_modules(NAMES[name])} & HTTP_CLIENTS
+    assert not spoken or name in HTTP_SPEAKERS, f"{name} imports {sorted(spoken)}"
+
+
+@pytest.mark.parametrize("name", [n for n, path in NAMES.items() if path.name == "__init__.py"])
+def test_init_files_do_nothing_when_imported(name: str) -> None:
+    """They hold a docstring; that of sglang_plugin also what SGLang's entry points name."""
+    allowed: tuple[type[ast.stmt], ...] = (ast.FunctionDef,) if name == "sglang_plugin" else ()
+    for number, statement in enumerate(ast.parse(NAMES[name].read_text()).body):
         is_docstring = number == 0 and isinstance(statement, ast.Expr)
         is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        assert is_docstring or is_future or isinstance(statement, allowed), (
-            f"{label(path)}:{statement.lineno}"
-        )
+        assert is_docstring or is_future or isinstance(statement, allowed), statement.lineno

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron.batch import Completion, Prompt, TrainBatch
-from qurl_megatron.config import Config, StageConfig
-from qurl_megatron.sampling import SampleSummary
+from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
+from qurl_megatron.config.schema import Config, StageConfig
+from qurl_megatron.loop.sampling import SampleSummary
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
 
@@ -46,7 +46,7 @@ def sample(tries: int, texts: dict[str, list[str]], soft_tokens: int = 0) -> Any
     import torch.distributed as dist
 
     from qurl_megatron import device
-    from qurl_megatron.sampling import Sampler
+    from qurl_megatron.loop.sampling import Sampler
 
     device.initialise_distributed()
     config = Config(reward="exact")
@@ -108,7 +108,7 @@ def sample_mathematics(texts: list[str]) -> Any:
     import torch.distributed as dist
 
     from qurl_megatron import device
-    from qurl_megatron.sampling import Sampler
+    from qurl_megatron.loop.sampling import Sampler
 
     device.initialise_distributed()
     config = Config(reward="math")
@@ -134,7 +134,7 @@ def sample_steps(stages: dict[int, StageConfig], steps: list[int]) -> Any:
     import torch.distributed as dist
 
     from qurl_megatron import device
-    from qurl_megatron.sampling import Sampler
+    from qurl_megatron.loop.sampling import Sampler
 
     device.initialise_distributed()
     config = Config(reward="exact")

@@ -17,9 +17,10 @@ import torch
 
 import sglang_loader
 from distributed import run_ranks
-from qurl_megatron import quantize, weight_map
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.config import LearnerConfig
+from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization import quantize
 
 # The fields of the published config.json that make the shape.
 QWEN2 = {
@@ -67,7 +68,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from qurl_megatron import device
-    from qurl_megatron.learner import Policy, build_chunks, parameters_of
+    from qurl_megatron.learner.learner import Policy, build_chunks, parameters_of
 
     shapes: dict[str, list[list[tuple]]] = {name: [] for name in model_dirs}
     for stage in range(LEARNER.pipeline_parallel_size):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from qurl_megatron.quantize import dequantise, quantise
+from qurl_megatron.quantization.quantize import dequantise, quantise
 from qurl_megatron.sglang_plugin import attention
 from qurl_megatron.sglang_plugin.linear import (
     Fp8BlockConfig,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron.shared_memory import attach, describe
+from qurl_megatron.weight_sync.shared_memory import attach, describe
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -44,7 +44,8 @@ def receive_or_send() -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
     from qurl_megatron import device
-    from qurl_megatron.sglang_plugin.receive import SHARED, update_bucket
+    from qurl_megatron.sglang_plugin.receive import update_bucket
+    from qurl_megatron.weight_sync.shared_memory import SHARED
 
     device.initialise_distributed()
     loaded: dict[str, torch.Tensor] = {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from qurl_megatron import step_time
-from qurl_megatron.config import with_overrides
-from qurl_megatron.step_time import Workload
+from qurl_megatron.config.schema import with_overrides
+from qurl_megatron.planning import step_time
+from qurl_megatron.planning.step_time import Workload
 from recipes.scaling_32b import ARCHITECTURES, study
 from test_scale import PARAMETERS
 

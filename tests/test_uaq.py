@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qurl_megatron import uaq
-from qurl_megatron.config import UaqConfig
-from qurl_megatron.quantize import code_flips, dequantise, quantise
+from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.quantization import uaq
+from qurl_megatron.quantization.quantize import code_flips, dequantise, quantise
 
 torch.set_num_threads(1)
 ARCHITECTURES = ("qwen2", "qwen3", "llama")

@@ -13,9 +13,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qurl_megatron import weight_map
-from qurl_megatron.architecture import Architecture, ArchitectureError
-from qurl_megatron.weight_map import Rule
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.weight_map import Rule
 
 # 12 query heads over 4 key-value heads: an odd ratio of 3; a vocabulary that 2 and 4 do not divide.
 QWEN2 = Architecture(

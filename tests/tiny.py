@@ -64,7 +64,7 @@ def quantised(
     """A directory's tensors as they are sent, quantised directly with no layout in sight."""
     from safetensors.torch import load_file
 
-    from qurl_megatron import quantize
+    from qurl_megatron.quantization import quantize
 
     sent: dict[str, Tensor] = {}
     for name, stored in load_file(model_dir / "model.safetensors").items():

@@ -108,7 +108,7 @@ def one_run(name: str, words: list[str], results: record.Record) -> dict[str, An
 
 
 def write_report(results: record.Record, arguments: argparse.Namespace) -> None:
-    from qurl_megatron.report import write_report
+    from qurl_megatron.report.page import write_report
 
     runs = results.log_dir / "runs"
     compared = [runs / key.replace(" ", "_") for key in results.rows if key != "quickstart"]

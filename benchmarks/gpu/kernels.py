@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu import record, timing
 from qurl_megatron import device
-from qurl_megatron.quantize import code_flips, quantise
+from qurl_megatron.quantization.quantize import code_flips, quantise
 
 GOAL = 0.8  # of a copy's bandwidth
 LARGEST = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
@@ -59,7 +59,7 @@ def main() -> None:
 def quantising(
     shape: tuple[int, int], weight_format: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    from qurl_megatron.channel_kernel import quantise_channels
+    from qurl_megatron.quantization.channel_kernel import quantise_channels
 
     code_dtype, largest = LARGEST[weight_format]
     generator = torch.Generator(device=device.device()).manual_seed(0)

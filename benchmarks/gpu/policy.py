@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qurl_megatron import device, weight_map
-from qurl_megatron.architecture import Architecture
-from qurl_megatron.config import ServerConfig, WeightFormat
-from qurl_megatron.rollout import Server, start_server, wait_ready
-from qurl_megatron.weight_map import Rule
+from qurl_megatron import device
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.weight_map import Rule
+from qurl_megatron.rollout.server import Server, start_server, wait_ready
 
 SHAPES = {  # Qwen2.5's, without downloading it: hidden, intermediate, layers, heads, kv heads
     "7B": (3584, 18944, 28, 28, 4),

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.gpu import policy, record, timing
 from qurl_megatron import device
-from qurl_megatron.config import ServerConfig, WeightFormat
-from qurl_megatron.publish import Carrier, Publisher
-from qurl_megatron.reshard import Converter
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.weight_sync.publish import Carrier, Publisher
+from qurl_megatron.weight_sync.reshard import Converter
 
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
 CARRIERS: dict[str, tuple[Carrier, ...]] = {  # gloo takes half a minute for 32B

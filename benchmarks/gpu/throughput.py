@@ -19,9 +19,9 @@ from typing import Any, get_args
 import httpx
 
 from benchmarks.gpu import policy, publish, record
-from qurl_megatron.config import ServerConfig, WeightFormat
-from qurl_megatron.publish import Carrier, Publisher
-from qurl_megatron.rollout import Server
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.rollout.server import Server
+from qurl_megatron.weight_sync.publish import Carrier, Publisher
 
 GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
 BATCHES = (1, 16, 64, 256)

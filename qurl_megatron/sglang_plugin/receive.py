@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.shared_memory import HEADER_BYTES, attach
-
-SHARED = "@shared_memory"
+from qurl_megatron.weight_sync.shared_memory import HEADER_BYTES, SHARED, attach
 
 
 def update_bucket(

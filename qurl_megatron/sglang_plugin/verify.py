@@ -20,7 +20,7 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor
 
-from qurl_megatron.checksum import checksum, part_key
+from qurl_megatron.quantization.checksum import checksum, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
 
 Part = tuple[

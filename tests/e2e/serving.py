@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from qurl_megatron.rollout import Server, ServerControl, free_port
-from qurl_megatron.sglang_plugin.receive import SHARED
-from qurl_megatron.shared_memory import describe
+from qurl_megatron.rollout.server import Server, ServerControl, free_port
+from qurl_megatron.weight_sync.shared_memory import SHARED, describe
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 Weights = dict[str, Tensor]

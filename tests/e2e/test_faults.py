@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from running import SMALL, curve_steps, metrics_of
 
-from qurl_megatron.checkpoint import list_checkpoints, read_state
+from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
 
 def test_ctrl_c_while_it_starts_ends_every_process(start) -> None:
@@ -76,7 +76,7 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
     (*_, newer) = list_checkpoints(run.run_dir)
     assert read_state(newer).step > done
 
-    resumed.find("qurl_megatron.train").kill()
+    resumed.find("qurl_megatron.loop.train").kill()
     assert resumed.exit_code() == 1
     assert "learner rank 0" in resumed.text()
     assert str(run.run_dir.relative_to(run.output.parent) / "logs" / "resumed_1") in resumed.text()

@@ -19,17 +19,17 @@ from serving import Reference, Sender, Weights
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from qurl_megatron.batch import Completion, Prompt
-from qurl_megatron.checksum import checksum, combine
-from qurl_megatron.config import ServerConfig, WeightFormat
-from qurl_megatron.publish import PublishError, verify
-from qurl_megatron.rollout import (
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.quantization.checksum import checksum, combine
+from qurl_megatron.rollout.server import (
     RolloutClient,
     Server,
     ServerFailed,
     start_server,
     wait_ready,
 )
+from qurl_megatron.weight_sync.publish import PublishError, verify
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantised
 
 torch.set_num_threads(1)

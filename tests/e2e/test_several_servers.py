@@ -15,12 +15,11 @@ import torch
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.batch import Prompt
-from qurl_megatron.checksum import combine
-from qurl_megatron.config import LearnerConfig, OptimizerConfig, ServerConfig
-from qurl_megatron.learner import Learner
-from qurl_megatron.publish import Publisher
-from qurl_megatron.rollout import (
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.quantization.checksum import combine
+from qurl_megatron.rollout.server import (
     RolloutClient,
     Router,
     Server,
@@ -31,6 +30,7 @@ from qurl_megatron.rollout import (
     start_server,
     wait_ready,
 )
+from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 ADDRESS = "127.0.0.2"  # not the address of loopback that asks for no key

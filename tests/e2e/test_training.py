@@ -17,9 +17,9 @@ import reasoning_gym
 from running import QURL, SMALL, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
-from qurl_megatron.checkpoint import list_checkpoints, read_state
-from qurl_megatron.config import STOPPED_EARLY, load
-from qurl_megatron.metrics import StepMetrics, evaluation_directory
+from qurl_megatron.config.schema import STOPPED_EARLY, load
+from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.report.metrics import StepMetrics, evaluation_directory
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qurl_megatron.quantize import quantise
+from qurl_megatron.quantization.quantize import quantise
 from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
 
 FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}

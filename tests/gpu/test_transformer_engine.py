@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qurl_megatron.quantize import quantise
+from qurl_megatron.quantization.quantize import quantise
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 from cluster import Cluster, Job
 
 from e2e.running import SMALL
-from qurl_megatron.checkpoint import list_checkpoints, read_state
-from qurl_megatron.config import STOPPED_EARLY
+from qurl_megatron.config.schema import STOPPED_EARLY
+from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
 SCRIPTS = Path(__file__).parents[2] / "launch"
 TIMEOUT_S = 900.0  # a start is a minute on an idle machine

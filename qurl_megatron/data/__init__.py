@@ -1,0 +1,1 @@
+"""Prompts and the verifiers that score completions."""

@@ -1,0 +1,1 @@
+"""The full-precision policy in Megatron-core."""

@@ -1,0 +1,1 @@
+"""Model architectures, and where each tensor lives in Megatron and Hugging Face layouts."""

@@ -1,0 +1,1 @@
+"""Memory and time estimates for a run, before it starts."""

@@ -1,0 +1,1 @@
+"""Weight formats, UAQ and checksums. Pure PyTorch, with Triton kernels for a GPU."""

@@ -1,0 +1,314 @@
+"""Quantised weights (QuRL Eq. 2): codes, and a scale for each block of them.
+
+    weight ~ codes * scale
+
+    format      codes                        block of one scale   scale
+    int8        torch.int8, symmetric        an output channel    absmax / 127
+    int4        torch.int8, from -7 to 7     an output channel    absmax / 7
+    fp8         torch.float8_e4m3fn (E4M3)   an output channel    absmax / 448
+    fp8-tensor  torch.float8_e4m3fn          the whole tensor     1 / (448 / absmax)
+    fp8-block   torch.float8_e4m3fn          128 x 128            1 / power of two under 448/absmax
+
+`int4` is `int8` of fewer codes, a byte each, in the same layers and no faster: it shows what a
+wider gap does to training.
+
+Blocks are those of the full tensor, counted from its first row and column; the last ones may be
+smaller. Rules that make codes a pure function of a weight and its block's absmax, so that a
+tensor-parallel shard quantised with the absmax of whole blocks holds byte for byte its part of the
+full tensor's codes:
+
+- The weight is the value the learner computes with (BF16, when it trains in BF16), upcast to
+  float32.
+- `int8` and `fp8` divide the weight by the float32 scale and round half to even. The engine
+  multiplies by the same scale, so this rounds to the code nearest in what the engine sees. A
+  channel whose scale would be below float32's smallest normal number (absmax under 1.5e-36 for
+  int8; a row of zeros is the common case) gets scale 1 and codes 0: subnormal scales lose their
+  digits here and are flushed to zero on some devices.
+- `fp8-tensor` and `fp8-block` are Transformer Engine's Float8CurrentScaling and Float8BlockScaling,
+  bit for bit: they multiply by 448 / absmax, which gives other codes than dividing by absmax / 448;
+  an absmax of 0 gets scale 1; a factor that overflows becomes the weight dtype's largest number.
+- NaN or infinity in a weight is refused, where the absmax is taken.
+
+Everything goes over the rows in chunks of 1 MiB of float32, 64 MiB on a GPU (one row where that is
+more), so that quantising never holds a second, full-precision copy of a tensor. On a GPU the two
+formats of a scale a channel are one pass of `channel_kernel.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**18  # converted to float32 at once: 1 MiB, within a core's cache
+GPU_CHUNK_ELEMENTS = 2**24  # 64 MiB there: many launches of little work would take longer
+_POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent of a float32
+
+
+@dataclass(frozen=True)
+class _Format:
+    dtype: torch.dtype
+    largest: float
+    block: tuple[int | None, int | None]  # rows and columns of one scale; None: all
+    multiplies: bool = False  # by largest / absmax, as Transformer Engine does
+    power_of_two: bool = False
+
+
+_FORMATS = {
+    "int8": _Format(torch.int8, 127.0, (1, None)),
+    "int4": _Format(torch.int8, 7.0, (1, None)),
+    "fp8": _Format(torch.float8_e4m3fn, 448.0, (1, None)),
+    "fp8-tensor": _Format(torch.float8_e4m3fn, 448.0, (None, None), multiplies=True),
+    "fp8-block": _Format(
+        torch.float8_e4m3fn, 448.0, (128, 128), multiplies=True, power_of_two=True
+    ),
+}
+
+
+ENGINE_METHODS = {  # what SGLang calls its layers of a format; one scale a tensor is sent a channel
+    "int8": "qurl_int8",
+    "int4": "qurl_int8",
+    "fp8": "qurl_fp8",
+    "fp8-tensor": "qurl_fp8",
+    "fp8-block": "qurl_fp8_block",
+}
+
+
+class NonFiniteWeight(ValueError):
+    """A weight to be quantised holds NaN or infinity."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Have a refusal say which weight it is of."""
+    try:
+        yield
+    except NonFiniteWeight as error:
+        raise NonFiniteWeight(f"{name}: {error}") from None
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """A tensor `[out, in]`, or the part of one that begins at `offset`."""
+
+    codes: Tensor  # [out, in] int8 or float8_e4m3fn
+    scale: Tensor  # [block rows, block columns] float32, of the blocks the part touches; never 0
+    weight_format: str
+    offset: tuple[int, int] = (0, 0)  # row and column of the full tensor
+
+
+def code_dtype(weight_format: str) -> torch.dtype:
+    return _format(weight_format).dtype
+
+
+def scale_name(weight_name: str, weight_format: str) -> str:
+    """The name under which a weight's scales are sent and stored: what codes are multiplied by."""
+    suffix = "scale_inv" if weight_format == "fp8-block" else "scale"  # SGLang's names
+    return f"{weight_name}_{suffix}"
+
+
+def engine_scale(quantised: QuantisedTensor) -> Tensor:
+    """The scales of a full tensor as the engine's layer holds them.
+
+    Those of blocks as they are; else one a channel, `[out, 1]`: the layer of one scale a tensor is
+    that of one a channel, with all of them the same.
+    """
+    if quantised.weight_format == "fp8-tensor":
+        return quantised.scale.expand(quantised.codes.shape[0], 1)
+    return quantised.scale
+
+
+def block_shape(weight_format: str) -> tuple[int | None, int | None]:
+    """Rows and columns of one scale; None: all of them."""
+    return _format(weight_format).block
+
+
+def block_absmax(weight: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> Tensor:
+    """Largest magnitude in each block: `weight` `[out, in]` -> `[block rows, block columns]`.
+
+    float32, of the blocks that the weight touches when it begins at `offset` of the full tensor.
+    Where a block is spread over tensor-parallel shards, take the maximum of theirs.
+
+    Raises:
+        NonFiniteWeight: a block holds NaN or infinity; its first row is named.
+    """
+    rows_of_block, columns_of_block = block_shape(weight_format)
+    absmax = (
+        torch.stack(
+            [
+                _column_blocks_absmax(rows, columns_of_block, offset[1])
+                for rows in _row_blocks(weight, rows_of_block, offset[0])
+            ]
+        )
+        if rows_of_block != 1
+        else _row_absmax(weight)
+    )
+    _refuse_non_finite(absmax, rows_of_block, offset[0])
+    return absmax
+
+
+def quantise(
+    weight: Tensor,
+    weight_format: str,
+    absmax: Tensor | None = None,
+    *,
+    offset: tuple[int, int] = (0, 0),
+    out: Tensor | None = None,
+) -> QuantisedTensor:
+    """Codes and scales of `weight` `[out, in]`, any floating dtype (QuRL Eq. 2; rules above).
+
+    Args:
+        absmax: `[block rows, block columns]` float32, that of whole blocks where `weight` holds
+            only parts of them; left out, the weight's own is taken.
+        offset: row and column of the full tensor at which `weight` begins.
+        out: where to write the codes; left out, they get memory of their own.
+
+    Raises:
+        ValueError: an unknown format, or an `absmax` of another shape.
+        NonFiniteWeight: NaN or infinity in the weight.
+    """
+    format_ = _format(weight_format)
+    if absmax is not None:
+        _check_absmax(absmax, weight, format_, offset)
+    codes = out
+    if codes is None:
+        codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
+    if weight.is_cuda and format_.block == (1, None):
+        from qurl_megatron.quantization.channel_kernel import quantise_channels
+
+        absmax, scale = quantise_channels(weight, absmax, codes, format_.largest)
+        _refuse_non_finite(absmax, 1, offset[0])
+        return QuantisedTensor(codes, scale, weight_format, offset)
+
+    if absmax is None:
+        absmax = block_absmax(weight, weight_format, offset)
+    scale, factor = _scales(absmax, format_, weight.dtype)
+    for rows in _row_chunks(weight):
+        of_rows = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
+        exact = weight[rows].float()  # the product is a new tensor: .float() of float32 is no copy
+        scaled = exact * of_rows if format_.multiplies else exact / of_rows
+        # The clamp saturates: absmax / scale can round to a hair above the largest code.
+        scaled.clamp_(-format_.largest, format_.largest)
+        codes[rows] = (
+            scaled.round_().to(format_.dtype)
+            if format_.dtype == torch.int8
+            else scaled.to(format_.dtype)
+        )
+    return QuantisedTensor(codes, scale, weight_format, offset)
+
+
+def _check_absmax(
+    absmax: Tensor, weight: Tensor, format_: _Format, offset: tuple[int, int]
+) -> None:
+    wanted = tuple(
+        1 if block is None else (start + size - 1) // block - start // block + 1
+        for block, start, size in zip(format_.block, offset, weight.shape, strict=True)
+    )
+    if absmax.shape != wanted or absmax.dtype != torch.float32:
+        raise ValueError(
+            f"absmax is {absmax.dtype} {list(absmax.shape)}; a weight of {list(weight.shape)} "
+            f"wants torch.float32 {list(wanted)}"
+        )
+    _refuse_non_finite(absmax, format_.block[0], offset[0])
+
+
+def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -> Tensor:
+    """What the codes of blocks of these `absmax` are multiplied by; float32, of the same shape."""
+    return _scales(absmax, _format(weight_format), weight_dtype)[0]
+
+
+def dequantise(quantised: QuantisedTensor, rows: slice = slice(None)) -> Tensor:
+    """What the engine computes with: `codes * scale` of these rows, `[rows, in]` float32."""
+    codes, format_ = quantised.codes, _format(quantised.weight_format)
+    return codes[rows].float() * _spread(quantised.scale, format_, quantised.offset, codes, rows)
+
+
+def code_flips(old_codes: Tensor, new_codes: Tensor) -> int:
+    """How many codes of a tensor differ in their byte between two publishes."""
+    return int(torch.count_nonzero(old_codes.view(torch.uint8) != new_codes.view(torch.uint8)))
+
+
+def _format(weight_format: str) -> _Format:
+    if weight_format not in _FORMATS:
+        raise ValueError(
+            f"unknown weight format {weight_format!r}; valid are {', '.join(_FORMATS)}"
+        )
+    return _FORMATS[weight_format]
+
+
+def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What codes are multiplied by, and what weights are where the format multiplies them."""
+    if not format_.multiplies:
+        scale = absmax / format_.largest
+        return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0), scale
+    # `number / tensor` would be a reciprocal and a product, rounded twice.
+    factor = torch.full_like(absmax, format_.largest).div_(absmax)
+    factor = factor.masked_fill(absmax == 0, 1.0)
+    factor = factor.masked_fill(factor.isinf(), torch.finfo(weight_dtype).max)
+    if format_.power_of_two:
+        factor = (factor.view(torch.int32) & _POWER_OF_TWO_BITS).view(torch.float32)
+    return factor.reciprocal(), factor
+
+
+def _spread(
+    values: Tensor, format_: _Format, offset: tuple[int, int], weight: Tensor, rows: slice
+) -> Tensor:
+    """One value a block -> one an element of these rows of `weight`, or what broadcasts to that."""
+    for dim, (block, start, run) in enumerate(
+        zip(format_.block, offset, (rows, slice(None)), strict=True)
+    ):
+        if block is not None:
+            index = torch.arange(weight.shape[dim], device=values.device)[run] + start
+            values = values.index_select(dim, index // block - start // block)
+    return values
+
+
+def _row_absmax(weight: Tensor) -> Tensor:
+    # A chunk's copy stays in cache: six times as fast as aminmax, which makes none.
+    return torch.cat(
+        [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
+    )
+
+
+def _row_blocks(weight: Tensor, rows_of_block: int | None, first_row: int) -> Iterator[Tensor]:
+    if rows_of_block is None:
+        yield weight
+        return
+    end = rows_of_block - first_row % rows_of_block
+    start = 0
+    while start < weight.shape[0]:
+        yield weight[start:end]
+        start, end = end, end + rows_of_block
+
+
+def _column_blocks_absmax(
+    weight: Tensor, columns_of_block: int | None, first_column: int
+) -> Tensor:
+    """Of a weight that is one block of rows: [block columns] float32."""
+    if columns_of_block is None:
+        return _row_absmax(weight).amax(0)
+    columns = weight.abs().amax(0).float()
+    before = first_column % columns_of_block
+    after = -(before + len(columns)) % columns_of_block
+    return torch.nn.functional.pad(columns, (before, after)).view(-1, columns_of_block).amax(1)
+
+
+def _row_chunks(weight: Tensor) -> Iterator[slice]:
+    elements = GPU_CHUNK_ELEMENTS if weight.is_cuda else CHUNK_ELEMENTS
+    rows = max(1, elements // max(1, weight.shape[1]))
+    for start in range(0, weight.shape[0], rows):
+        yield slice(start, min(start + rows, weight.shape[0]))
+
+
+def _refuse_non_finite(absmax: Tensor, rows_of_block: int | None, first_row: int) -> None:
+    finite = absmax.isfinite()
+    if finite.all():
+        return
+    if rows_of_block is None:
+        raise NonFiniteWeight("the weight holds NaN or infinity")
+    block = first_row // rows_of_block + int(torch.nonzero(~finite)[0, 0])
+    where = "row" if rows_of_block == 1 else "a block from row"
+    raise NonFiniteWeight(f"{where} {block * rows_of_block} of the weight holds NaN or infinity")

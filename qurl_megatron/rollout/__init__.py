@@ -1,0 +1,1 @@
+"""SGLang servers: start them, sample from them, control them."""
