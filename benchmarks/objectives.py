@@ -5,7 +5,7 @@ Every arm of a seed begins with the same warmed-up model of the quickstart and i
 
     quickstart   the quickstart's task and learning rate, 8-bit rollouts
     large_gap    4-bit codes in the same INT8 layers and twice the learning rate, so that the
-                 quantised policy is as far from the learner as in the paper's late training
+                 quantized policy is as far from the learner as in the paper's late training
 
 Each run's figures go into benchmarks/results/ as it ends. Called again, it goes on where it was: a
 run whose figures are there is not made again, one that was cut off is resumed. It ends with a table
@@ -93,7 +93,7 @@ def main() -> None:
         start = start_directory(arguments.output_dir, seed) / "final_model"
         own = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
         complete(run_dir, [*COMMON, *own, *words, *arms[name]])
-        results.add(name, seed, summarise(run_dir))
+        results.add(name, seed, summarize(run_dir))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         seeds = sorted({seed for seed, _ in owed})
@@ -204,7 +204,7 @@ def complete(run_dir: Path, words: list[str]) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}; see {log}")
 
 
-def summarise(run_dir: Path) -> dict[str, float]:
+def summarize(run_dir: Path) -> dict[str, float]:
     """What a run came to; means over its last tenth of steps unless they say otherwise."""
     summary = json.loads((run_dir / "summary.json").read_text())
     steps = read_json_lines(run_dir / "metrics.jsonl")

@@ -29,7 +29,8 @@ sys.path.insert(0, str(REPOSITORY / "tests"))  # real learners and models to mea
 
 from distributed import run_ranks  # noqa: E402
 from learner_memory import allocated  # noqa: E402
-from qurl_megatron.config.schema import Config, LearnerConfig, with_overrides  # noqa: E402
+from qurl_megatron.config.overrides import with_overrides  # noqa: E402
+from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
 from qurl_megatron.model.architecture import Architecture  # noqa: E402
 from qurl_megatron.planning import memory, plan, step_time  # noqa: E402
 from qurl_megatron.planning.memory import Savings  # noqa: E402
@@ -136,10 +137,10 @@ def fit() -> None:
         weights, kv, layer_s, sequence_s, bf16, eight_bit = constants * scale
         found = []
         for weight_format, context, latencies in FITTED:
-            quantised = weight_format != "bf16"
+            quantized = weight_format != "bf16"
             for sequences, latency_ms in latencies.items():
                 peak = step_time.PEAK_FLOPS
-                rate = peak["8-bit"] * eight_bit if quantised else peak["bf16"] * bf16
+                rate = peak["8-bit"] * eight_bit if quantized else peak["bf16"] * bf16
                 in_format = memory.server_weight_bytes(QWEN3_8B, weight_format, 1)  # type: ignore[arg-type]
                 parts = [
                     (in_format["linear"], linear, rate),

@@ -1,10 +1,10 @@
-"""Quantise before gather against gather before quantise: `python benchmarks/reshard.py`, a table.
+"""Quantize before gather against gather before quantize: `python benchmarks/reshard.py`, a table.
 
 One layer of Qwen2.5-32B at full width on tensor-parallel ranks of this machine, over gloo (NCCL
 where there are GPUs). Both paths make the same buckets on rank 0, byte for byte, and take turns in
-the same processes. The baseline gathers a bucket's tensors in BF16 and quantises them on rank 0,
-as systems do that quantise where the weights arrive. A third path leaves out what a publish
-measures (Eq. 13, Eq. 14, code flips), to show what that costs. At the end, quantising alone against
+the same processes. The baseline gathers a bucket's tensors in BF16 and quantizes them on rank 0,
+as systems do that quantize where the weights arrive. A third path leaves out what a publish
+measures (Eq. 13, Eq. 14, code flips), to show what that costs. At the end, quantizing alone against
 a copy of as many bytes, which is what the memory's bandwidth allows; on a GPU it is one kernel.
 
 Bytes are those that ranks send each other. Memory is what a rank's resident set grew by at most
@@ -34,15 +34,15 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.weight_map import Part, Rule
+from qurl_megatron.model.weight_map import Rule, TensorPart
+from qurl_megatron.process import free_port
 from qurl_megatron.quantization import quantize
-from qurl_megatron.rollout.server import free_port
 from qurl_megatron.weight_sync.reshard import Converter, WeightSums
 from recipes.scaling_32b import ARCHITECTURES
 
 MIB = 1024 * 1024
 FORMATS = ("int8", "fp8")
-PATHS = ("quantise first", "  not measuring", "gather first")
+PATHS = ("quantize first", "  not measuring", "gather first")
 QWEN_32B_LAYER = dataclasses.replace(
     ARCHITECTURES["Qwen2.5-32B"],
     num_layers=1,
@@ -74,7 +74,7 @@ class Layer:
         yield from self._shards
 
 
-def gather_then_quantise(
+def gather_then_quantize(
     layer: Layer, weight_format: str, bucket_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
     """The baseline: buckets of the same size, as names and tensors, on rank 0."""
@@ -86,11 +86,11 @@ def gather_then_quantise(
             full = _gathered(part, size)
             if full is None:
                 continue
-            if rule.quantised:
-                quantised = quantize.quantise(full, weight_format)
-                tensors = {part.name: quantised.codes}
+            if rule.quantized:
+                quantized = quantize.quantize(full, weight_format)
+                tensors = {part.name: quantized.codes}
                 scale_name = quantize.scale_name(part.name, weight_format)
-                tensors[scale_name] = quantize.engine_scale(quantised)
+                tensors[scale_name] = quantize.engine_scale(quantized)
             else:
                 tensors = {part.name: full}
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -103,7 +103,7 @@ def gather_then_quantise(
         yield bucket
 
 
-def _gathered(part: Part, size: int) -> Tensor | None:
+def _gathered(part: TensorPart, size: int) -> Tensor | None:
     """The full tensor in BF16 on rank 0."""
     own = part.tensor.contiguous()
     if part.dim is None or part.runs is None:
@@ -182,7 +182,7 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
     from megatron.core import parallel_state
 
     device.limit_threads(1)
-    device.initialise_distributed()
+    device.initialize_distributed()
     with device.megatron_runtime():
         parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)
     layer = Layer(QWEN_32B_LAYER, rank, size)
@@ -193,9 +193,9 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
         unmeasured = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
         unmeasured._measure = lambda *_: WeightSums()  # type: ignore[assignment]
         paths: dict[str, Callable[[], Iterator[Any]]] = {
-            "quantise first": converter.buckets,
+            "quantize first": converter.buckets,
             "  not measuring": unmeasured.buckets,
-            "gather first": lambda f=weight_format: gather_then_quantise(layer, f, bucket_bytes),
+            "gather first": lambda f=weight_format: gather_then_quantize(layer, f, bucket_bytes),
         }
         for repetition in range(arguments.repetitions + 1):  # the first warms up
             for name, passes in paths.items():
@@ -207,7 +207,7 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
 
 
 def against_a_copy(weight_format: str, repetitions: int) -> None:
-    """Quantising one weight (absmax, scale and cast) against a copy that moves as many bytes."""
+    """Quantizing one weight (absmax, scale and cast) against a copy that moves as many bytes."""
     rows, columns = QWEN_32B_LAYER.intermediate_size, QWEN_32B_LAYER.hidden_size
     weight = torch.randn(rows, columns, device=device.device()).to(torch.bfloat16)
     codes = torch.empty_like(weight, dtype=quantize.code_dtype(weight_format))
@@ -215,7 +215,7 @@ def against_a_copy(weight_format: str, repetitions: int) -> None:
     source = torch.empty(moved_bytes // 2, dtype=torch.uint8, device=device.device())
     target = torch.empty_like(source)
     passes: dict[str, Callable[[], Any]] = {
-        "quantise": lambda: quantize.quantise(weight, weight_format, out=codes),
+        "quantize": lambda: quantize.quantize(weight, weight_format, out=codes),
         "copy": lambda: target.copy_(source),
     }
     times: dict[str, list[float]] = {name: [] for name in passes}
@@ -230,8 +230,8 @@ def against_a_copy(weight_format: str, repetitions: int) -> None:
     speeds = {name: moved_bytes / median(some) / 1e9 for name, some in times.items()}
     print(
         f"{weight_format}, {rows} x {columns} from BF16 on one {device.accelerator()}: "
-        f"{speeds['quantise']:.1f} GB/s, a copy {speeds['copy']:.1f} GB/s: "
-        f"{speeds['quantise'] / speeds['copy']:.2f} of it"
+        f"{speeds['quantize']:.1f} GB/s, a copy {speeds['copy']:.1f} GB/s: "
+        f"{speeds['quantize'] / speeds['copy']:.2f} of it"
     )
 
 
@@ -297,7 +297,7 @@ def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
                 f"{spread:15}   {memory:8.0f}",
                 flush=True,
             )
-        ours, theirs = shown["quantise first"], shown["gather first"]
+        ours, theirs = shown["quantize first"], shown["gather first"]
         ratios = [
             mine / other if other else math.nan for mine, other in zip(ours, theirs, strict=True)
         ]

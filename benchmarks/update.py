@@ -37,10 +37,9 @@ def main() -> None:
 
 def objectives(rounds: int) -> None:
     from qurl_megatron.algorithm.batch import TrainBatch
-    from qurl_megatron.algorithm.objective import token_weights
+    from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
     from qurl_megatron.config.schema import LearnerConfig, ObjectiveConfig, OptimizerConfig
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.loop.train import Objective
     from recipes import quickstart
 
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +67,7 @@ def objectives(rounds: int) -> None:
             for name in names if round_ % 2 else names[::-1]:
                 start = time.perf_counter()
                 learner.update(
-                    batch, weights, Objective(ObjectiveConfig(objective=name)), temperature=1.0
+                    batch, weights, PolicyLoss(ObjectiveConfig(objective=name)), temperature=1.0
                 )
                 if round_:  # the first warms up
                     seconds[name].append(time.perf_counter() - start)
@@ -107,7 +106,7 @@ def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connect
     from qurl_megatron import device
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).requires_grad_()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()

@@ -16,13 +16,15 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import ConfigError, validate_server
-from qurl_megatron.data.prompts import read_problems, tokenise
+from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.validate import validate_server
+from qurl_megatron.data.prompts import read_problems, tokenize
 from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.quantization.offline import quantise_directory
-from qurl_megatron.rollout.server import RolloutClient, start_server, wait_ready
+from qurl_megatron.quantization.offline import quantize_directory
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.server import start_server, wait_ready
 
 
 def run(config: EvalConfig) -> None:
@@ -49,9 +51,9 @@ def run(config: EvalConfig) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         prompts = {data: _prompts(data, config, tokenizer) for data in config.data}
         if config.format != "bf16":
-            quantised = Path(scratch) / "quantised"
-            quantise_directory(model_dir, quantised, config.format, lambda done, total: None)
-            model_dir = quantised
+            quantized = Path(scratch) / "quantized"
+            quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
+            model_dir = quantized
         output.mkdir(parents=True)
         server = start_server(
             model_dir,
@@ -100,7 +102,7 @@ def _hugging_face(model: Path, scratch: Path) -> Path:
 
 def _prompts(data: str, config: EvalConfig, tokenizer: Any) -> list[Prompt]:
     problems = read_problems(data, {}, config.reward, seed=config.seed)
-    return tokenise(problems, tokenizer, config.max_prompt_length)
+    return tokenize(problems, tokenizer, config.max_prompt_length)
 
 
 def _table(

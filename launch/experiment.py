@@ -36,9 +36,10 @@ import psutil
 
 from launch import slurm
 from launch.attempt import wanted_servers
+from launch.placement import place_servers
 from launch.slurm import NodePlan
 from qurl_megatron import device
-from qurl_megatron.config.schema import Config, ConfigError, place_servers
+from qurl_megatron.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
     import nemo_run as run

@@ -16,17 +16,11 @@ import time
 from pathlib import Path
 
 from launch.attempt import Attempt, wanted_servers
+from launch.placement import place_servers
 from qurl_megatron import device
-from qurl_megatron.config.schema import STOPPED_EARLY, Config, place_servers
-from qurl_megatron.rollout.server import (
-    Server,
-    ServerFailed,
-    die_with_parent,
-    free_port,
-    save_servers,
-    tail,
-    wait_ready,
-)
+from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.process import die_with_parent, free_port, tail
+from qurl_megatron.rollout.server import Server, ServerFailed, save_servers, wait_ready
 
 POLL_S = 0.2
 GOOD_CODES = (None, 0, STOPPED_EARLY)  # of a rank that runs, is done, or stopped as asked

@@ -18,9 +18,10 @@ import nemo_run as run
 import recipes
 from launch import local
 from launch.experiment import check, start
+from launch.prepare import prepare, refusals
 from qurl_megatron import device
-from qurl_megatron.cli import prepare, refusals
-from qurl_megatron.config.schema import Config, ConfigError, overrides_between, with_overrides
+from qurl_megatron.config.overrides import overrides_between, with_overrides
+from qurl_megatron.config.schema import Config, ConfigError
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 

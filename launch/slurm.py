@@ -29,15 +29,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
 from launch.attempt import Attempt, WantedServer, wanted_servers
-from qurl_megatron.cli import prepare, prepare_resume, refusals
+from launch.prepare import prepared, refusals
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
-from qurl_megatron.rollout.server import LOG_TAIL_LINES, free_port, tail
+from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 
 POLL_S = 0.5
 REMIND_S = 5.0  # a rank that is still starting does not hear that it is to stop
@@ -50,7 +50,7 @@ LEAD_UNMEASURED_S = 600  # before a run has taken a step and saved
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class NodeGroup:
     """Nodes of the allocation with one role."""
 
     nodes: list[str]
@@ -69,7 +69,7 @@ class NodePlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """What the job's tasks read: plan.json in the attempt's log directory."""
 
     token: str  # tells the directory from one of the same name that is not shared
@@ -83,9 +83,9 @@ class Plan:
         write_whole(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", private=True)
 
     @staticmethod
-    def load(path: Path) -> Plan:
+    def load(path: Path) -> JobPlan:
         tree = json.loads(path.read_text())
-        return Plan(**{**tree, "nodes": [NodePlan(**node) for node in tree["nodes"]]})
+        return JobPlan(**{**tree, "nodes": [NodePlan(**node) for node in tree["nodes"]]})
 
 
 def run(config: Config, max_restarts: int) -> int:
@@ -106,10 +106,10 @@ def run(config: Config, max_restarts: int) -> int:
     if not preflight(attempt, plan, learner_part, rollout_part):
         return 2
     with contextlib.ExitStack() as stack:
-        rollout = Step(attempt, "rollout", rollout_part, len(rollout_part.nodes), {})
+        rollout = JobStep(attempt, "rollout", rollout_part, len(rollout_part.nodes), {})
         stack.callback(rollout.end)
         threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}
-        learner = Step(attempt, "learner", learner_part, config.learner.world_size, threads)
+        learner = JobStep(attempt, "learner", learner_part, config.learner.world_size, threads)
         stack.callback(learner.end)
         code = watch(config, learner, rollout, asked)
     # SGLang ends by itself when it is preempted, in the midst of a step perhaps.
@@ -118,7 +118,7 @@ def run(config: Config, max_restarts: int) -> int:
     return code
 
 
-def watch(config: Config, learner: Step, rollout: Step, asked: list[int]) -> int:
+def watch(config: Config, learner: JobStep, rollout: JobStep, asked: list[int]) -> int:
     """Wait for the side that ends first; asks the learner to stop early where it is time."""
     ends_at, reminded_at = job_ends_at(), -REMIND_S
     half_s = (ends_at - time.time()) / 2  # a short job is to do more than save
@@ -141,11 +141,11 @@ def watch(config: Config, learner: Step, rollout: Step, asked: list[int]) -> int
         time.sleep(POLL_S)
 
 
-class Step:
+class JobStep:
     """One side of the job: an srun of `launch.slurm_task`."""
 
     def __init__(
-        self, attempt: Attempt, role: str, part: Part, tasks: int, environment: dict[str, str]
+        self, attempt: Attempt, role: str, part: NodeGroup, tasks: int, environment: dict[str, str]
     ) -> None:
         self._role = role
         self._attempt = attempt
@@ -192,7 +192,7 @@ class Step:
             self.wait(END_TIMEOUT_S)
 
 
-def parts(environment: Mapping[str, str], world_size: int) -> tuple[Part, Part]:
+def parts(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
     """Learner and rollout nodes: two groups of a heterogeneous job, or of one allocation as many
     nodes for the learner as its ranks fill with a GPU each.
 
@@ -203,7 +203,7 @@ def parts(environment: Mapping[str, str], world_size: int) -> tuple[Part, Part]:
         raise ConfigError("not in a Slurm job: submit it with sbatch, or use qurl train")
     if int(environment.get("SLURM_HET_SIZE", "1")) > 1:
         groups = [
-            Part(
+            NodeGroup(
                 hostnames(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]),
                 group,
                 least_cpus(environment[f"SLURM_JOB_CPUS_PER_NODE_HET_GROUP_{group}"]),
@@ -222,12 +222,14 @@ def parts(environment: Mapping[str, str], world_size: int) -> tuple[Part, Part]:
             f"{gpus} GPUs, and at least one is to be left for the rollout servers"
         )
     cpus = least_cpus(environment["SLURM_JOB_CPUS_PER_NODE"])
-    return Part(nodes[:learner_nodes], None, cpus), Part(nodes[learner_nodes:], None, cpus)
+    return NodeGroup(nodes[:learner_nodes], None, cpus), NodeGroup(
+        nodes[learner_nodes:], None, cpus
+    )
 
 
 def make_plan(
     config: Config, attempt: int, learner_nodes: list[str], rollout_nodes: list[str], port: int
-) -> Plan:
+) -> JobPlan:
     """Ranks in equal numbers on the learner's nodes, servers in turn on the others.
 
     Raises:
@@ -252,10 +254,10 @@ def make_plan(
         gpus = sum(one.server.tensor_parallel_size for one in servers)
         nodes.append(NodePlan(name, gpus, servers=[(one.set_name, one.index) for one in servers]))
     key = secrets.token_urlsafe(32)
-    return Plan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
+    return JobPlan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
 
 
-def preflight(attempt: Attempt, plan: Plan, *sides: Part) -> bool:
+def preflight(attempt: Attempt, plan: JobPlan, *sides: NodeGroup) -> bool:
     """Whether every node is as the run needs it; prints a line for each thing that is not."""
     reports = attempt.logs / "preflight"
     reports.mkdir()
@@ -285,7 +287,7 @@ def preflight(attempt: Attempt, plan: Plan, *sides: Part) -> bool:
     return not problems
 
 
-def srun(part: Part, tasks: int, *words: object) -> list[str]:
+def srun(part: NodeGroup, tasks: int, *words: object) -> list[str]:
     """The command that runs `launch.slurm_task` in as many tasks, in equal numbers on the nodes.
 
     When the first task ends, the others have a moment to end as well: a rank that dies takes its
@@ -392,24 +394,6 @@ def _output(*words: str) -> str:
 def _block_usr1() -> None:
     """In srun before its program starts: it waits for signals itself, and forwards them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-
-
-def prepared(recipe: str, overrides: Sequence[str]) -> Config:
-    """The run of this name, gone on with where it is there, else begun.
-
-    Raises:
-        ConfigError, DataError: what is wrong, in one line.
-    """
-    named = [word for word in overrides if word.startswith("name=")]
-    if not named:
-        raise ConfigError("name=: missing; a restarted job goes on with the run of this name")
-    output_dirs = [word for word in overrides if word.startswith("output_dir=")]
-    output_dir = output_dirs[-1].partition("=")[2] if output_dirs else Config.output_dir
-    run_dir = Path(output_dir) / named[-1].partition("=")[2]
-    if not (run_dir / "config.yaml").is_file():
-        return prepare(recipe, list(overrides))
-    others = [word for word in overrides if word not in named + output_dirs]
-    return prepare_resume(run_dir, others)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launch.slurm import NodePlan, Plan
+    from launch.slurm import JobPlan, NodePlan
     from qurl_megatron.rollout.server import Server
 
 POLL_S = 0.5
@@ -81,8 +81,9 @@ def rollout(logs: Path) -> int:
     signal.signal(signal.SIGUSR2, lambda number, _: ended.append(number))
     from launch.attempt import Attempt, wanted_servers
     from qurl_megatron import device
-    from qurl_megatron.config.schema import load
-    from qurl_megatron.rollout.server import save_servers, tail
+    from qurl_megatron.config.overrides import load
+    from qurl_megatron.process import tail
+    from qurl_megatron.rollout.server import save_servers
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
@@ -122,7 +123,7 @@ def learner(logs: Path) -> int:
     os.environ["MASTER_ADDR"] = plan.master_address
     os.environ["MASTER_PORT"] = str(plan.master_port)
     from launch.attempt import Attempt
-    from qurl_megatron.config.schema import load
+    from qurl_megatron.config.overrides import load
 
     run_dir = run_dir_of(logs, plan)
     config = load(run_dir / "config.yaml")
@@ -137,7 +138,7 @@ def learner(logs: Path) -> int:
     return train.run(run_dir, servers, stop_on=stop_on, end_on=signal.SIGUSR2)
 
 
-def await_servers(logs: Path, plan: Plan, timeout_s: float) -> dict[str, list[Server]]:
+def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list[Server]]:
     """The servers by set, once every rollout node has told of its own.
 
     Raises:
@@ -158,15 +159,15 @@ def await_servers(logs: Path, plan: Plan, timeout_s: float) -> dict[str, list[Se
     return servers
 
 
-def read_plan(logs: Path) -> tuple[Plan, NodePlan]:
+def read_plan(logs: Path) -> tuple[JobPlan, NodePlan]:
     """The plan, and this node's part in it."""
-    from launch.slurm import Plan
+    from launch.slurm import JobPlan
 
-    plan = Plan.load(logs / "plan.json")
+    plan = JobPlan.load(logs / "plan.json")
     return plan, next(node for node in plan.nodes if node.name == node_name())
 
 
-def run_dir_of(logs: Path, plan: Plan) -> Path:
+def run_dir_of(logs: Path, plan: JobPlan) -> Path:
     """RUN of RUN/logs or RUN/logs/resumed_N."""
     return logs.parent.parent if plan.attempt else logs.parent
 

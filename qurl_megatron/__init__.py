@@ -1,1 +1,1 @@
-"""QuRL: reinforcement learning with quantised rollouts on Megatron-core and SGLang."""
+"""QuRL: reinforcement learning with quantized rollouts on Megatron-core and SGLang."""

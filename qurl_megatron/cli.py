@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from launch.prepare import load_recipe, prepare, prepare_resume, recipe_names, refusals
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
@@ -33,7 +29,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 @app.callback()
 def qurl() -> None:
-    """Reinforcement learning with quantised rollouts on Megatron-core and SGLang."""
+    """Reinforcement learning with quantized rollouts on Megatron-core and SGLang."""
 
 
 @app.command()
@@ -155,7 +151,7 @@ def logs(
 ) -> None:
     """Show the ends of the newest logs of a run: its job's, its servers', its learner ranks'."""
     from launch.status import newest_logs
-    from qurl_megatron.rollout.server import tail
+    from qurl_megatron.process import tail
 
     with refusals():
         for path in newest_logs(run_dir):
@@ -189,7 +185,7 @@ def evaluate(
     """Measure Avg@1 and Avg@k of a model on some problems, on a server of its own."""
     with refusals():
         from launch import evaluate
-        from qurl_megatron.config.schema import with_overrides
+        from qurl_megatron.config.overrides import with_overrides
         from qurl_megatron.loop.avg_at_k import EvalConfig
         from qurl_megatron.rollout.server import ServerFailed
 
@@ -236,21 +232,21 @@ def quantize(
         str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16")
     ] = "int8",
 ) -> None:
-    """Quantise a Hugging Face directory as a publish would, for an SGLang server to load.
+    """Quantize a Hugging Face directory as a publish would, for an SGLang server to load.
 
     Killed, it goes on where it was when it is called again.
     """
     from typing import get_args
 
     from qurl_megatron.config.schema import ConfigError, WeightFormat
-    from qurl_megatron.quantization.offline import quantise_directory
+    from qurl_megatron.quantization.offline import quantize_directory
 
-    with refusals(), progress_bar(f"quantising to {weight_format}") as progress:
+    with refusals(), progress_bar(f"quantizing to {weight_format}") as progress:
         if weight_format not in get_args(WeightFormat):
             raise ConfigError(
                 f"--format {weight_format}: formats are {', '.join(get_args(WeightFormat))}"
             )
-        quantise_directory(source, destination, weight_format, progress)  # type: ignore[arg-type]
+        quantize_directory(source, destination, weight_format, progress)  # type: ignore[arg-type]
     print(f"{destination} is ready")
 
 
@@ -330,25 +326,6 @@ def plan_command(
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Turn what is wrong with the input into one line and exit code 2."""
-    from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.data.prompts import DataError
-    from qurl_megatron.model.architecture import ArchitectureError
-    from qurl_megatron.quantization.offline import OfflineError
-    from qurl_megatron.quantization.quantize import NonFiniteWeight
-
-    try:
-        yield
-    except (ArchitectureError, ConfigError, DataError, NonFiniteWeight, OfflineError) as error:
-        print(f"qurl: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"qurl: {error.strerror}: {error.filename}", file=sys.stderr)
-        sys.exit(2)
-
-
-@contextmanager
 def progress_bar(what: str) -> Iterator[Progress]:
     """A bar on the terminal, to be told the bytes that are done and the bytes in all."""
     from rich import progress
@@ -364,86 +341,26 @@ def progress_bar(what: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def prepare(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
-    """Make the run's directory with its config.yaml, and its model where the recipe builds one.
-
-    Everything that can be wrong is looked at first; the directory appears only when all is right.
-    `num_gpus` are this machine's, where the whole run is to be on it; 0 looks at none.
-
-    Raises:
-        ConfigError, DataError: what is wrong, where, and what would be right, in one line.
-    """
-    from qurl_megatron.config import schema as configs
-
-    module = _recipe(recipe)
-    config = configs.with_overrides(module.recipe(), overrides)
-    given = any(word.startswith("quantization.uaq.") for word in overrides)
-    if config.quantization.format == "bf16" and not given:
-        config.quantization.uaq = configs.UaqConfig(scale=1)  # nothing to make updates visible to
-    config.name = config.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if config.run_dir.exists():
-        raise configs.ConfigError(
-            f"name={config.name}: {config.run_dir} exists; choose another name, or go on with it: "
-            f"qurl resume {config.run_dir}"
-        )
-    with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch) / "model"
-        if not config.model and hasattr(module, "build_model"):
-            module.build_model(built, config.seed)
-            config.model = str(built)
-        configs.validate(config)
-        configs.place_servers(config, num_gpus)
-        _check_prompts(config)
-        config.run_dir.mkdir(parents=True)
-        if built.exists():
-            config.model = str(config.run_dir / "model")
-            shutil.move(built, config.model)
-    configs.save(config, config.run_dir / "config.yaml")
-    return config
-
-
-def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
-    """The run's configuration with `overrides`, written back to its config.yaml.
-
-    `num_gpus` as for `prepare`.
-
-    Raises:
-        ConfigError, DataError: what is wrong, where, and what would be right, in one line.
-    """
-    from qurl_megatron.config import schema as configs
-
-    if not (run_dir / "config.yaml").is_file():
-        raise configs.ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
-    saved = configs.load(run_dir / "config.yaml")
-    saved.output_dir, saved.name = str(run_dir.parent), run_dir.name  # it may have been moved
-    config = configs.with_overrides(saved, overrides)
-    configs.validate_resume(saved, config)
-    configs.validate(config)
-    configs.place_servers(config, num_gpus)
-    _check_prompts(config)
-    configs.save(config, run_dir / "config.yaml")
-    return config
-
-
 def _to_plan(what: str, overrides: list[str]) -> tuple[Architecture, Config, bool]:
     """Shape and configuration of a recipe, or of a model under the 32B study's; has it a layout?
 
     Raises:
         ArchitectureError, ConfigError: one line.
     """
-    from qurl_megatron.config.schema import ConfigError, with_overrides
+    from qurl_megatron.config.overrides import with_overrides
+    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.model.architecture import Architecture
     from recipes.scaling_32b import ARCHITECTURES
 
     is_model = what in ARCHITECTURES or Path(what).is_dir()
     if is_model:
         overrides = [f"model={what}", *overrides]
-    elif what not in _recipe_names():
+    elif what not in recipe_names():
         raise ConfigError(
             f"{what}: no such directory, model ({', '.join(ARCHITECTURES)}) or recipe "
-            f"({', '.join(_recipe_names())})"
+            f"({', '.join(recipe_names())})"
         )
-    recipe = _recipe("scaling_32b" if is_model else what).recipe()
+    recipe = load_recipe("scaling_32b" if is_model else what).recipe()
     config = with_overrides(recipe, overrides)
     if not config.model:
         raise ConfigError(
@@ -503,29 +420,6 @@ def _print_plan(plan: Plan) -> None:
         "qurl_megatron/planning/memory.py and step_time.py; how far off: docs/findings.md.",
         soft_wrap=True,
     )
-
-
-def _check_prompts(config: Config) -> None:
-    """Raises DataError."""
-    from transformers import AutoTokenizer
-
-    from qurl_megatron.data import prompts as data
-
-    data.load_prompts(config, AutoTokenizer.from_pretrained(config.model))
-
-
-def _recipe(name: str) -> ModuleType:
-    from qurl_megatron.config.schema import ConfigError
-
-    if name not in _recipe_names():
-        raise ConfigError(f"{name}: no such recipe; there are {', '.join(_recipe_names())}")
-    return importlib.import_module(f"recipes.{name}")
-
-
-def _recipe_names() -> list[str]:
-    import recipes
-
-    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
 def main() -> None:

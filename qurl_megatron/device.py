@@ -107,7 +107,7 @@ def limit_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def initialise_distributed(timeout_s: float = 1800.0) -> None:
+def initialize_distributed(timeout_s: float = 1800.0) -> None:
     """Make the default process group of all learner ranks.
 
     More than one rank meets at MASTER_ADDR:MASTER_PORT; a single one needs nothing. A collective

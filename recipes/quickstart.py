@@ -69,7 +69,7 @@ def recipe() -> Config:
 
 
 def build_model(directory: Path, seed: int, **dimensions: int) -> None:
-    """Write a randomly initialised Qwen2 and its tokenizer as a Hugging Face directory.
+    """Write a randomly initialized Qwen2 and its tokenizer as a Hugging Face directory.
 
     `dimensions` stand in for fields of its config.json.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from qurl_megatron.rollout.server import free_port
+from qurl_megatron.process import free_port
 
 
 def run_ranks(

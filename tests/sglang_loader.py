@@ -48,7 +48,7 @@ def build(model_dir: Path, weight_format: str) -> Any:
 
     from qurl_megatron.sglang_plugin import linear
 
-    quantisation = {
+    quantization = {
         "bf16": None,
         "int8": linear.Int8Config,
         "fp8": linear.Fp8Config,
@@ -60,7 +60,7 @@ def build(model_dir: Path, weight_format: str) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return model_class(config, quantisation() if quantisation else None)
+        return model_class(config, quantization() if quantization else None)
     finally:
         torch.set_default_dtype(before)
 

@@ -1,4 +1,4 @@
-"""Group-normalised advantages against numbers worked out by hand."""
+"""Group-normalized advantages against numbers worked out by hand."""
 
 import math
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from qurl_megatron.algorithm.advantages import (
-    generalised_advantages,
+    generalized_advantages,
     grpo_advantages,
     soft_overlong_penalty,
     whitened,
 )
 
 
-def test_advantages_are_rewards_normalised_within_their_group() -> None:
+def test_advantages_are_rewards_normalized_within_their_group() -> None:
     """Mean 1/4, sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2."""
     [advantages] = grpo_advantages([[1.0, 0.0, 0.0, 0.0]], epsilon=0.0)
     assert advantages == [1.5, -0.5, -0.5, -0.5]
@@ -46,7 +46,7 @@ def test_the_last_tokens_of_a_response_cost_up_to_one(length: int, penalty: floa
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0
 
 
-def test_generalised_advantages_by_hand() -> None:
+def test_generalized_advantages_by_hand() -> None:
     """Two prompt tokens, three sampled; discount 1/2, lambda 1/2, reward 8 at the end.
 
     delta = [0 + 2/2 - 4, 0 + 1/2 - 2, 8 - 1] = [-3, -3/2, 7]; advantages from the last backward:
@@ -55,7 +55,7 @@ def test_generalised_advantages_by_hand() -> None:
     mask = torch.tensor([[False, False, True, True, True, False]])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 8.0, 0.0]])
     values = torch.tensor([[9.0, 9.0, 4.0, 2.0, 1.0, 9.0]])  # those outside the mask are no one's
-    advantages, returns = generalised_advantages(
+    advantages, returns = generalized_advantages(
         rewards, values, mask, discount=0.5, gae_lambda=0.5
     )
     assert advantages.tolist() == [[0.0, 0.0, -2.9375, 0.25, 7.0, 0.0]]
@@ -66,7 +66,7 @@ def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
     mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
     values = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    advantages, returns = generalised_advantages(
+    advantages, returns = generalized_advantages(
         rewards, values, mask, discount=1.0, gae_lambda=1.0
     )
     expected = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, -1.0, 0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""The GPU's quantising kernel, byte for byte, in Triton's interpreter where there is no GPU."""
+"""The GPU's quantizing kernel, byte for byte, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hopper import compiled_usage
 # The interpreter must be chosen before Triton is imported, so the comparison has its own process.
 COMPARISON = """
 import torch
-from qurl_megatron.quantization.channel_kernel import quantise_channels
-from qurl_megatron.quantization.quantize import block_absmax, quantise
+from qurl_megatron.quantization.channel_kernel import quantize_channels
+from qurl_megatron.quantization.quantize import block_absmax, quantize
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(1)
@@ -31,10 +31,10 @@ for weight_format, dtype, largest in (
             halves = torch.arange(shape[1]) % 253 - 126.5
             weight[-1] = torch.cat([torch.tensor([127.0]), halves])[: shape[1]]
             for absmax in (None, block_absmax(weight, weight_format) * 3):
-                wanted = quantise(weight, weight_format, absmax)
+                wanted = quantize(weight, weight_format, absmax)
                 codes = torch.empty(shape, dtype=dtype, device=device)
                 given = None if absmax is None else absmax.to(device)
-                found, scale = quantise_channels(weight.to(device), given, codes, largest)
+                found, scale = quantize_channels(weight.to(device), given, codes, largest)
                 case = weight_format, weight_dtype, shape, absmax is None
                 assert torch.equal(scale.cpu(), wanted.scale), case
                 assert torch.equal(
@@ -43,23 +43,23 @@ for weight_format, dtype, largest in (
 bad = torch.ones(4, 8)
 bad[1, 2], bad[2, 3], bad[3, 4] = float("nan"), float("inf"), -float("inf")
 codes = torch.empty(4, 8, dtype=torch.int8, device=device)
-found, _ = quantise_channels(bad.to(device), None, codes, 127.0)
+found, _ = quantize_channels(bad.to(device), None, codes, 127.0)
 assert found.isfinite().flatten().tolist() == [True, False, False, False]
 print("equal")
 """
 
 
-def test_codes_and_scales_are_those_of_quantise() -> None:
+def test_codes_and_scales_are_those_of_quantize() -> None:
     ran = triton_program.run(COMPARISON)
     assert ran.stdout.strip() == "equal", ran.stderr[-3000:]
 
 
 def test_rows_the_kernel_cannot_hold_are_refused() -> None:
-    from qurl_megatron.quantization.channel_kernel import LONGEST_ROW, quantise_channels
+    from qurl_megatron.quantization.channel_kernel import LONGEST_ROW, quantize_channels
 
     weight = torch.zeros(1, LONGEST_ROW + 1)
     with pytest.raises(ValueError, match=f"at most {LONGEST_ROW}"):
-        quantise_channels(weight, None, weight.to(torch.int8), 127.0)
+        quantize_channels(weight, None, weight.to(torch.int8), 127.0)
 
 
 @pytest.mark.parametrize("codes", ["*i8", "*fp8e4nv"])
@@ -68,7 +68,7 @@ def test_it_compiles_for_a_hopper_gpu_and_holds_a_row_in_registers(
     codes: str, columns: int, tmp_path: Path
 ) -> None:
     """The longest is a 32B model's; a longer row would go through memory, and stays right."""
-    from qurl_megatron.quantization.channel_kernel import _quantise_row, launch
+    from qurl_megatron.quantization.channel_kernel import _quantize_row, launch
 
     block, warps = launch(columns)
     signature = {
@@ -90,6 +90,6 @@ def test_it_compiles_for_a_hopper_gpu_and_holds_a_row_in_registers(
         "IS_INTEGER": codes == "*i8",
         "BLOCK": block,
     }
-    usage = compiled_usage(_quantise_row, signature, constants, warps, tmp_path / "kernel")
+    usage = compiled_usage(_quantize_row, signature, constants, warps, tmp_path / "kernel")
     assert usage["STACK"] == 0, usage
     assert usage["REG"] * 32 * warps <= 65536, usage

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import recipes
-from qurl_megatron.cli import prepare
-from qurl_megatron.config.schema import ConfigError, UaqConfig, load, with_overrides
+from launch.prepare import prepare
+from qurl_megatron.config.overrides import load, with_overrides
+from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.data.prompts import DataError
 from tiny import build_tiny_model
 
@@ -129,7 +130,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     assert config == given  # nothing of the recipe's had to give way
 
 
-def test_uaq_goes_with_a_quantised_rollout_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_uaq_goes_with_a_quantized_rollout_unless_it_is_asked_for(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "quantization.format=bf16"]
     assert prepare("quickstart", [*words, "name=without"]).quantization.uaq.scale == 1
     words += ["quantization.uaq.scale=2"]

@@ -10,19 +10,10 @@ from pathlib import Path
 import pytest
 
 import recipes
-from qurl_megatron.config.schema import (
-    Config,
-    ConfigError,
-    CriticConfig,
-    LearnerConfig,
-    load,
-    overrides_between,
-    place_servers,
-    save,
-    validate,
-    validate_resume,
-    with_overrides,
-)
+from launch.placement import place_servers
+from qurl_megatron.config.overrides import load, overrides_between, save, with_overrides
+from qurl_megatron.config.schema import Config, ConfigError, CriticConfig, LearnerConfig
+from qurl_megatron.config.validate import validate, validate_resume
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from qurl_megatron.algorithm.advantages import generalised_advantages, whitened
+from qurl_megatron.algorithm.advantages import generalized_advantages, whitened
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
 from tiny import build_tiny_model
@@ -126,7 +126,7 @@ def reference(model: Path) -> list[dict[str, Any]]:
         batch = make_batch()
         with torch.no_grad():
             old = values_of(batch)
-        advantages, returns = generalised_advantages(
+        advantages, returns = generalized_advantages(
             batch.rewards, old, batch.loss_mask, discount=0.9, gae_lambda=0.8
         )
         losses = []

@@ -1,4 +1,4 @@
-"""Prompts: reading, refusing, splitting, tokenising and serving them."""
+"""Prompts: reading, refusing, splitting, tokenizing and serving them."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from qurl_megatron.data.prompts import (
     load_prompts,
     read_problems,
     split,
-    tokenise,
+    tokenize,
 )
 from qurl_megatron.data.rewards import score
 
@@ -379,9 +379,9 @@ def test_nothing_is_held_out_of_a_run_that_asks_for_nothing(tmp_path: Path) -> N
     assert [len(part) for part in load_prompts(config, character_tokenizer())] == [60, 0, 0]
 
 
-def test_question_is_tokenised_as_it_stands_without_a_chat_template(tmp_path: Path) -> None:
+def test_question_is_tokenized_as_it_stands_without_a_chat_template(tmp_path: Path) -> None:
     problems = read_problems(write(tmp_path / "a.jsonl", GOOD), {}, "exact")
-    [prompt] = tokenise(problems, character_tokenizer(), max_prompt_length=6)
+    [prompt] = tokenize(problems, character_tokenizer(), max_prompt_length=6)
     assert prompt.token_ids == [ord(character) for character in "1 + 1?"]
     assert (prompt.question, prompt.answer, prompt.metadata) == ("1 + 1?", "2", {})
 
@@ -391,7 +391,7 @@ def test_chat_template_makes_it_the_users_turn_and_opens_the_assistants(tmp_path
     user = tokenizer.convert_tokens_to_ids("<user>")
     assistant = tokenizer.convert_tokens_to_ids("<assistant>")
     problems = read_problems(write(tmp_path / "a.jsonl", GOOD), {}, "exact")
-    [prompt] = tokenise(problems, tokenizer, max_prompt_length=8)
+    [prompt] = tokenize(problems, tokenizer, max_prompt_length=8)
     assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
 
 
@@ -402,7 +402,7 @@ def test_chat_goes_through_the_chat_template_as_it_is(tmp_path: Path) -> None:
     problems = read_problems(
         write(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {}, "math"
     )
-    alone, after_system = tokenise(problems, tokenizer, max_prompt_length=100)
+    alone, after_system = tokenize(problems, tokenizer, max_prompt_length=100)
     assert tokenizer.decode(alone.token_ids).replace(" ", "") == "<user>3+3?<assistant>"
     shown = tokenizer.decode(after_system.token_ids).replace(" ", "")
     assert shown == "<system>Bebrief.<user>3+3?<assistant>"
@@ -414,20 +414,20 @@ def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> No
     data = write(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
     problems = read_problems(data, {}, "math")
     with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
-        tokenise(problems, character_tokenizer(), max_prompt_length=100)
-    (alone,) = tokenise(problems[:1], character_tokenizer(), max_prompt_length=100)
+        tokenize(problems, character_tokenizer(), max_prompt_length=100)
+    (alone,) = tokenize(problems[:1], character_tokenizer(), max_prompt_length=100)
     assert len(alone.token_ids) == len("3 + 3?")
     strict = character_tokenizer("{{ raise_exception('system messages are not supported') }}")
     with pytest.raises(DataError, match="line 1: the chat template refuses it.*not supported"):
-        tokenise(problems, strict, max_prompt_length=100)
+        tokenize(problems, strict, max_prompt_length=100)
 
 
 def test_prompt_that_is_too_long_is_refused_with_its_line_and_length(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
     problems = read_problems(data, {}, "exact")
     with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
-        tokenise(problems, character_tokenizer(), max_prompt_length=39)
-    assert len(tokenise(problems, character_tokenizer(), max_prompt_length=40)) == 2
+        tokenize(problems, character_tokenizer(), max_prompt_length=39)
+    assert len(tokenize(problems, character_tokenizer(), max_prompt_length=40)) == 2
 
 
 def test_stream_serves_each_prompt_once_an_epoch_in_a_new_order() -> None:

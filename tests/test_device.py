@@ -49,11 +49,11 @@ def test_torchruns_variables_go_before_slurms(environment):
 def test_ranks_without_a_meeting_point_are_told_what_is_missing(environment):
     environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")
     with pytest.raises(RuntimeError, match="MASTER_PORT not set"):
-        device.initialise_distributed()
+        device.initialize_distributed()
 
 
 def once() -> tuple[str, str]:
-    device.initialise_distributed()
+    device.initialize_distributed()
     value = device.from_rank_zero(lambda: f"from rank {device.rank()}")
     with pytest.raises((KeyError, RuntimeError)) as failure:
         device.from_rank_zero(lambda: {}["no such key"])

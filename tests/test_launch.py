@@ -11,7 +11,7 @@ import pytest
 
 from launch import slurm, slurm_task
 from launch.attempt import Attempt, wanted_servers
-from launch.slurm import NodePlan, Plan
+from launch.slurm import JobPlan, NodePlan
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -19,7 +19,7 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
-from qurl_megatron.rollout.server import free_port
+from qurl_megatron.process import free_port
 
 
 def config_of(ranks: int, servers: int, gpus_a_server: int, problems: int = 0) -> Config:
@@ -47,7 +47,7 @@ def test_ranks_and_servers_are_spread_evenly_and_each_node_needs_a_gpu_for_each(
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     plan = slurm.make_plan(config_of(2, 1, 1), 3, ["a"], ["b"], port=1)
     plan.save(tmp_path / "plan.json")
-    read = Plan.load(tmp_path / "plan.json")
+    read = JobPlan.load(tmp_path / "plan.json")
     assert (read.token, read.attempt, read.master_address) == (plan.token, 3, "a")
     assert [node.ranks for node in read.nodes] == [2, 0]
     mode = (tmp_path / "plan.json").stat().st_mode
@@ -111,7 +111,7 @@ def test_gpus_that_slurm_or_the_driver_lacks_are_counted() -> None:
     assert "granted 8 GPUs, the driver finds 7" in problem
 
 
-def preflight(directory: Path, plan: Plan, token: str) -> list[str]:
+def preflight(directory: Path, plan: JobPlan, token: str) -> list[str]:
     """What the preflight of this machine, called `here`, reports."""
     (directory / "preflight").mkdir()
     plan.save(directory / "plan.json")
@@ -135,7 +135,7 @@ def as_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_preflight_passes_a_node_that_has_what_it_needs(as_node: None, tmp_path: Path) -> None:
-    plan = Plan("token", "key", 0, "here", free_port(), [NodePlan("here", gpus=2, ranks=2)])
+    plan = JobPlan("token", "key", 0, "here", free_port(), [NodePlan("here", gpus=2, ranks=2)])
     assert preflight(tmp_path, plan, "token") == []
 
 
@@ -146,7 +146,7 @@ def test_preflight_names_everything_that_is_wrong_with_a_node(
         taken.bind(("", 0))
         port = taken.getsockname()[1]
         nodes = [NodePlan("here", gpus=4, ranks=4), NodePlan("there", gpus=1)]
-        found = preflight(tmp_path, Plan("other", "key", 0, "here", port, nodes), "token")
+        found = preflight(tmp_path, JobPlan("other", "key", 0, "here", port, nodes), "token")
     assert [problem.split(":")[0].split(",")[0] for problem in found] == [
         f"{tmp_path} is not the one this job writes to",
         "Slurm granted 2 GPUs",

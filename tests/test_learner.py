@@ -127,7 +127,7 @@ def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measu
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
-    device.initialise_distributed()  # one world for all; each learner cleans up its own groups
+    device.initialize_distributed()  # one world for all; each learner cleans up its own groups
     return {name: measure_one(Learner, model, layout) for name, model in models.items()}
 
 
@@ -320,7 +320,7 @@ def kept_and_recomputed(model: Path, layout: tuple[int, ...]) -> list[Measured]:
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     return [
         measure_one(Learner, model, layout, recompute_activations=recompute)
         for recompute in (False, True)
@@ -342,7 +342,7 @@ def first_updates(model: Path, layout: tuple[int, ...], rows: int, sizes: list[i
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     updates = []
     for size in sizes:
         learner = Learner(model, learner_config(layout, micro_batch_size=size), OPTIMIZER)
@@ -475,7 +475,7 @@ def life_of_a_learner(model: Path) -> dict[str, Any]:
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     seen: dict[str, Any] = {}
     with pytest.raises(ValueError) as refusal:
         Learner(model, learner_config((1, 1, 2)), OPTIMIZER)
@@ -525,7 +525,7 @@ def score_shared_vocabulary(chunk_elements: int, dtype: torch.dtype) -> tuple[An
                 self.elements = max(self.elements, result.numel())
             return result
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     hidden, weight, targets, grad = vocabulary_problem(dtype)
     rows = -(-len(weight) // dist.get_world_size())
     start = rows * dist.get_rank()

@@ -39,7 +39,7 @@ def test_a_token_of_qwen_32b_takes_a_quarter_mebibyte_of_cache() -> None:
     assert memory.kv_bytes_per_token(QWEN2, 16) == memory.kv_bytes_per_token(QWEN2, 8) == 2**15
 
 
-def test_a_quantised_policy_has_half_the_bytes_but_for_what_is_not_quantised() -> None:
+def test_a_quantized_policy_has_half_the_bytes_but_for_what_is_not_quantized() -> None:
     """Qwen2.5-32B: 31.2e9 weights in linear layers with 4.8e6 scales, 1.56e9 that stay in BF16."""
     rows = 5120 + 2 * 1024 + 5120 + 2 * 27648 + 5120  # q; k, v; o; gate, up; down
     linear = 64 * (5120 * 5120 * 2 + 2 * 1024 * 5120 + 3 * 27648 * 5120)
@@ -63,7 +63,7 @@ def test_a_servers_gpus_hold_the_policy_between_them() -> None:
     scales_twice = 4 * 64 * (5120 + 5120)
     assert 4 * shared["linear"] == alone["linear"] + 3 * scales_twice
     norms = 2 * (64 * 2 + 1) * 5120
-    assert 4 * shared["unquantised"] == alone["unquantised"] + 3 * norms
+    assert 4 * shared["unquantized"] == alone["unquantized"] + 3 * norms
 
 
 def test_32b_with_adam_is_18_bytes_a_parameter_on_every_copy() -> None:

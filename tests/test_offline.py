@@ -54,12 +54,12 @@ def no_progress(done: int, total: int) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_quantised_directory_holds_what_a_publish_sends(
+def test_a_quantized_directory_holds_what_a_publish_sends(
     source: Path, weight_format: str, tmp_path: Path
 ) -> None:
-    destination = tmp_path / "quantised"
+    destination = tmp_path / "quantized"
     steps: list[tuple[int, int]] = []
-    offline.quantise_directory(
+    offline.quantize_directory(
         source,
         destination,
         weight_format,
@@ -68,10 +68,10 @@ def test_a_quantised_directory_holds_what_a_publish_sends(
     written = tensors_of(destination)
     for name, tensor in tensors_of(source).items():
         if name.endswith("_proj.weight"):
-            quantised = quantize.quantise(tensor, weight_format)
+            quantized = quantize.quantize(tensor, weight_format)
             scale = written.pop(quantize.scale_name(name, weight_format))
-            assert same_bytes(written.pop(name), quantised.codes)
-            assert same_bytes(scale, quantize.engine_scale(quantised))
+            assert same_bytes(written.pop(name), quantized.codes)
+            assert same_bytes(scale, quantize.engine_scale(quantized))
         else:
             assert same_bytes(written.pop(name), tensor.bfloat16())
     assert not written
@@ -91,7 +91,7 @@ def test_a_block_directory_is_what_sglang_s_own_fp8_layers_hold(
 ) -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
-    offline.quantise_directory(source, tmp_path / "block", "fp8-block", no_progress)
+    offline.quantize_directory(source, tmp_path / "block", "fp8-block", no_progress)
     described = json.loads((tmp_path / "block" / "config.json").read_text())["quantization_config"]
     config = Fp8Config.from_config(described)
     assert config.is_checkpoint_fp8_serialized
@@ -104,10 +104,10 @@ def test_a_block_directory_is_what_sglang_s_own_fp8_layers_hold(
 def test_a_large_file_is_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = build_tiny_model(tmp_path / "model")
     stored = load_file(source / "model.safetensors")
-    offline.quantise_directory(source, tmp_path / "whole", "bf16", no_progress)
+    offline.quantize_directory(source, tmp_path / "whole", "bf16", no_progress)
     limit = 4 * max(tensor.numel() for tensor in stored.values())
     monkeypatch.setattr(offline, "PIECE_BYTES", limit)
-    offline.quantise_directory(source, tmp_path / "cut", "bf16", no_progress)
+    offline.quantize_directory(source, tmp_path / "cut", "bf16", no_progress)
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     assert len(files) > 2
     for file in files:
@@ -126,18 +126,18 @@ def test_after_a_kill_it_goes_on_and_the_result_is_the_same(source: Path, tmp_pa
     def die(done: int, total: int) -> None:
         raise Killed
 
-    destination = tmp_path / "quantised"
+    destination = tmp_path / "quantized"
     with pytest.raises(Killed):
-        offline.quantise_directory(source, destination, "int8", die)
+        offline.quantize_directory(source, destination, "int8", die)
     assert not destination.exists()
-    (first,) = (tmp_path / "quantised.partial").glob("*.safetensors")
+    (first,) = (tmp_path / "quantized.partial").glob("*.safetensors")
     written_at = first.stat().st_mtime_ns
     # A file the kill left half-written has another name.
-    (tmp_path / "quantised.partial" / "model-1.safetensors.unfinished").write_bytes(b"half")
+    (tmp_path / "quantized.partial" / "model-1.safetensors.unfinished").write_bytes(b"half")
 
-    offline.quantise_directory(source, destination, "int8", no_progress)
+    offline.quantize_directory(source, destination, "int8", no_progress)
     assert (destination / first.name).stat().st_mtime_ns == written_at
-    offline.quantise_directory(source, tmp_path / "at once", "int8", no_progress)
+    offline.quantize_directory(source, tmp_path / "at once", "int8", no_progress)
     resumed, at_once = tensors_of(destination), tensors_of(tmp_path / "at once")
     assert resumed.keys() == at_once.keys()
     assert all(same_bytes(resumed[name], at_once[name]) for name in resumed)
@@ -151,9 +151,9 @@ def test_what_another_job_left_is_not_gone_on_with(source: Path, tmp_path: Path)
         raise Killed
 
     with pytest.raises(Killed):
-        offline.quantise_directory(source, tmp_path / "out", "int8", die)
+        offline.quantize_directory(source, tmp_path / "out", "int8", die)
     with pytest.raises(offline.OfflineError, match=r"out\.partial was left by another conversion"):
-        offline.quantise_directory(source, tmp_path / "out", "fp8", no_progress)
+        offline.quantize_directory(source, tmp_path / "out", "fp8", no_progress)
 
 
 def test_a_full_disk_leaves_no_directory_that_looks_complete(
@@ -200,7 +200,7 @@ def test_nan_stops_it_naming_the_tensor(source: Path, tmp_path: Path) -> None:
             tensors[DOWN][3, 4] = torch.nan
             save_file(tensors, file)
     with pytest.raises(quantize.NonFiniteWeight, match=rf"{DOWN}: row 3"):
-        offline.quantise_directory(source, tmp_path / "out", "int8", no_progress)
+        offline.quantize_directory(source, tmp_path / "out", "int8", no_progress)
     assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config.schema import ConfigError, with_overrides
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, Savings, kv_bytes_per_token
 from qurl_megatron.planning.step_time import Workload

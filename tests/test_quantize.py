@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.quantize import (
     NonFiniteWeight,
-    QuantisedTensor,
+    QuantizedTensor,
     block_absmax,
+    block_shape,
     code_flips,
-    dequantise,
-    quantise,
+    dequantize,
+    quantize,
 )
 
 torch.set_num_threads(1)
@@ -36,7 +36,7 @@ weights = st.builds(
 )
 
 
-def same_bytes(a: QuantisedTensor, b: QuantisedTensor) -> bool:
+def same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return code_flips(a.codes, b.codes) == 0 and torch.equal(a.scale, b.scale)
 
 
@@ -45,7 +45,7 @@ def same_bytes(a: QuantisedTensor, b: QuantisedTensor) -> bool:
 def test_weight_itself_stays_as_it_was(weight_format: str, dtype: torch.dtype) -> None:
     weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = weight.clone()
-    dequantise(quantise(weight, weight_format))
+    dequantize(quantize(weight, weight_format))
     assert torch.equal(weight, before)
 
 
@@ -55,27 +55,27 @@ def test_weight_itself_stays_as_it_was(weight_format: str, dtype: torch.dtype) -
 def test_integers_are_within_half_a_step_of_the_weight(
     weight_format: str, largest: int, weight: torch.Tensor
 ) -> None:
-    quantised = quantise(weight, weight_format)
-    assert quantised.codes.abs().max() <= largest
-    error = (quantised.codes.double() * quantised.scale.double() - weight.double()).abs()
+    quantized = quantize(weight, weight_format)
+    assert quantized.codes.abs().max() <= largest
+    error = (quantized.codes.double() * quantized.scale.double() - weight.double()).abs()
     # weight / scale is rounded to float32 before it is rounded to an integer.
     division_rounding = largest * 2.0**-24
-    assert (error <= quantised.scale.double() * (0.5 + division_rounding)).all()
+    assert (error <= quantized.scale.double() * (0.5 + division_rounding)).all()
 
 
 @given(weights)
 @settings(deadline=None)
 def test_fp8_codes_are_the_saturated_cast_of_the_scaled_weight(weight: torch.Tensor) -> None:
-    quantised = quantise(weight, "fp8")
-    scaled = (weight.float() / quantised.scale).clamp(-448, 448)
-    assert code_flips(quantised.codes, scaled.to(torch.float8_e4m3fn)) == 0
+    quantized = quantize(weight, "fp8")
+    scaled = (weight.float() / quantized.scale).clamp(-448, 448)
+    assert code_flips(quantized.codes, scaled.to(torch.float8_e4m3fn)) == 0
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @given(weight=weights)
 @settings(deadline=None)
 def test_scale_is_absmax_by_the_largest_code(weight_format: str, weight: torch.Tensor) -> None:
-    scale = quantise(weight, weight_format).scale
+    scale = quantize(weight, weight_format).scale
     expected = weight.float().abs().amax(dim=1, keepdim=True) / LARGEST[weight_format]
     expected[expected < SMALLEST_NORMAL] = 1
     assert scale.dtype == torch.float32
@@ -88,7 +88,7 @@ def test_scale_is_absmax_by_the_largest_code(weight_format: str, weight: torch.T
 def test_codes_of_the_negative_are_the_negative_codes(
     weight_format: str, weight: torch.Tensor
 ) -> None:
-    plus, minus = quantise(weight, weight_format), quantise(-weight, weight_format)
+    plus, minus = quantize(weight, weight_format), quantize(-weight, weight_format)
     assert torch.equal(plus.codes.float(), -minus.codes.float())
     assert torch.equal(plus.scale, minus.scale)
 
@@ -96,9 +96,9 @@ def test_codes_of_the_negative_are_the_negative_codes(
 @pytest.mark.parametrize("weight_format", FORMATS)
 @given(weight=weights)
 @settings(deadline=None)
-def test_quantising_again_changes_no_code(weight_format: str, weight: torch.Tensor) -> None:
-    once = quantise(weight, weight_format)
-    twice = quantise(dequantise(once), weight_format)
+def test_quantizing_again_changes_no_code(weight_format: str, weight: torch.Tensor) -> None:
+    once = quantize(weight, weight_format)
+    twice = quantize(dequantize(once), weight_format)
     # -0 comes back as +0 or -0 depending on nothing that matters: values, not bytes.
     assert torch.equal(once.codes.float(), twice.codes.float())
     # 127 * scale / 127 may round to the neighbouring float32.
@@ -114,44 +114,44 @@ def test_shards_with_the_absmax_of_the_row_give_the_bytes_of_the_whole(
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(37, 96, generator=generator).to(dtype)
     weight[:, 90] *= 20  # the absmax of most rows sits in the last shard
-    whole = quantise(weight, weight_format)
+    whole = quantize(weight, weight_format)
     shards = weight.chunk(4, dim=1)
     absmax = torch.stack([block_absmax(shard, weight_format) for shard in shards]).amax(dim=0)
     assert torch.equal(absmax, block_absmax(weight, weight_format))
     for shard, codes in zip(shards, whole.codes.chunk(4, dim=1), strict=True):
-        quantised = quantise(shard, weight_format, absmax)
-        assert code_flips(quantised.codes, codes) == 0
-        assert torch.equal(quantised.scale, whole.scale)
+        quantized = quantize(shard, weight_format, absmax)
+        assert code_flips(quantized.codes, codes) == 0
+        assert torch.equal(quantized.scale, whole.scale)
         # Without it they would not be: the absmax is what makes the difference.
-        assert code_flips(quantise(shard, weight_format).codes, codes) > 0
+        assert code_flips(quantize(shard, weight_format).codes, codes) > 0
     for rows in (slice(0, 5), slice(5, 37)):
-        quantised = quantise(weight[rows], weight_format)
-        assert code_flips(quantised.codes, whole.codes[rows]) == 0
-        assert torch.equal(quantised.scale, whole.scale[rows])
+        quantized = quantize(weight[rows], weight_format)
+        assert code_flips(quantized.codes, whole.codes[rows]) == 0
+        assert torch.equal(quantized.scale, whole.scale[rows])
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_chunk_size_changes_no_byte(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(53, 17, generator=torch.Generator().manual_seed(1))
-    whole = quantise(weight, weight_format)
-    monkeypatch.setattr(quantize, "CHUNK_ELEMENTS", 3 * 17)
-    assert same_bytes(quantise(weight, weight_format), whole)
+    whole = quantize(weight, weight_format)
+    monkeypatch.setattr("qurl_megatron.quantization.quantize.CHUNK_ELEMENTS", 3 * 17)
+    assert same_bytes(quantize(weight, weight_format), whole)
 
 
 def test_int8_rounds_halves_to_even_and_uses_127_on_both_sides() -> None:
     weight = torch.tensor([[127, -127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 3.49]])
-    quantised = quantise(weight, "int8")
-    assert quantised.scale.item() == 1
-    assert quantised.codes.tolist() == [[127, -127, 0, 2, 2, 0, -2, -2, 126, 3]]
+    quantized = quantize(weight, "int8")
+    assert quantized.scale.item() == 1
+    assert quantized.codes.tolist() == [[127, -127, 0, 2, 2, 0, -2, -2, 126, 3]]
 
 
 def test_fp8_rounds_halves_to_even_and_saturates() -> None:
     """E4M3 steps by 32 below 448 and by 2^-9 next to zero."""
     weight = torch.tensor([[448, -448, 432, 400, 17, 19, 2**-9, 2**-10, 3 * 2**-10, 1e-9]])
-    quantised = quantise(weight, "fp8")
-    assert quantised.scale.item() == 1
-    assert quantised.codes.float().tolist() == [[448, -448, 448, 384, 16, 20, 2**-9, 0, 2**-8, 0]]
-    saturated = quantise(weight, "fp8", absmax=torch.tensor([[224.0]]))
+    quantized = quantize(weight, "fp8")
+    assert quantized.scale.item() == 1
+    assert quantized.codes.float().tolist() == [[448, -448, 448, 384, 16, 20, 2**-9, 0, 2**-8, 0]]
+    saturated = quantize(weight, "fp8", absmax=torch.tensor([[224.0]]))
     assert saturated.codes.float()[0, :2].tolist() == [448, -448]
 
 
@@ -161,17 +161,17 @@ def test_rows_of_zeros_or_next_to_it_get_scale_1_and_codes_0(
     weight_format: str, magnitude: float
 ) -> None:
     weight = torch.tensor([[magnitude, -magnitude, 0.0], [1.0, 2.0, 3.0]])
-    quantised = quantise(weight, weight_format)
-    assert quantised.scale[0].item() == 1
-    assert quantised.codes[0].float().tolist() == [0, 0, 0]
-    assert quantised.codes[1].float()[2].item() == LARGEST[weight_format]
+    quantized = quantize(weight, weight_format)
+    assert quantized.scale[0].item() == 1
+    assert quantized.codes[0].float().tolist() == [0, 0, 0]
+    assert quantized.codes[1].float()[2].item() == LARGEST[weight_format]
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_largest_float32_survives(weight_format: str) -> None:
     largest = torch.finfo(torch.float32).max
-    quantised = quantise(torch.tensor([[largest, -largest]]), weight_format)
-    assert quantised.codes.float().tolist() == [[LARGEST[weight_format], -LARGEST[weight_format]]]
+    quantized = quantize(torch.tensor([[largest, -largest]]), weight_format)
+    assert quantized.codes.float().tolist() == [[LARGEST[weight_format], -LARGEST[weight_format]]]
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -185,24 +185,24 @@ def test_nan_or_infinity_is_refused_with_its_row(
     with pytest.raises(NonFiniteWeight, match="row 3"):  # before a maximum over shards hides it
         block_absmax(weight, weight_format)
     with pytest.raises(NonFiniteWeight, match="row 3"):
-        quantise(weight, weight_format)
+        quantize(weight, weight_format)
     with pytest.raises(NonFiniteWeight, match="row 3"):
-        quantise(torch.ones(5, 7), weight_format, absmax=weight[:, 2:3].float())
+        quantize(torch.ones(5, 7), weight_format, absmax=weight[:, 2:3].float())
 
 
-def test_views_that_are_not_contiguous_quantise_like_their_copies() -> None:
+def test_views_that_are_not_contiguous_quantize_like_their_copies() -> None:
     weight = torch.randn(12, 30, generator=torch.Generator().manual_seed(2))
     for view in (weight.t(), weight[:, ::3], weight[::2, 5:]):
-        quantised = quantise(view, "int8")
-        assert quantised.codes.is_contiguous()
-        assert same_bytes(quantised, quantise(view.contiguous(), "int8"))
+        quantized = quantize(view, "int8")
+        assert quantized.codes.is_contiguous()
+        assert same_bytes(quantized, quantize(view.contiguous(), "int8"))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_code_flips_counts_changed_codes(weight_format: str) -> None:
     weight = torch.tensor([[448.0, 20.0, -20.0, 3.0]])
     moved = torch.tensor([[448.0, 20.01, 20.0, 100.0]])
-    old, new = quantise(weight, weight_format).codes, quantise(moved, weight_format).codes
+    old, new = quantize(weight, weight_format).codes, quantize(moved, weight_format).codes
     assert code_flips(old, old.clone()) == 0
     assert code_flips(old, new) == 2
 
@@ -210,9 +210,9 @@ def test_code_flips_counts_changed_codes(weight_format: str) -> None:
 def test_unknown_format_and_misshapen_absmax_are_refused() -> None:
     weight = torch.ones(3, 4)
     with pytest.raises(ValueError, match="'int3'.*int8, int4, fp8"):
-        quantise(weight, "int3")
+        quantize(weight, "int3")
     with pytest.raises(ValueError, match=r"float32 \[3\].*\[3, 4\].*\[3, 1\]"):
-        quantise(weight, "int8", absmax=torch.ones(3))
+        quantize(weight, "int8", absmax=torch.ones(3))
 
 
 # Transformer Engine's formats
@@ -259,9 +259,9 @@ def test_fp8_of_blocks_is_transformer_engines_bit_for_bit(
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).double() * magnitude
     weight = weight.to(dtype)
     codes, scales = by_transformer_engine(weight, block)
-    quantised = quantise(weight, weight_format)
-    assert quantised.codes.float().tolist() == codes
-    assert quantised.scale.tolist() == scales
+    quantized = quantize(weight, weight_format)
+    assert quantized.codes.float().tolist() == codes
+    assert quantized.scale.tolist() == scales
 
 
 def test_multiplying_by_the_factor_is_not_dividing_by_the_scale() -> None:
@@ -269,13 +269,13 @@ def test_multiplying_by_the_factor_is_not_dividing_by_the_scale() -> None:
     weight = torch.randn(2000, 1000, generator=torch.Generator().manual_seed(4))
     absmax = weight.abs().max()
     divided = (weight / (absmax / 448)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    flips = code_flips(quantise(weight, "fp8-tensor").codes, divided)
+    flips = code_flips(quantize(weight, "fp8-tensor").codes, divided)
     assert 0 < flips < 1e-3 * weight.numel()
 
 
 def test_block_scales_are_powers_of_two() -> None:
     weight = torch.randn(200, 200, generator=torch.Generator().manual_seed(5))
-    mantissas, _ = torch.frexp(quantise(weight, "fp8-block").scale)
+    mantissas, _ = torch.frexp(quantize(weight, "fp8-block").scale)
     assert mantissas.unique().tolist() == [0.5]
 
 
@@ -286,17 +286,17 @@ def test_a_part_with_the_absmax_of_whole_blocks_has_the_bytes_of_the_whole(
 ) -> None:
     weight = torch.randn(400, 500, generator=torch.Generator().manual_seed(6))
     weight *= torch.arange(1, 501)  # every block has an absmax of its own
-    whole = quantise(weight, weight_format)
+    whole = quantize(weight, weight_format)
     absmax = block_absmax(weight, weight_format)
     rows, columns = (slice(start, start + 150) for start in offset)
     touched = tuple(
         slice(None) if block is None else slice(run.start // block, -(-run.stop // block))
-        for run, block in zip((rows, columns), quantize.block_shape(weight_format), strict=True)
+        for run, block in zip((rows, columns), block_shape(weight_format), strict=True)
     )
-    part = quantise(weight[rows, columns], weight_format, absmax[touched], offset=offset)
+    part = quantize(weight[rows, columns], weight_format, absmax[touched], offset=offset)
     assert code_flips(part.codes, whole.codes[rows, columns].contiguous()) == 0
     assert torch.equal(part.scale, whole.scale[touched])
-    assert torch.equal(dequantise(part), dequantise(whole)[rows, columns])
+    assert torch.equal(dequantize(part), dequantize(whole)[rows, columns])
 
 
 @pytest.mark.parametrize(
@@ -307,4 +307,4 @@ def test_nan_in_a_block_is_refused_with_its_place(weight_format: str, words: str
     weight = torch.ones(300, 200)
     weight[290, 150] = math.nan
     with pytest.raises(NonFiniteWeight, match=words):
-        quantise(weight, weight_format)
+        quantize(weight, weight_format)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qurl_megatron.config.schema import Config, save, with_overrides
+from qurl_megatron.config.overrides import save, with_overrides
+from qurl_megatron.config.schema import Config
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.page import ReportError, advice, read_run, write_report
 
@@ -99,7 +100,7 @@ def test_a_page_on_two_runs_has_both_everywhere_and_fetches_nothing(tmp_path: Pa
     assert not re.search(r"url\((?!#)|@import", text)
     for name in ("first", "second"):
         assert f"Where a step's time goes: {name}" in page.pictures
-        assert f"Quantisation error (Eq. 14): {name}" in page.pictures
+        assert f"Quantization error (Eq. 14): {name}" in page.pictures
     assert "KL(behaviour, proximal), k3" in page.pictures
     assert "Evaluation: aime24" in page.pictures
     for shown in ("25.0%", "75.0%", "1,342,464", "40 of 100", "20.0% \u00b1 6.2% \u2192 40.0%"):
@@ -111,7 +112,7 @@ def test_a_page_on_two_runs_has_both_everywhere_and_fetches_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("late", "words"),
     [
-        ({}, "Nothing here speaks against quantised rollout"),
+        ({}, "Nothing here speaks against quantized rollout"),
         (
             {"kl_behaviour_proximal_k3": 2e-3, "tis_truncated_fraction": 0.02},
             "grew 20-fold and 2.0% of tokens",

@@ -23,7 +23,7 @@ from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.quantize import NonFiniteWeight
 from qurl_megatron.weight_sync.reshard import Bucket, Converter
-from tiny import build_tiny_model, quantised
+from tiny import build_tiny_model, quantized
 
 DIMENSIONS = {
     "vocab_size": 251,
@@ -90,14 +90,14 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
+def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
     architecture: str, tied: bool, layout: tuple[int, ...], tmp_path: Path, engine: None
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
     leader, *others = run_ranks(convert, math.prod(layout[:3]), tmp_path, layout)
     for weight_format in FORMATS:
         buckets = leader[weight_format]
-        wanted = quantised(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
+        wanted = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
         sent = tensors(buckets)
         assert sent.keys() == wanted.keys()
         for name, tensor in wanted.items():
@@ -115,14 +115,14 @@ def test_every_layout_sends_what_quantising_the_checkpoint_directly_gives(
 
 
 @pytest.mark.parametrize("layout", [(8, 1), (2, 4)], ids=["TP8", "TP2xPP4"])
-def test_eight_ranks_send_what_quantising_the_checkpoint_directly_gives(
+def test_eight_ranks_send_what_quantizing_the_checkpoint_directly_gives(
     layout: tuple[int, ...], tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, "qwen2", tied=True, **LARGER)
     leader, *_ = run_ranks(convert, 8, tmp_path, layout)
     for weight_format in FORMATS:
         sent = tensors(leader[weight_format])
-        wanted = quantised(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
+        wanted = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
         assert sent.keys() == wanted.keys()
         assert all(as_bytes(sent[name]) == as_bytes(tensor) for name, tensor in wanted.items())
 
@@ -154,7 +154,7 @@ def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> 
     for name, stored in load_file(tmp_path / "model.safetensors").items():
         if name.endswith("_proj.weight"):
             weight = uaq.transform(UaqConfig(SCALE))(name, stored.float())
-            error += squares(quantize.dequantise(quantize.quantise(weight, "int8")) - weight)
+            error += squares(quantize.dequantize(quantize.quantize(weight, "int8")) - weight)
             weight_squares += squares(weight)
     assert first.total.quant_error == pytest.approx(error / weight_squares, rel=1e-6)
     assert first.total.update_norm == 0

@@ -132,7 +132,7 @@ def test_unknown_reward_is_named_with_the_valid_ones() -> None:
         score("bleu", "1", Problem("1"))
 
 
-def test_problem_that_no_completion_could_solve_is_recognised() -> None:
+def test_problem_that_no_completion_could_solve_is_recognized() -> None:
     assert unverifiable("reasoning_gym", spell_backward("star")) == ""
     assert unverifiable("exact", Problem("anything")) == ""
     assert "no metadata.source_dataset" in unverifiable("reasoning_gym", Problem("4"))
@@ -142,7 +142,7 @@ def test_problem_that_no_completion_could_solve_is_recognised() -> None:
     assert "countdown does not accept" in unverifiable("reasoning_gym", countdown)
 
 
-def test_json_breaks_the_entries_of_arc_agi_and_is_recognised() -> None:
+def test_json_breaks_the_entries_of_arc_agi_and_is_recognized() -> None:
     entry = reasoning_gym.create_dataset("rearc", size=1, seed=0)[0]
     fresh = Problem(entry["answer"], entry["metadata"])
     assert unverifiable("reasoning_gym", fresh) == ""

@@ -48,7 +48,7 @@ def sample(tries: int, texts: dict[str, list[str]], soft_tokens: int = 0) -> Any
     from qurl_megatron import device
     from qurl_megatron.loop.sampling import Sampler
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     config = Config(reward="exact")
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 2, 2
     config.rollout.max_response_length = 4
@@ -110,7 +110,7 @@ def sample_mathematics(texts: list[str]) -> Any:
     from qurl_megatron import device
     from qurl_megatron.loop.sampling import Sampler
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     config = Config(reward="math")
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, len(texts)
     prompt = Prompt("0", "question", "42", [10])
@@ -136,7 +136,7 @@ def sample_steps(stages: dict[int, StageConfig], steps: list[int]) -> Any:
     from qurl_megatron import device
     from qurl_megatron.loop.sampling import Sampler
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     config = Config(reward="exact")
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 2, 2
     config.rollout.max_response_length, config.rollout.stages = 4, stages

@@ -164,7 +164,7 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
             for part, tensor_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
                 shape = weight_map.full_shape(part, architecture)
                 sent[tensor_name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-                if rule.quantised:
+                if rule.quantized:
                     codes = torch.int8 if weight_format == "int8" else torch.float8_e4m3fn
                     sent[tensor_name] = sent[tensor_name].to(codes)
                     rows = shape[0] if weight_format == "int8" else -(-shape[0] // 128)

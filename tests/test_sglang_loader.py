@@ -12,7 +12,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import sglang_loader
-from tiny import build_tiny_model, quantised
+from tiny import build_tiny_model, quantized
 
 SERVER_SIZES = (1, 2, 4)
 FORMATS = ("bf16", "int8", "fp8", "fp8-tensor", "fp8-block")
@@ -45,12 +45,12 @@ def models(draw: st.DrawFn, weight_format: str) -> dict[str, Any]:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(data=st.data())
-def test_every_server_size_holds_the_checkpoint_quantised_directly(
+def test_every_server_size_holds_the_checkpoint_quantized_directly(
     weight_format: str, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model_dir = build_tiny_model(Path(directory), **data.draw(models(weight_format)))
-        sent = quantised(model_dir, weight_format)
+        sent = quantized(model_dir, weight_format)
         for size in SERVER_SIZES:
             held = sglang_loader.held(model_dir, weight_format, sent, size)
             for name, tensor in sent.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from qurl_megatron.quantization.quantize import dequantise, quantise
+from qurl_megatron.quantization.quantize import dequantize, quantize
 from qurl_megatron.sglang_plugin import attention
 from qurl_megatron.sglang_plugin.linear import (
     Fp8BlockConfig,
@@ -14,7 +14,7 @@ from qurl_megatron.sglang_plugin.linear import (
     Int8Config,
     Int8LinearMethod,
     QurlConfig,
-    quantise_tokens,
+    quantize_tokens,
 )
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
@@ -84,9 +84,9 @@ def test_int8_products_are_those_of_the_integers(width: int) -> None:
     assert torch.equal(sums, (codes @ weight.t()).float())
 
 
-def test_tokens_are_quantised_one_by_one_half_to_even() -> None:
+def test_tokens_are_quantized_one_by_one_half_to_even() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [-1.27, 0.4, 0.0, 1.0]])
-    codes, scale = quantise_tokens(x, torch.int8)
+    codes, scale = quantize_tokens(x, torch.int8)
     assert codes.tolist()[0] == [127, 0, 2, -2]
     assert codes.tolist()[1] == [0, 0, 0, 0]
     assert codes.tolist()[2] == [-127, 40, 0, 100]
@@ -135,18 +135,18 @@ def test_a_layer_starts_with_weights_of_zero_and_never_replaces_a_parameter(
     }
 
 
-def test_blocks_that_end_short_multiply_as_their_dequantised_weight() -> None:
+def test_blocks_that_end_short_multiply_as_their_dequantized_weight() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(300, 200, generator=generator), torch.ones(1, 200)
     x[0, 150] = 3.0  # 1 and 3 are codes of a scale of 3 / 448 but for rounding; 1 alone is exact
-    quantised = quantise(weight, "fp8-block")
+    quantized = quantize(weight, "fp8-block")
     layer = built(Fp8BlockConfig(), 200, [300])
-    layer.weight.data.copy_(quantised.codes)
-    layer.weight_scale_inv.data.copy_(quantised.scale)
+    layer.weight.data.copy_(quantized.codes)
+    layer.weight_scale_inv.data.copy_(quantized.scale)
     out = layer.method.apply(layer, x.bfloat16()).float()
-    codes, scale = quantise_tokens(x[:, 128:], torch.float8_e4m3fn)
+    codes, scale = quantize_tokens(x[:, 128:], torch.float8_e4m3fn)
     rounded = torch.cat([x[:, :128], codes * scale], dim=1)
-    torch.testing.assert_close(out, rounded @ dequantise(quantised).t(), rtol=4e-3, atol=1e-3)
+    torch.testing.assert_close(out, rounded @ dequantize(quantized).t(), rtol=4e-3, atol=1e-3)
 
 
 def test_a_block_that_would_belong_to_two_fused_layers_is_refused() -> None:

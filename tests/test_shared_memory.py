@@ -47,7 +47,7 @@ def receive_or_send() -> dict[str, torch.Tensor]:
     from qurl_megatron.sglang_plugin.receive import update_bucket
     from qurl_megatron.weight_sync.shared_memory import SHARED
 
-    device.initialise_distributed()
+    device.initialize_distributed()
     loaded: dict[str, torch.Tensor] = {}
     tensors = {"a": torch.randn(3, 5), "b": torch.arange(-60, 60, dtype=torch.int8).view(8, 15)}
     if device.rank() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qurl_megatron.config.schema import with_overrides
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.planning import step_time
 from qurl_megatron.planning.step_time import Workload
 from recipes.scaling_32b import ARCHITECTURES, study
@@ -77,6 +77,6 @@ def test_a_pass_costs_two_operations_a_weight_and_token() -> None:
     assert times["update"] == pytest.approx(3 * layers + 4 * output + optimizer, rel=1e-6)
 
 
-def test_a_quantised_publish_takes_the_time_of_its_bytes() -> None:
+def test_a_quantized_publish_takes_the_time_of_its_bytes() -> None:
     bf16, int8 = (step_time.publish_s(QWEN2, study("", 64, f)) for f in ("bf16", "int8"))
     assert int8 / bf16 == pytest.approx(0.5241, abs=1e-4)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.quantization import uaq
-from qurl_megatron.quantization.quantize import code_flips, dequantise, quantise
+from qurl_megatron.quantization.quantize import code_flips, dequantize, quantize
 
 torch.set_num_threads(1)
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
@@ -161,7 +161,7 @@ def test_codes_of_the_scaled_weight_are_those_of_the_weight() -> None:
     assert torch.equal(*for_float64)
 
     weight = matrix(torch.float32)
-    plain, scaled = quantise(weight, "int8"), quantise(weight / 1.5, "int8")
+    plain, scaled = quantize(weight, "int8"), quantize(weight / 1.5, "int8")
     assert code_flips(plain.codes, scaled.codes) <= 1e-5 * weight.numel()
     torch.testing.assert_close(scaled.scale, plain.scale / 1.5, rtol=2.0**-22, atol=0)
 
@@ -174,7 +174,7 @@ def test_same_update_flips_more_codes_of_the_scaled_weight() -> None:
 
     def flips(scale: float) -> int:
         before, after = weight / scale, weight / scale + step
-        return code_flips(quantise(before, "int8").codes, quantise(after, "int8").codes)
+        return code_flips(quantize(before, "int8").codes, quantize(after, "int8").codes)
 
     assert flips(1.5) / flips(1.0) == pytest.approx(1.5, rel=0.1)
 
@@ -189,7 +189,7 @@ def test_the_relative_update_grows_by_the_square_of_s_and_the_error_not_at_all()
 
     def quant_error(scale: float) -> float:
         exact = (weight / scale).float()
-        error = dequantise(quantise(exact, "int8")) - exact
+        error = dequantize(quantize(exact, "int8")) - exact
         return float(error.double().square().sum() / exact.double().square().sum())
 
     assert update_norm(1.5) / update_norm(1.0) == pytest.approx(1.5**2, rel=1e-12)

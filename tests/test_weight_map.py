@@ -204,12 +204,12 @@ def test_both_spellings_of_a_norm_are_one_rule():
     assert local[0].hugging_face_names(1) == ("model.layers.1.input_layernorm.weight",)
 
 
-def test_linear_layers_of_blocks_are_quantised_and_those_after_a_norm_name_it():
+def test_linear_layers_of_blocks_are_quantized_and_those_after_a_norm_name_it():
     def last_word(name: str) -> str:
         return name.removesuffix(".weight").split(".")[-1]
 
-    quantised = {last_word(p.name) for r in weight_map.RULES if r.quantised for p in r.parts}
-    assert quantised == {
+    quantized = {last_word(p.name) for r in weight_map.RULES if r.quantized for p in r.parts}
+    assert quantized == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     }

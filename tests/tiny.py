@@ -56,12 +56,12 @@ def build_tiny_model(
     return directory
 
 
-def quantised(
+def quantized(
     model_dir: Path,
     weight_format: str,
     transform: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
 ) -> dict[str, Tensor]:
-    """A directory's tensors as they are sent, quantised directly with no layout in sight."""
+    """A directory's tensors as they are sent, quantized directly with no layout in sight."""
     from safetensors.torch import load_file
 
     from qurl_megatron.quantization import quantize
@@ -70,7 +70,7 @@ def quantised(
     for name, stored in load_file(model_dir / "model.safetensors").items():
         weight = transform(name, stored.float())
         if weight_format != "bf16" and name.endswith("_proj.weight"):
-            codes = quantize.quantise(weight, weight_format)
+            codes = quantize.quantize(weight, weight_format)
             sent[name] = codes.codes
             sent[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
         else:

@@ -1,11 +1,11 @@
-"""Quantising against a copy, and linear layers by format: `python -m benchmarks.gpu.kernels`.
+"""Quantizing against a copy, and linear layers by format: `python -m benchmarks.gpu.kernels`.
 
 First, absmax, scale and codes of a weight in one pass (`channel_kernel.py`), against the same in
 eager PyTorch and against a device-to-device copy that moves as many bytes. Bandwidth counts each
 BF16 weight read once and each code written once. The codes must be the CPU's, byte for byte.
 
 Then one linear layer as the server multiplies it, by format and number of tokens, activations'
-quantising included: where throughput falls short of its goal, this says which layer does.
+quantizing included: where throughput falls short of its goal, this says which layer does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu import record, timing
 from qurl_megatron import device
-from qurl_megatron.quantization.quantize import code_flips, quantise
+from qurl_megatron.quantization.quantize import code_flips, quantize
 
 GOAL = 0.8  # of a copy's bandwidth
 LARGEST = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
@@ -45,9 +45,9 @@ def main() -> None:
     tokens = (1, 16) if arguments.rehearsal else TOKENS
     for name, shape in weights.items():
         for weight_format in LARGEST:
-            key = f"quantise {name} {weight_format}"
+            key = f"quantize {name} {weight_format}"
             if key not in results.rows:
-                results.add(key, quantising(shape, weight_format, arguments))
+                results.add(key, quantizing(shape, weight_format, arguments))
     for name, shape in weights.items():
         for count in tokens:
             key = f"linear {name} {count} tokens"
@@ -56,10 +56,10 @@ def main() -> None:
     results.finish()
 
 
-def quantising(
+def quantizing(
     shape: tuple[int, int], weight_format: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    from qurl_megatron.quantization.channel_kernel import quantise_channels
+    from qurl_megatron.quantization.channel_kernel import quantize_channels
 
     code_dtype, largest = LARGEST[weight_format]
     generator = torch.Generator(device=device.device()).manual_seed(0)
@@ -73,7 +73,7 @@ def quantising(
     targets = [torch.empty_like(source) for source in sources]
 
     def kernel(turn: int) -> None:
-        quantise_channels(inputs[turn % count], None, outputs[turn % count], largest)
+        quantize_channels(inputs[turn % count], None, outputs[turn % count], largest)
 
     def eager(turn: int) -> torch.Tensor:
         weight = inputs[turn % count]
@@ -87,9 +87,9 @@ def quantising(
     times = timing.take_turns(
         {"kernel": kernel, "eager": eager, "copy": copy}, arguments.repetitions
     )
-    on_cpu = quantise(first.cpu(), weight_format)
+    on_cpu = quantize(first.cpu(), weight_format)
     codes = torch.full(shape, 1.0, device=first.device).to(code_dtype)  # all to be overwritten
-    _, scale = quantise_channels(first, None, codes, largest)
+    _, scale = quantize_channels(first, None, codes, largest)
     of_copy = times["copy"]["median_s"] / times["kernel"]["median_s"]
     return {
         "kernel_gb_per_s": moved_bytes / times["kernel"]["median_s"] / 1e9,
@@ -118,12 +118,12 @@ def linear(shape: tuple[int, int], tokens: int, arguments: argparse.Namespace) -
     }
     errors: dict[str, float] = {}
     for weight_format, config in (("int8", Int8Config()), ("fp8", Fp8Config())):
-        quantised = quantise(weight, weight_format)
+        quantized = quantize(weight, weight_format)
         layers = []
         for _ in range(count):
             layer = torch.nn.Module()
-            layer.weight = torch.nn.Parameter(quantised.codes.clone(), requires_grad=False)
-            layer.weight_scale = torch.nn.Parameter(quantised.scale, requires_grad=False)
+            layer.weight = torch.nn.Parameter(quantized.codes.clone(), requires_grad=False)
+            layer.weight_scale = torch.nn.Parameter(quantized.scale, requires_grad=False)
             layers.append(layer)
         method = config.linear_method(config)
         passes[weight_format] = lambda turn, m=method, some=layers: m.apply(some[turn % count], x)

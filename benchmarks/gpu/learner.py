@@ -3,7 +3,7 @@
 Runs the parity tests as they are, on NCCL: logits, log-probs and three optimizer steps against
 transformers and torch, the converter's codes, checkpoints. What needs more ranks than there are
 GPUs is skipped and says so. Where Transformer Engine is installed, the learner's layers are its
-layers, and the codes of `fp8-tensor` and `fp8-block` are compared with its own quantisers' bit for
+layers, and the codes of `fp8-tensor` and `fp8-block` are compared with its own quantizers' bit for
 bit; where it is not, that is skipped and says so.
 """
 

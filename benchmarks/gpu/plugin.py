@@ -3,7 +3,7 @@
 Runs the tests of the server as they are, on a GPU with CUDA graphs: log-probs of BF16, INT8, FP8
 and FP8 by blocks against a plain PyTorch computation on the CPU from the very codes that were sent,
 20 reloads with a bit-equal return, the prefix cache, checksums of what each layer holds. Then the
-layers' products on the GPU against those on the CPU, and the quantising kernel's codes.
+layers' products on the GPU against those on the CPU, and the quantizing kernel's codes.
 """
 
 from __future__ import annotations

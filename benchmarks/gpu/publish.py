@@ -1,6 +1,6 @@
 """Learner to server on one GPU, by format: `python -m benchmarks.gpu.publish`.
 
-A whole `Publisher.publish`: pause, quantise, send, load, compare every tensor's checksum, resume.
+A whole `Publisher.publish`: pause, quantize, send, load, compare every tensor's checksum, resume.
 The learner's weights are `policy.RandomPolicy`'s, all on the server's GPU, so NCCL cannot carry
 them: the server reads the learner's buckets where they lie, or gloo takes them through host memory,
 which is what a run does for now. The floor is what the memory's bandwidth allows:
@@ -73,7 +73,7 @@ def join_alone() -> None:
     from megatron.core import parallel_state
 
     device.limit_threads(1)
-    device.initialise_distributed()
+    device.initialize_distributed()
     with device.megatron_runtime():
         parallel_state.initialize_model_parallel(1, create_gloo_process_groups=False)
 

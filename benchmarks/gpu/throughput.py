@@ -1,7 +1,7 @@
 """Tokens a second of a rollout server, by format: `python -m benchmarks.gpu.throughput`.
 
 A real SGLang server of a real shape, its weights random and published to it as a learner's are, so
-that codes and scales are those of quantised weights. Each batch is sent at once: prompts of 512
+that codes and scales are those of quantized weights. Each batch is sent at once: prompts of 512
 random tokens, 1024 tokens sampled at temperature 1 with end-of-sequence ignored. BF16, INT8 and FP8
 follow each other in one sitting. Tokens a second count what is sampled over the whole request,
 prefill included. Where a batch does not fit the cache beside the weights, SGLang makes part of it

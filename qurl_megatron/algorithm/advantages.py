@@ -44,10 +44,10 @@ def soft_overlong_penalty(length: int, max_length: int, soft_tokens: int) -> flo
     return -beyond / soft_tokens if soft_tokens and beyond > 0 else 0.0
 
 
-def generalised_advantages(
+def generalized_advantages(
     rewards: Tensor, values: Tensor, loss_mask: Tensor, *, discount: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO: generalised advantage estimation (Schulman et al., 2016, Eq. 16), and returns.
+    """PPO: generalized advantage estimation (Schulman et al., 2016, Eq. 16), and returns.
 
     With delta_t = reward_t + discount * value_{t+1} - value_t, the advantage of token t is the sum
     over k of (discount * gae_lambda)^k * delta_{t+k}, and its return advantage + value. Nothing is

@@ -2,7 +2,7 @@
 
 Three log-probs of the sampled tokens, and only three:
 
-- `behaviour_logprobs`: the engine that sampled them, quantised;
+- `behaviour_logprobs`: the engine that sampled them, quantized;
 - `proximal_logprobs`: the learner before any update of this step, in full precision;
 - `current_logprobs`: the learner as it is now, the only one with a gradient.
 
@@ -21,12 +21,15 @@ Where rho <= C, r is exactly 1 and `acr` is `tis`, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.config.schema import Objective
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import Config, Objective, ObjectiveConfig
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
@@ -38,7 +41,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class ObjectiveOutput(NamedTuple):
-    """`loss`, a scalar to minimise; `stats`, sums over tokens, scalars without a gradient."""
+    """`loss`, a scalar to minimize; `stats`, sums over tokens, scalars without a gradient."""
 
     loss: Tensor
     stats: dict[str, Tensor]
@@ -227,3 +230,41 @@ def _k3(target_logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
     """k3 = x - 1 - log x, x = target / sampled: an estimate of KL(sampled || target) per token."""
     log_ratio = _log_ratio(target_logprobs, sampled_logprobs)
     return torch.expm1(log_ratio) - log_ratio
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss function the learner minimizes: QuRL's objective with a run's settings."""
+
+    config: ObjectiveConfig
+
+    def __call__(
+        self,
+        current_logprobs: Tensor,
+        entropy: Tensor,
+        batch: TrainBatch,
+        loss_weights: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.proximal_logprobs is not None
+        output = policy_objective(
+            current_logprobs,
+            batch.proximal_logprobs,
+            batch.behaviour_logprobs,
+            batch.advantages,
+            loss_weights,
+            objective=self.config.objective,
+            eps_low=self.config.eps_low,
+            eps_high=self.config.eps_high,
+            ratio_cap=self.config.ratio_cap,
+            reference_logprobs=batch.reference_logprobs,
+            kl_coefficient=self.config.kl_coefficient,
+        )
+        moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
+        moved = moved.where(loss_weights > 0, 0).sum()
+        return output.loss, {**output.stats, "current_proximal_abs_diff": moved}
+
+
+def minibatches(config: Config, batch: TrainBatch) -> Iterator[tuple[TrainBatch, Tensor]]:
+    """Equal parts of the batch, in order, with their loss weights."""
+    for minibatch in batch.split(config.optimizer.minibatches_per_step):
+        yield minibatch, token_weights(minibatch.loss_mask, config.objective.aggregation)

@@ -1,7 +1,7 @@
 """Prompts: where they are read, how they become tokens, in what order they are served.
 
     read_problems   file, directory or reasoning-gym task -> [Problem]; needs no model: run it first
-    tokenise        [Problem] -> [Prompt]
+    tokenize        [Problem] -> [Prompt]
     split           [Prompt] -> Split(train, held_out), by a hash of the question
     PromptStream    [Prompt] -> the prompts of each step, resumable
 
@@ -15,7 +15,7 @@ What can be read:
     DIR:SPLIT              its split of that name; without one `train`, or the only one there is
     reasoning_gym:TASK     generated
 
-Which fields of a problem are recognised (others are ignored):
+Which fields of a problem are recognized (others are ignored):
 
     whose                          question                            answer
     plain, reasoning-gym           question (or prompt, or problem)    answer
@@ -91,11 +91,11 @@ class PromptSet(NamedTuple):
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
-    """Read, tokenise and split what a run works with. Raises DataError."""
+    """Read, tokenize and split what a run works with. Raises DataError."""
 
     def prompts(data: str, options: Mapping[str, Any]) -> list[Prompt]:
         problems = read_problems(data, options, config.reward, seed=config.seed)
-        return tokenise(problems, tokenizer, config.rollout.max_prompt_length)
+        return tokenize(problems, tokenizer, config.rollout.max_prompt_length)
 
     train, held_out = split(
         prompts(config.data, config.data_options), config.evaluation.held_out_fraction
@@ -138,14 +138,14 @@ def read_problems(
     return list(unique.values())
 
 
-def tokenise(problems: Iterable[Problem], tokenizer: Any, max_prompt_length: int) -> list[Prompt]:
+def tokenize(problems: Iterable[Problem], tokenizer: Any, max_prompt_length: int) -> list[Prompt]:
     """Prompts as the policy sees them, in order.
 
     With a chat template a question is the user's turn, a chat is what it is, and the assistant's
     turn is opened; without one a question is the text as it stands. Raises DataError if a prompt is
     longer than `max_prompt_length` tokens, or a chat does not go without a template or with it.
     """
-    return [_tokenise(problem, tokenizer, max_prompt_length) for problem in problems]
+    return [_tokenize(problem, tokenizer, max_prompt_length) for problem in problems]
 
 
 def split(prompts: list[Prompt], held_out_fraction: float) -> Split:
@@ -405,7 +405,7 @@ def _text(value: Any, field: str, where: str) -> str:
     return value
 
 
-def _tokenise(problem: Problem, tokenizer: Any, max_prompt_length: int) -> Prompt:
+def _tokenize(problem: Problem, tokenizer: Any, max_prompt_length: int) -> Prompt:
     if getattr(tokenizer, "chat_template", None):
         try:
             text = tokenizer.apply_chat_template(

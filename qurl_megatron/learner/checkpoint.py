@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from qurl_megatron import device
-from qurl_megatron.config import schema as configs
+from qurl_megatron.config import overrides as configs
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import PARTIAL, partial_of, rename_whole, sync
 from qurl_megatron.learner.critic import Critic
@@ -53,7 +53,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights
 from qurl_megatron.model.weight_map import Rule
-from qurl_megatron.rollout.server import die_with_parent
+from qurl_megatron.process import die_with_parent
 
 CONTENTS = ("megatron", "model", "config.yaml", "state.json")
 

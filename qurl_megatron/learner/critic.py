@@ -1,7 +1,7 @@
 """PPO's critic: a Megatron value model that says what a completion is worth as it is written.
 
 It is the policy's architecture with one number a token in place of the vocabulary, in full
-precision, and lives on the policy's ranks in a layout of its own. No quantised copy of it is made.
+precision, and lives on the policy's ranks in a layout of its own. No quantized copy of it is made.
 
 Megatron keeps the layout of a process in the globals of one module. Outside this file they are the
 policy's; every call to a `Critic` puts its own there for as long as it lasts.
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from qurl_megatron.algorithm.advantages import generalised_advantages, whitened
+from qurl_megatron.algorithm.advantages import generalized_advantages, whitened
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights, value_loss
 from qurl_megatron.config.schema import Config
@@ -62,7 +62,7 @@ class Critic:
         mask = batch.loss_mask
         with self._own_parallel_state():
             batch.values = self._learner.values(batch.tokens, mask)
-            advantages, batch.returns = generalised_advantages(
+            advantages, batch.returns = generalized_advantages(
                 batch.rewards,
                 batch.values,
                 mask,

@@ -105,7 +105,7 @@ class Learner:
         device.limit_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
-            device.initialise_distributed()
+            device.initialize_distributed()
         if dist.get_world_size() != learner.world_size:
             raise ArchitectureError(
                 f"{dist.get_world_size()} learner ranks, but tensor x pipeline x data parallel "
@@ -176,7 +176,7 @@ class Learner:
 
         Args:
             loss_weights: [batch, time] float32, handed to `loss_function` row by row; they carry
-                the normalisation over the whole batch.
+                the normalization over the whole batch.
 
         Raises:
             FloatingPointError: the gradient norm is not finite; the weights are then spoilt.
@@ -487,13 +487,13 @@ def build_chunks(
         **(_RECOMPUTE if learner.recompute_activations else {}),
         **device.transformer_config_fields(),
     )
-    # No dropout and no random initialisation: no random state to fork.
+    # No dropout and no random initialization: no random state to fork.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     chunks = []
     for virtual_stage in range(virtual_stages or 1):
         chunks.append(model(config, architecture, virtual_stage if virtual_stages else None))
     for _, rule, _, parameter in parameters_of(chunks, architecture):
-        # Megatron marks them as it initialises them; unmarked, they count once in the norm.
+        # Megatron marks them as it initializes them; unmarked, they count once in the norm.
         parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None  # type: ignore[attr-defined]
     return chunks
 

@@ -25,7 +25,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.data import rewards
 from qurl_megatron.files import write_whole
-from qurl_megatron.rollout.server import RolloutClient
+from qurl_megatron.rollout.client import RolloutClient
 
 
 @dataclass

@@ -11,7 +11,7 @@ from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.loop.avg_at_k import averages, measure, write_answers
 from qurl_megatron.report.metrics import Evaluation, evaluation_directory
-from qurl_megatron.rollout.server import RolloutClient
+from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 

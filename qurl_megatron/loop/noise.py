@@ -1,8 +1,8 @@
-"""How far a served policy is from the learner's before any training: engine and quantisation apart.
+"""How far a served policy is from the learner's before any training: engine and quantization apart.
 
 Each server set answers the same prompts, and the learner scores what it sampled. What the BF16
 servers of evaluation show is the engine's own noise; what those of the rollout show beyond it comes
-of quantisation.
+of quantization.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from qurl_megatron.algorithm.objective import rollout_statistics
 from qurl_megatron.config.schema import Config
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.rollout.server import RolloutClient
+from qurl_megatron.rollout.client import RolloutClient
 
 
 def measure_noise(

@@ -20,7 +20,7 @@ from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.device import from_rank_zero, rank
-from qurl_megatron.rollout.server import RolloutClient
+from qurl_megatron.rollout.client import RolloutClient
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Sampler:
             failures += failed
             for row, other in zip(dull, others, strict=True):
                 groups[row] = other
-        penalised = [_penalised(group, rollout) for group in groups]
+        penalized = [_penalized(group, rollout) for group in groups]
         # PPO's come of its critic; in their place until then are GRPO's, 0 for groups of one.
-        batch = pack(groups, penalised, grpo_advantages(penalised), pad_token_id(self._tokenizer))
+        batch = pack(groups, penalized, grpo_advantages(penalized), pad_token_id(self._tokenizer))
         return batch, _summary(sampled, failures, replaced=len(sampled) - len(groups))
 
     def _groups(self, rollout: RolloutConfig, prompts_count: int) -> tuple[list[RolloutGroup], int]:
@@ -121,7 +121,7 @@ def pad_token_id(tokenizer: Any) -> int:
     return tokenizer.eos_token_id if padding is None else padding
 
 
-def _penalised(group: RolloutGroup, rollout: RolloutConfig) -> list[float]:
+def _penalized(group: RolloutGroup, rollout: RolloutConfig) -> list[float]:
     return [
         reward
         + soft_overlong_penalty(

@@ -10,8 +10,8 @@ Three shapes of the same weight, and the only ways between them:
     full tensor  --part_index-->  part (this rank's run)  --merge-->  shard (Megatron's parameter)
                  <--concat-----                           <--split--
 
-Invariants: `split(merge(parts)) == parts`, and the parts of all ranks concatenated along `Part.dim`
-are the full tensor, bit for bit. Vocabulary padding exists in shards only.
+Invariants: `split(merge(parts)) == parts`, and the parts of all ranks concatenated along
+`TensorPart.dim` are the full tensor, bit for bit. Vocabulary padding exists in shards only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rule:
     megatron: tuple[str, ...]  # spellings; the second is Transformer Engine's fused norm
     parts: tuple[HuggingFaceTensor, ...]
     merge: Merge = Merge.ALONE
-    quantised: bool = False  # a linear layer inside a block
+    quantized: bool = False  # a linear layer inside a block
     fed_by: str | None = None  # Hugging Face name of the norm whose output this layer reads
 
     @property
@@ -77,7 +77,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """This rank's run of one Hugging Face tensor."""
 
     name: str  # in the Hugging Face checkpoint
@@ -112,11 +112,11 @@ def _rule(
     megatron: str | tuple[str, ...],
     *parts: tuple[str, tuple[str, ...]],
     merge: Merge = Merge.ALONE,
-    quantised: bool = False,
+    quantized: bool = False,
     fed_by: str | None = None,
 ) -> Rule:
     names = (megatron,) if isinstance(megatron, str) else megatron
-    return Rule(names, tuple(HuggingFaceTensor(*p) for p in parts), merge, quantised, fed_by)
+    return Rule(names, tuple(HuggingFaceTensor(*p) for p in parts), merge, quantized, fed_by)
 
 
 _M = "decoder.layers.{layer}."
@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         (_H + "self_attn.k_proj.weight", ("key_value", "hidden")),
         (_H + "self_attn.v_proj.weight", ("key_value", "hidden")),
         merge=Merge.GROUPED_QKV,
-        quantised=True,
+        quantized=True,
         fed_by=_H + "input_layernorm.weight",
     ),
     _rule(
@@ -158,7 +158,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         _M + "self_attention.linear_proj.weight",
         (_H + "self_attn.o_proj.weight", ("hidden", "query")),
-        quantised=True,
+        quantized=True,
     ),
     _rule(
         (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
@@ -169,13 +169,13 @@ RULES: tuple[Rule, ...] = (
         (_H + "mlp.gate_proj.weight", ("intermediate", "hidden")),
         (_H + "mlp.up_proj.weight", ("intermediate", "hidden")),
         merge=Merge.STACKED,
-        quantised=True,
+        quantized=True,
         fed_by=_H + "post_attention_layernorm.weight",
     ),
     _rule(
         _M + "mlp.linear_fc2.weight",
         (_H + "mlp.down_proj.weight", ("hidden", "intermediate")),
-        quantised=True,
+        quantized=True,
     ),
     _rule("decoder.final_layernorm.weight", ("model.norm.weight", ("hidden",))),
     _rule("output_layer.weight", ("lm_head.weight", ("vocabulary", "hidden"))),
@@ -321,7 +321,7 @@ def split(
     layer: int | None,
     tp_rank: int,
     tp_size: int,
-) -> list[Part]:
+) -> list[TensorPart]:
     """This rank's shard -> its parts under their Hugging Face names. Inverse of `merge`."""
     shares = [part_runs(rule, part, architecture, tp_size) for part in rule.parts]
     tensors: Sequence[Tensor]
@@ -340,7 +340,7 @@ def split(
         dim = part.shared_dim
         if runs is not None and dim is not None and part.sizes[0] == "vocabulary":
             tensor = tensor.narrow(dim, 0, _length(runs[tp_rank]))  # drops padding
-        parts.append(Part(name, tensor, dim, runs, tp_rank, full_shape(part, architecture)))
+        parts.append(TensorPart(name, tensor, dim, runs, tp_rank, full_shape(part, architecture)))
     return parts
 
 

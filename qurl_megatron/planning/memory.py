@@ -17,7 +17,7 @@ Memory of a learner rank (the largest over pipeline stages counts):
                                                  sequences are parallel)
                  e(3Q + 3K)/t + 4 heads/t        qkv, rotated q and k, attention's output, log-sums
                  3eF/t                           fc1's output and fc2's input
-                 eQ/t                            where query and key are normalised
+                 eQ/t                            where query and key are normalized
                  and 4e head_dim a time step for the rotary tables; times the layers of a stage and
                  the micro batches in flight there: p - stage, or with virtual stages v a total of
                  layers x (1 + (p - 1) / (p v)) (Korthikanti et al., arXiv:2205.05198, 4.2.3).
@@ -26,7 +26,7 @@ Memory of a learner rank (the largest over pipeline stages counts):
     logits       chunks of at most 2^26 (`device.logit_chunk_elements`): 8 B forward; backward 6 B,
                  and 6 B a value of the output layer's shard for its gradient
     backward     e(3F/t + 2h) a token, and the largest weight's gradient before it is added up
-    converter    what Eq. 13 is measured against, at most 128 rows of each quantised weight with
+    converter    what Eq. 13 is measured against, at most 128 rows of each quantized weight with
                  codes; while publishing two buckets and the largest tensor, which do not coincide
                  with activations
     runtime      `RUNTIME_BYTES`
@@ -94,7 +94,7 @@ def linear_weights(architecture: Architecture) -> int:
     return sum(
         _numel(part, architecture) * architecture.num_layers
         for rule in weight_map.rules(architecture)
-        if rule.quantised
+        if rule.quantized
         for part in rule.parts
     )
 
@@ -145,7 +145,7 @@ def rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: i
 
 
 def _scales(shape: tuple[int, ...], weight_format: str) -> int:
-    """Scales of a quantised weight as a server holds them."""
+    """Scales of a quantized weight as a server holds them."""
     if weight_format == "fp8-tensor":
         return shape[0]  # as `quantize.engine_scale`
     return math.prod(
@@ -163,8 +163,8 @@ def published_bytes(architecture: Architecture, weight_format: WeightFormat) -> 
 def server_weight_bytes(
     architecture: Architecture, weight_format: WeightFormat, tensor_parallel_size: int
 ) -> dict[str, int]:
-    """On one of a server's GPUs: `linear` layers as they are quantised, `unquantised` the rest."""
-    found = {"linear": 0, "unquantised": 0}
+    """On one of a server's GPUs: `linear` layers as they are quantized, `unquantized` the rest."""
+    found = {"linear": 0, "unquantized": 0}
     for rule in weight_map.rules(architecture):
         count = architecture.num_layers if rule.layered else 1
         for part in rule.parts:
@@ -174,8 +174,8 @@ def server_weight_bytes(
                 share = 1
             elif part.sizes[part.shared_dim] == "key_value":  # ranks share heads, not their rows
                 share = min(share, architecture.num_key_value_heads)
-            if not rule.quantised or weight_format == "bf16":
-                kind = "linear" if rule.quantised else "unquantised"
+            if not rule.quantized or weight_format == "bf16":
+                kind = "linear" if rule.quantized else "unquantized"
                 found[kind] += count * -(-2 * math.prod(shape) // share)
                 continue
             # Scales of channels are whole on every rank of a layer that is cut along its input.
@@ -247,13 +247,13 @@ def _layers_in_flight(layers: int, stage: int, config: Config) -> float:
 
 
 def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> int:
-    """What the converter keeps of the last pass: rows of each quantised weight, and their codes."""
+    """What the converter keeps of the last pass: rows of each quantized weight, and their codes."""
     if config.quantization.format == "bf16":
         return 0
     size, element = config.learner.tensor_parallel_size, element_bytes(config.learner)
     total = 0
     for rule in weight_map.rules(architecture):
-        if rule.quantised:
+        if rule.quantized:
             for part in rule.parts:
                 shape = list(weight_map.full_shape(part, architecture))
                 if part.shared_dim is not None:
@@ -321,7 +321,7 @@ def bucket_memory(architecture: Architecture, config: Config) -> int:
     """Two buckets and the largest tensor: what the converter holds at most beside the model."""
     weight_format = config.quantization.format
     largest = max(
-        _numel(part, architecture) * (1 if rule.quantised and weight_format != "bf16" else 2)
+        _numel(part, architecture) * (1 if rule.quantized and weight_format != "bf16" else 2)
         for rule in weight_map.rules(architecture)
         for part in rule.parts
     )

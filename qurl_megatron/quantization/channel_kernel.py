@@ -1,8 +1,8 @@
-"""Quantising by output channel on a GPU in one pass over the weight, as a Triton kernel.
+"""Quantizing by output channel on a GPU in one pass over the weight, as a Triton kernel.
 
 A program takes one row, holds it in registers, finds its absmax (unless that of a longer row is
 given) and writes codes and scale: each weight is read once and each code written once. The codes
-are `quantize.quantise`'s, byte for byte.
+are `quantize.quantize`'s, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
-def _quantise_row(  # type: ignore[no-untyped-def]  # Triton reads annotations its own way
+def _quantize_row(  # type: ignore[no-untyped-def]  # Triton reads annotations its own way
     weight,
     absmax,
     codes,
@@ -63,7 +63,7 @@ def _quantise_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     tl.store(scales + row, scale)
 
 
-def quantise_channels(
+def quantize_channels(
     weight: Tensor, absmax: Tensor | None, codes: Tensor, largest: float
 ) -> tuple[Tensor, Tensor]:
     """Write the codes of `weight` [out, in] into `codes`, int8 or float8_e4m3fn of the same shape.
@@ -87,7 +87,7 @@ def quantise_channels(
     scale = torch.empty_like(absmax)
     block, warps = launch(columns)
     if rows:
-        _quantise_row[(rows,)](
+        _quantize_row[(rows,)](
             weight,
             absmax.contiguous(),
             codes,

@@ -1,4 +1,4 @@
-"""Hugging Face directories rewritten tensor by tensor: quantised, or scaled by UAQ and back.
+"""Hugging Face directories rewritten tensor by tensor: quantized, or scaled by UAQ and back.
 
 A directory appears under its name only when it is whole. Until then it is `<name>.partial`, written
 one safetensors file at a time, each of which appears by a rename; a second call goes on after the
@@ -58,10 +58,10 @@ class Invariance:
     stored_difference: float  # largest, of weights rounded to the dtype they are stored in
 
 
-def quantise_directory(
+def quantize_directory(
     source: Path, destination: Path, weight_format: WeightFormat, progress: Progress
 ) -> None:
-    """Write a directory an SGLang server with this package serves, quantised as a publish is.
+    """Write a directory an SGLang server with this package serves, quantized as a publish is.
 
     Linear layers inside blocks become codes and scales, everything else BF16. An `fp8-block`
     directory is described as SGLang's own `fp8` method reads it.
@@ -72,13 +72,13 @@ def quantise_directory(
     """
 
     def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if weight_format == "bf16" or not weight_map.find_hugging_face(name)[0].quantised:
+        if weight_format == "bf16" or not weight_map.find_hugging_face(name)[0].quantized:
             yield name, tensor.to(torch.bfloat16)
             return
         with quantize.naming(name):
-            quantised = quantize.quantise(tensor, weight_format)
-        yield name, quantised.codes
-        yield quantize.scale_name(name, weight_format), quantize.engine_scale(quantised)
+            quantized = quantize.quantize(tensor, weight_format)
+        yield name, quantized.codes
+        yield quantize.scale_name(name, weight_format), quantize.engine_scale(quantized)
 
     changes: dict[str, Any] = {"dtype": "bfloat16"}
     if weight_format == "fp8-block":
@@ -170,7 +170,7 @@ def _rewrite(
     """Rewrite every tensor; `changes` are made to config.json, None removes a field."""
     architecture = Architecture.from_directory(source)
     if "quantization_config" in read_config(source):
-        raise OfflineError(f"{source} is quantised already; give the directory it was made from")
+        raise OfflineError(f"{source} is quantized already; give the directory it was made from")
     files = Weights(source, architecture).files  # refuses what is missing, unknown or misshapen
     if destination.exists():
         raise OfflineError(f"{destination} exists; choose another directory")

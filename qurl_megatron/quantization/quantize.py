@@ -1,4 +1,4 @@
-"""Quantised weights (QuRL Eq. 2): codes, and a scale for each block of them.
+"""Quantized weights (QuRL Eq. 2): codes, and a scale for each block of them.
 
     weight ~ codes * scale
 
@@ -14,7 +14,7 @@ wider gap does to training.
 
 Blocks are those of the full tensor, counted from its first row and column; the last ones may be
 smaller. Rules that make codes a pure function of a weight and its block's absmax, so that a
-tensor-parallel shard quantised with the absmax of whole blocks holds byte for byte its part of the
+tensor-parallel shard quantized with the absmax of whole blocks holds byte for byte its part of the
 full tensor's codes:
 
 - The weight is the value the learner computes with (BF16, when it trains in BF16), upcast to
@@ -30,7 +30,7 @@ full tensor's codes:
 - NaN or infinity in a weight is refused, where the absmax is taken.
 
 Everything goes over the rows in chunks of 1 MiB of float32, 64 MiB on a GPU (one row where that is
-more), so that quantising never holds a second, full-precision copy of a tensor. On a GPU the two
+more), so that quantizing never holds a second, full-precision copy of a tensor. On a GPU the two
 formats of a scale a channel are one pass of `channel_kernel.py`.
 """
 
@@ -78,7 +78,7 @@ ENGINE_METHODS = {  # what SGLang calls its layers of a format; one scale a tens
 
 
 class NonFiniteWeight(ValueError):
-    """A weight to be quantised holds NaN or infinity."""
+    """A weight to be quantized holds NaN or infinity."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class QuantisedTensor:
+class QuantizedTensor:
     """A tensor `[out, in]`, or the part of one that begins at `offset`."""
 
     codes: Tensor  # [out, in] int8 or float8_e4m3fn
@@ -110,15 +110,15 @@ def scale_name(weight_name: str, weight_format: str) -> str:
     return f"{weight_name}_{suffix}"
 
 
-def engine_scale(quantised: QuantisedTensor) -> Tensor:
+def engine_scale(quantized: QuantizedTensor) -> Tensor:
     """The scales of a full tensor as the engine's layer holds them.
 
     Those of blocks as they are; else one a channel, `[out, 1]`: the layer of one scale a tensor is
     that of one a channel, with all of them the same.
     """
-    if quantised.weight_format == "fp8-tensor":
-        return quantised.scale.expand(quantised.codes.shape[0], 1)
-    return quantised.scale
+    if quantized.weight_format == "fp8-tensor":
+        return quantized.scale.expand(quantized.codes.shape[0], 1)
+    return quantized.scale
 
 
 def block_shape(weight_format: str) -> tuple[int | None, int | None]:
@@ -150,14 +150,14 @@ def block_absmax(weight: Tensor, weight_format: str, offset: tuple[int, int] = (
     return absmax
 
 
-def quantise(
+def quantize(
     weight: Tensor,
     weight_format: str,
     absmax: Tensor | None = None,
     *,
     offset: tuple[int, int] = (0, 0),
     out: Tensor | None = None,
-) -> QuantisedTensor:
+) -> QuantizedTensor:
     """Codes and scales of `weight` `[out, in]`, any floating dtype (QuRL Eq. 2; rules above).
 
     Args:
@@ -177,11 +177,11 @@ def quantise(
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
     if weight.is_cuda and format_.block == (1, None):
-        from qurl_megatron.quantization.channel_kernel import quantise_channels
+        from qurl_megatron.quantization.channel_kernel import quantize_channels
 
-        absmax, scale = quantise_channels(weight, absmax, codes, format_.largest)
+        absmax, scale = quantize_channels(weight, absmax, codes, format_.largest)
         _refuse_non_finite(absmax, 1, offset[0])
-        return QuantisedTensor(codes, scale, weight_format, offset)
+        return QuantizedTensor(codes, scale, weight_format, offset)
 
     if absmax is None:
         absmax = block_absmax(weight, weight_format, offset)
@@ -197,7 +197,7 @@ def quantise(
             if format_.dtype == torch.int8
             else scaled.to(format_.dtype)
         )
-    return QuantisedTensor(codes, scale, weight_format, offset)
+    return QuantizedTensor(codes, scale, weight_format, offset)
 
 
 def _check_absmax(
@@ -220,10 +220,10 @@ def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -
     return _scales(absmax, _format(weight_format), weight_dtype)[0]
 
 
-def dequantise(quantised: QuantisedTensor, rows: slice = slice(None)) -> Tensor:
+def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
     """What the engine computes with: `codes * scale` of these rows, `[rows, in]` float32."""
-    codes, format_ = quantised.codes, _format(quantised.weight_format)
-    return codes[rows].float() * _spread(quantised.scale, format_, quantised.offset, codes, rows)
+    codes, format_ = quantized.codes, _format(quantized.weight_format)
+    return codes[rows].float() * _spread(quantized.scale, format_, quantized.offset, codes, rows)
 
 
 def code_flips(old_codes: Tensor, new_codes: Tensor) -> int:

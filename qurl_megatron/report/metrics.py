@@ -1,7 +1,7 @@
 """What a run measures: one `StepMetrics` a step, logged and shown as it comes.
 
     metrics.jsonl     every field of `StepMetrics`, one line a step
-    weights.jsonl     what a publish showed of every quantised weight
+    weights.jsonl     what a publish showed of every quantized weight
     evaluation/       what was answered at each evaluation
     tensorboard/      the fields of metrics.jsonl as curves
     wandb/            the same for Weights & Biases, where the run asks for it
@@ -88,9 +88,9 @@ class StepMetrics:
     grad_norm: float  # before clipping, mean over minibatches
     learning_rate: float
     current_proximal_abs_diff: float  # mean over the first minibatch: 0 up to rounding
-    weight_update_norm: float  # QuRL Eq. 13, over the quantised weights, since the last publish
-    weight_quant_error: float  # QuRL Eq. 14, over the quantised weights
-    code_flip_fraction: float  # quantised codes that changed since the last publish
+    weight_update_norm: float  # QuRL Eq. 13, over the quantized weights, since the last publish
+    weight_quant_error: float  # QuRL Eq. 14, over the quantized weights
+    code_flip_fraction: float  # quantized codes that changed since the last publish
     time_rollout_s: float
     time_proximal_s: float  # and of the reference, where one is kept
     time_critic_s: float  # 0 without a critic
@@ -225,7 +225,7 @@ class RunLog:
             self._live.update(self._panel(metrics))
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
-        """One line of weights.jsonl: what a publish showed of each quantised weight, by name."""
+        """One line of weights.jsonl: what a publish showed of each quantized weight, by name."""
         if self._writes:
             line = {"weight_version": weight_version, "weights": weights}
             self._append("weights.jsonl", line)

@@ -1,8 +1,8 @@
 """One run, or several to compare, as one HTML page that needs no network.
 
 Read from what a run leaves: config.yaml, metrics.jsonl, weights.jsonl, summary.json. The pictures
-are those a person asks whether quantised rollout is safe for a run: QuRL's Figures 2 (reward), 3
-and 4b (divergence and ratios of the quantised policy) and 9 (updates against quantisation error),
+are those a person asks whether quantized rollout is safe for a run: QuRL's Figures 2 (reward), 3
+and 4b (divergence and ratios of the quantized policy) and 9 (updates against quantization error),
 what every layer shows of the last, and where a step's time goes.
 """
 
@@ -26,7 +26,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from qurl_megatron.config.schema import Config, ConfigError, load
+from qurl_megatron.config.overrides import load
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.report.metrics import Averages
 
@@ -52,7 +53,7 @@ matplotlib.rcParams.update(
 )
 
 
-Draw = Callable[[Axes, list["Run"]], None]
+Draw = Callable[[Axes, list["RunRecord"]], None]
 """Draws some runs into a picture's axes."""
 
 
@@ -61,7 +62,7 @@ class ReportError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What a run's directory says."""
 
     name: str
@@ -99,7 +100,7 @@ class Run:
         return -(-len(self.steps) // 10)
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RunRecord:
     """Raises ReportError if the directory is not a run's, or no step is done."""
     if not (run_dir / "config.yaml").is_file():
         raise ReportError(f"{run_dir}: not a run's directory, it has no config.yaml")
@@ -108,7 +109,7 @@ def read_run(run_dir: Path) -> Run:
         raise ReportError(f"{run_dir}: no step is done yet, metrics.jsonl is empty")
     publishes = read_json_lines(run_dir / "weights.jsonl")
     summary, noise = run_dir / "summary.json", run_dir / "noise.json"
-    return Run(
+    return RunRecord(
         run_dir.name,
         load(run_dir / "config.yaml"),
         steps,
@@ -125,14 +126,14 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
     write_whole(destination, _page(runs))
 
 
-def advice(run: Run) -> list[str]:
+def advice(run: RunRecord) -> list[str]:
     """What the curves suggest, each sentence with the rule behind it."""
     kl, truncated = "kl_behaviour_proximal_k3", "tis_truncated_fraction"
     grown = run.late(kl) / run.early(kl) if run.early(kl) > 0 else 1.0
     flips, failures = run.late("code_flip_fraction"), run.late("verifier_failures")
     completions = run.config.rollout.prompts_per_step * run.config.rollout.completions_per_prompt
     cut = run.late("response_truncated_fraction")
-    quantised = run.config.quantization.format != "bf16"
+    quantized = run.config.quantization.format != "bf16"
     sentences = []
     if grown > 10 and run.late(truncated) > 0.01:
         sentences.append(
@@ -145,7 +146,7 @@ def advice(run: Run) -> list[str]:
             f"KL(behaviour, proximal) is {run.late(kl):.1e} and naive ignores it: use "
             "objective.objective=acr, or fp8. (Rule: above 5e-3.)"
         )
-    if quantised and flips < 1e-4:
+    if quantized and flips < 1e-4:
         sentences.append(
             f"A publish changes {flips:.2%} of the codes: the served policy hardly follows the "
             "learner; raise quantization.uaq.scale. (Rule: below 0.01 %.)"
@@ -161,14 +162,14 @@ def advice(run: Run) -> list[str]:
             "(Rule: 1 %.)"
         )
     return sentences or [
-        f"Nothing here speaks against {'quantised' if quantised else 'BF16'} rollout: "
+        f"Nothing here speaks against {'quantized' if quantized else 'BF16'} rollout: "
         f"KL(behaviour, proximal) went from {run.early(kl):.1e} to {run.late(kl):.1e} and "
         f"{run.late(truncated):.2%} of tokens have a ratio above C. (Rule: less than tenfold, or "
         "less than 1 %.)"
     ]
 
 
-def _page(runs: list[Run]) -> str:
+def _page(runs: list[RunRecord]) -> str:
     shown = [_panel(title, draw, runs) for title, draw in _PANELS]
     files = dict.fromkeys(name for run in runs for name in run.evaluations())
     shown += [_panel(f"Evaluation: {name}", _evaluation(name), runs) for name in files]
@@ -210,7 +211,7 @@ td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid var(--
 """
 
 
-def _key(runs: list[Run]) -> str:
+def _key(runs: list[RunRecord]) -> str:
     """Whose colour is which, in sight of every picture; nothing to tell of a single run."""
     if len(runs) == 1:
         return ""
@@ -222,19 +223,19 @@ def _key(runs: list[Run]) -> str:
     return f'<p id="key">{marks}</p>'
 
 
-def _table(runs: list[Run]) -> str:
-    def accuracy(run: Run, when: str) -> str:
+def _table(runs: list[RunRecord]) -> str:
+    def accuracy(run: RunRecord, when: str) -> str:
         value = run.summary.get(f"held_out_accuracy_{when}")
         return "not measured" if value is None else f"{value:.1%}"
 
-    def score(run: Run, name: str, what: str) -> str:
+    def score(run: RunRecord, name: str, what: str) -> str:
         averages = [
             found[what] for found in run.evaluations().get(name, {}).values() if what in found
         ]
         shown = [f"{a['mean']:.1%} \N{PLUS-MINUS SIGN} {a['standard_error']:.1%}" for a in averages]
         return f"{shown[0]} \N{RIGHTWARDS ARROW} {shown[-1]}" if shown else "not measured"
 
-    def noise(run: Run, servers: str) -> str:
+    def noise(run: RunRecord, servers: str) -> str:
         measured = run.noise.get(servers)
         return f"{measured['kl_behaviour_proximal_k3']:.1e}" if measured else "not measured"
 
@@ -245,7 +246,7 @@ def _table(runs: list[Run]) -> str:
         for averages in found.values()
         for what in averages
     )
-    rows: list[tuple[str, Callable[[Run], str]]] = [
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
         ("objective", lambda run: run.config.objective.objective),
         ("rollout weights", lambda run: run.config.quantization.format),
         ("UAQ s", lambda run: f"{run.config.quantization.uaq.scale:g}"),
@@ -273,7 +274,7 @@ def _table(runs: list[Run]) -> str:
     return f"<div><table><tr><th></th>{head}</tr>{body}</table></div>"
 
 
-def _panel(title: str, draw: Draw, runs: list[Run]) -> str:
+def _panel(title: str, draw: Draw, runs: list[RunRecord]) -> str:
     """A picture with its caption."""
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     axes = figure.add_subplot()
@@ -296,7 +297,7 @@ def _panel(title: str, draw: Draw, runs: list[Run]) -> str:
 def _curves(*metrics: str, ylabel: str, log: bool = False) -> Draw:
     """One line a run and metric, over steps."""
 
-    def draw(axes: Axes, runs: list[Run]) -> None:
+    def draw(axes: Axes, runs: list[RunRecord]) -> None:
         for number, run in enumerate(runs):
             steps = run.series("step")
             for metric, look in _looks(metrics, number, runs).items():
@@ -312,7 +313,7 @@ def _curves(*metrics: str, ylabel: str, log: bool = False) -> Draw:
     return draw
 
 
-def _looks(metrics: Iterable[str], number: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
+def _looks(metrics: Iterable[str], number: int, runs: list[RunRecord]) -> dict[str, dict[str, Any]]:
     """Metrics are told apart by colour where there is one run, by dashes where colours are runs."""
     several = len(runs) > 1
     return {
@@ -324,7 +325,7 @@ def _looks(metrics: Iterable[str], number: int, runs: list[Run]) -> dict[str, di
     }
 
 
-def _name(axes: Axes, metrics: Iterable[str], runs: list[Run]) -> None:
+def _name(axes: Axes, metrics: Iterable[str], runs: list[RunRecord]) -> None:
     """A legend of metrics, if there are several; the page's key has the runs."""
     looks = _looks(metrics, 0, runs)
     if len(looks) > 1:
@@ -336,7 +337,7 @@ def _name(axes: Axes, metrics: Iterable[str], runs: list[Run]) -> None:
         axes.legend(handles=lines, fontsize=7, handlelength=3)
 
 
-def _reward(axes: Axes, runs: list[Run]) -> None:
+def _reward(axes: Axes, runs: list[RunRecord]) -> None:
     _curves("reward_mean", ylabel="reward, held-out accuracy")(axes, runs)
     for number, run in enumerate(runs):
         measured = [
@@ -353,7 +354,7 @@ def _reward(axes: Axes, runs: list[Run]) -> None:
             axes.plot(*zip(*sorted(measured), strict=True), "o", color=_colour(number))
 
 
-def _divergence(axes: Axes, runs: list[Run]) -> None:
+def _divergence(axes: Axes, runs: list[RunRecord]) -> None:
     metric = "kl_behaviour_proximal_k3"
     _curves(metric, ylabel="nats", log=True)(axes, runs)
     measured = [number for number, run in enumerate(runs) if "evaluation" in run.noise]
@@ -371,7 +372,7 @@ def _divergence(axes: Axes, runs: list[Run]) -> None:
 def _evaluation(name: str) -> Draw:
     """Averages on one file with their standard errors, one line a run and measure, over steps."""
 
-    def draw(axes: Axes, runs: list[Run]) -> None:
+    def draw(axes: Axes, runs: list[RunRecord]) -> None:
         measures = list(
             dict.fromkeys(
                 what
@@ -399,7 +400,7 @@ def _evaluation(name: str) -> Draw:
     return draw
 
 
-def _times(axes: Axes, runs: list[Run]) -> None:
+def _times(axes: Axes, runs: list[RunRecord]) -> None:
     (run,) = runs
     times = {phase: run.series(f"time_{phase}_s") for phase in PHASES}
     if run.config.advantage_estimator != "gae":
@@ -423,7 +424,7 @@ def _times(axes: Axes, runs: list[Run]) -> None:
 def _layers(metric: str) -> Draw:
     """A layer a row, a projection a column."""
 
-    def draw(axes: Axes, runs: list[Run]) -> None:
+    def draw(axes: Axes, runs: list[RunRecord]) -> None:
         (run,) = runs
         layers: dict[int, dict[str, float]] = {}
         for name, measured in run.weights.items():
@@ -443,7 +444,7 @@ def _layers(metric: str) -> Draw:
 
 
 _LAYER_PICTURES = (
-    ("Quantisation error (Eq. 14)", "weight_quant_error"),
+    ("Quantization error (Eq. 14)", "weight_quant_error"),
     ("Update (Eq. 13)", "weight_update_norm"),
     ("Codes that changed", "code_flip_fraction"),
 )
@@ -460,7 +461,7 @@ _PANELS = (
     ),
     ("Tokens clipped", _curves("clip_fraction", ylabel="fraction of tokens")),
     (
-        "Update (Eq. 13) against quantisation error (Eq. 14)",
+        "Update (Eq. 13) against quantization error (Eq. 14)",
         _curves("weight_update_norm", "weight_quant_error", ylabel="relative to weights", log=True),
     ),
     ("Codes that changed", _curves("code_flip_fraction", ylabel="fraction of codes")),

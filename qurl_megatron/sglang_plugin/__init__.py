@@ -2,7 +2,7 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds the reloadable
-quantised linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block` and the weight
+quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block` and the weight
 checksums. Importing this package does nothing.
 """
 

@@ -2,8 +2,8 @@
 
 A layer holds exactly what the learner sends: `weight` (codes, [out, in]) and `weight_scale`
 (float32, [out, 1]), so that out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias, with the
-activations x quantised per token as they come (QuRL Eq. 2). With a scale for each 128 x 128 block,
-`weight_scale_inv` (float32, [out / 128, in / 128], rounded up), activations are quantised per token
+activations x quantized per token as they come (QuRL Eq. 2). With a scale for each 128 x 128 block,
+`weight_scale_inv` (float32, [out / 128, in / 128], rounded up), activations are quantized per token
 and 128 channels. SGLang's own W8A8 layers transpose and rebind their weights after the first load
 and so refuse or lose a second one; these multiply by a transposed view and never replace a
 parameter.
@@ -34,7 +34,7 @@ EXACT_TERMS = 1024
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
-def quantise_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [tokens, in] -> float32 values of its codes [tokens, in], float32 scales [tokens, 1].
 
     scale = absmax / largest code; codes are x / scale rounded half to even, 0 for a row of zeros.
@@ -46,7 +46,7 @@ def quantise_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return codes.round_() if code_dtype == torch.int8 else codes.to(code_dtype).float(), scale
 
 
-class QuantisedLinearMethod(LinearMethodBase):
+class QuantizedLinearMethod(LinearMethodBase):
     """The parameters and the CPU arithmetic that the formats share."""
 
     code_dtype: torch.dtype
@@ -106,7 +106,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         return layer.weight_scale
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        codes, x_scale = quantise_tokens(x, self.code_dtype)
+        codes, x_scale = quantize_tokens(x, self.code_dtype)
         out = self.sum_products(codes, weight).mul_(x_scale).mul_(scale.t())
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
@@ -120,7 +120,7 @@ class QuantisedLinearMethod(LinearMethodBase):
         raise NotImplementedError
 
 
-class Int8LinearMethod(QuantisedLinearMethod):
+class Int8LinearMethod(QuantizedLinearMethod):
     """INT8 weights and activations; sums are those of the integers."""
 
     code_dtype = torch.int8
@@ -143,7 +143,7 @@ class Int8LinearMethod(QuantisedLinearMethod):
         return int8_scaled_mm(codes, weight.t(), x_scale, scale, out_dtype=x.dtype, bias=bias)
 
 
-class Fp8LinearMethod(QuantisedLinearMethod):
+class Fp8LinearMethod(QuantizedLinearMethod):
     """FP8 (E4M3) weights and activations; sums are in float32, which holds each product exactly."""
 
     code_dtype = torch.float8_e4m3fn
@@ -163,7 +163,7 @@ class Fp8LinearMethod(QuantisedLinearMethod):
         return fp8_scaled_mm(codes, weight.t(), x_scale, scale, out_dtype=x.dtype, bias=bias)
 
 
-class Fp8BlockLinearMethod(QuantisedLinearMethod):
+class Fp8BlockLinearMethod(QuantizedLinearMethod):
     """FP8 (E4M3) weights in blocks of 128 x 128, activations per token and 128 channels."""
 
     code_dtype = torch.float8_e4m3fn
@@ -195,7 +195,7 @@ class Fp8BlockLinearMethod(QuantisedLinearMethod):
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape
         groups = torch.nn.functional.pad(x, (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
-        codes, x_scale = quantise_tokens(groups.flatten(0, 1), self.code_dtype)
+        codes, x_scale = quantize_tokens(groups.flatten(0, 1), self.code_dtype)
         values = (codes * x_scale).view(len(x), -1)[:, :columns]
         spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
         out = values @ (weight.float() * spread).t()
@@ -216,10 +216,10 @@ class Fp8BlockLinearMethod(QuantisedLinearMethod):
         )
 
 
-def apply_unquantised(
+def apply_unquantized(
     method: LinearMethodBase, layer: Any, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """x [..., in] -> [..., out] of a layer that is not quantised, on a CPU; summed in float32.
+    """x [..., in] -> [..., out] of a layer that is not quantized, on a CPU; summed in float32.
 
     Stands in for `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten times as slow
     where the CPU has no instructions for them.
@@ -231,7 +231,7 @@ def apply_unquantised(
 class QurlConfig(QuantizationConfig):
     """`--quantization qurl_int8`, or `"quantization_config": {"quant_method": "qurl_int8"}`."""
 
-    linear_method: type[QuantisedLinearMethod]
+    linear_method: type[QuantizedLinearMethod]
     min_capability: int
 
     @classmethod
@@ -250,8 +250,8 @@ class QurlConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> QurlConfig:
         return cls()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantisedLinearMethod | None:
-        """Linear layers are quantised; embeddings, norms and lm_head stay as they are."""
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizedLinearMethod | None:
+        """Linear layers are quantized; embeddings, norms and lm_head stay as they are."""
         return self.linear_method(self) if isinstance(layer, LinearBase) else None
 
     def get_scaled_act_names(self) -> list[str]:

@@ -29,10 +29,10 @@ class CpuPlatform(SRTPlatform):
         from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
-        from qurl_megatron.sglang_plugin.linear import apply_unquantised
+        from qurl_megatron.sglang_plugin.linear import apply_unquantized
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
-        UnquantizedLinearMethod.apply = apply_unquantised
+        UnquantizedLinearMethod.apply = apply_unquantized
         pynccl.NCCLLibrary = no_nccl
 
     def get_device_total_memory(self, device_id: int = 0) -> int:

@@ -18,8 +18,10 @@ from sglang.srt.utils import init_custom_process_group
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import carrier_towards, rank
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.process import free_port
 from qurl_megatron.quantization import checksum
-from qurl_megatron.rollout.server import Server, ServerControl, address_towards, free_port
+from qurl_megatron.rollout.control import ServerControl, address_towards
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.reshard import Bucket, Conversion, Converter
 from qurl_megatron.weight_sync.shared_memory import SHARED, describe
 

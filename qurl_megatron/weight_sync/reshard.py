@@ -1,12 +1,12 @@
-"""The resharding converter: learner shards -> quantised full tensors -> byte-bounded buckets.
+"""The resharding converter: learner shards -> quantized full tensors -> byte-bounded buckets.
 
     shard --split--> parts --absmax (max-reduced over TP)--> codes, scales --gather--> bucket
 
 Invariants, each a test:
-- Quantise before gather: only codes, scales and unquantised tensors cross ranks, never a linear
+- Quantize before gather: only codes, scales and unquantized tensors cross ranks, never a linear
   layer in full precision.
 - Where a block of one scale is spread over tensor-parallel ranks (a row-parallel layer's rows are),
-  its absmax is max-reduced first; the codes are those of quantising the full tensor, byte for byte,
+  its absmax is max-reduced first; the codes are those of quantizing the full tensor, byte for byte,
   whatever the layout.
 - A bucket holds at most `bucket_bytes`, or one weight larger than that with its scales. What a rank
   holds at once, beside the model, is at most two buckets and one tensor: its own part of a bucket,
@@ -30,10 +30,10 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.weight_map import Part
+from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import checksum
-from qurl_megatron.quantization.quantize import QuantisedTensor
+from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # of each part of a weight, at most; see `_Measure`
 _TINY = 1e-300  # keeps 0 / 0 at 0
@@ -58,7 +58,7 @@ class Bucket:
 
 
 class WeightSums(NamedTuple):
-    """Sums over quantised weights; those of a change are 0 in a converter's first pass."""
+    """Sums over quantized weights; those of a change are 0 in a converter's first pass."""
 
     num_codes: float = 0
     code_flips: float = 0  # codes that changed since the last pass
@@ -91,7 +91,7 @@ class Conversion:
     """What one pass over the weights showed; complete on global rank 0 when the pass is over."""
 
     checksums: dict[str, int] = field(default_factory=dict)  # of every tensor sent, by name
-    sums: dict[str, WeightSums] = field(default_factory=dict)  # of every quantised weight, by name
+    sums: dict[str, WeightSums] = field(default_factory=dict)  # of every quantized weight, by name
 
     @property
     def total(self) -> WeightSums:
@@ -129,8 +129,8 @@ class _Tensor:
 class _Weight:
     """What one part of a shard becomes: itself in BF16, or codes and scales."""
 
-    part: Part
-    quantised: bool
+    part: TensorPart
+    quantized: bool
     tensors: list[_Tensor]
 
     @property
@@ -209,8 +209,8 @@ class Converter:
             for part in weight_map.split(
                 rule, shard, learner.architecture, layer, tp_rank, tp_size
             ):
-                if rule.quantised and self._format not in ("bf16", "masters"):
-                    yield _Weight(part, True, _quantised_tensors(part, self._format))
+                if rule.quantized and self._format not in ("bf16", "masters"):
+                    yield _Weight(part, True, _quantized_tensors(part, self._format))
                 else:
                     dtype = torch.float32 if masters else torch.bfloat16
                     tensor = _Tensor(part.name, dtype, part.full_shape, part.dim, part.runs)
@@ -221,14 +221,14 @@ class Converter:
     ) -> Iterator[Bucket]:
         """One bucket on tensor-parallel rank 0, nothing elsewhere; adds to what was measured."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        shared = self._shared_absmax([weight.part for weight in weights if weight.quantised])
+        shared = self._shared_absmax([weight.part for weight in weights if weight.quantized])
         layout = _Layout([tensor for weight in weights for tensor in weight.tensors])
         own = layout.buffer(tp_rank)
         views = layout.views(own, tp_rank)
         for weight in weights:
             name, *scale_name = (tensor.name for tensor in weight.tensors)
             values = weight.part.tensor
-            if not weight.quantised:
+            if not weight.quantized:
                 if views[name].numel():
                     views[name].copy_(values)
                 continue
@@ -236,11 +236,11 @@ class Converter:
             touched, scale = shared.get(name, (None, None))
             if values.numel():
                 with quantize.naming(name):
-                    quantised = quantize.quantise(
+                    quantized = quantize.quantize(
                         values, self._format, touched, offset=weight.part.offset, out=views[name]
                     )
-                sums[name] = self._measure(name, values, quantised)
-                scale = quantised.scale if scale is None else scale
+                sums[name] = self._measure(name, values, quantized)
+                scale = quantized.scale if scale is None else scale
             if views[scale_name[0]].numel():
                 assert scale is not None
                 views[scale_name[0]].copy_(scale)
@@ -253,7 +253,7 @@ class Converter:
             )
         yield from _gather(layout, own)
 
-    def _shared_absmax(self, parts: list[Part]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _shared_absmax(self, parts: list[TensorPart]) -> dict[str, tuple[Tensor, Tensor]]:
         """Of weights that share blocks among ranks: absmax where they touch them, and all scales.
 
         Reduced over the ranks in one collective.
@@ -322,14 +322,14 @@ class _Measure:
     def __init__(self) -> None:
         self._previous: dict[str, tuple[Tensor, Tensor]] = {}  # name -> rows of weight and codes
 
-    def __call__(self, name: str, values: Tensor, quantised: QuantisedTensor) -> WeightSums:
+    def __call__(self, name: str, values: Tensor, quantized: QuantizedTensor) -> WeightSums:
         num_rows = values.shape[0]
         step = -(-num_rows // MEASURED_ROWS)
         first = step // 2
         weight = values[first::step].clone()
-        codes = quantised.codes[first::step].clone()
+        codes = quantized.codes[first::step].clone()
         exact = weight.float()
-        error = quantize.dequantise(quantised, slice(first, None, step)) - exact
+        error = quantize.dequantize(quantized, slice(first, None, step)) - exact
         sums = [
             float(codes.numel()),
             0.0,
@@ -349,7 +349,7 @@ def _square_sum(tensor: Tensor) -> float:
     return float(tensor.square().sum(dtype=torch.float64))
 
 
-def _quantised_tensors(part: Part, weight_format: str) -> list[_Tensor]:
+def _quantized_tensors(part: TensorPart, weight_format: str) -> list[_Tensor]:
     """The codes and the scales of one weight, and how ranks share them."""
     codes = _Tensor(
         part.name, quantize.code_dtype(weight_format), part.full_shape, part.dim, part.runs
@@ -365,7 +365,7 @@ def _quantised_tensors(part: Part, weight_format: str) -> list[_Tensor]:
     return [codes, _Tensor(name, torch.float32, shape, part.dim, runs)]
 
 
-def _blocks_are_shared(part: Part, weight_format: str) -> bool:
+def _blocks_are_shared(part: TensorPart, weight_format: str) -> bool:
     """True if some block of one scale lies on more than one rank."""
     if part.dim is None or part.runs is None or len(part.runs) == 1:
         return False
@@ -374,7 +374,7 @@ def _blocks_are_shared(part: Part, weight_format: str) -> bool:
     return block is None or any(start % block for start in inner)
 
 
-def _grid_shape(part: Part, weight_format: str) -> tuple[int, ...]:
+def _grid_shape(part: TensorPart, weight_format: str) -> tuple[int, ...]:
     """Shape of the scales of the full tensor."""
     return tuple(
         1 if block is None else -(-size // block)
@@ -382,7 +382,7 @@ def _grid_shape(part: Part, weight_format: str) -> tuple[int, ...]:
     )
 
 
-def _grid_index(part: Part, weight_format: str) -> tuple[slice, ...]:
+def _grid_index(part: TensorPart, weight_format: str) -> tuple[slice, ...]:
     """Where the blocks a part touches lie among those of the full tensor."""
     blocks = quantize.block_shape(weight_format)
     return tuple(

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import Run
+from running import Command
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    runs: list[Command] = []
 
-    def starter(*words: str) -> Run:
-        runs.append(Run(tmp_path, *words))
+    def starter(*words: str) -> Command:
+        runs.append(Command(tmp_path, *words))
         return runs[-1]
 
     yield starter

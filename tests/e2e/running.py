@@ -25,7 +25,7 @@ SMALL = [
 TIMEOUT_S = 240.0
 
 
-class Run:
+class Command:
     """A `qurl` command in a directory of its own, with every process it ever started."""
 
     def __init__(self, directory: Path, *words: str) -> None:
@@ -74,11 +74,11 @@ class Run:
         raise AssertionError(f"no process {word!r}")
 
 
-def metrics_of(run: Run) -> list[dict[str, float]]:
+def metrics_of(run: Command) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve_steps(run: Run, tag: str) -> list[int]:
+def curve_steps(run: Command, tag: str) -> list[int]:
     """The steps at which TensorBoard shows a metric."""
     shown = EventAccumulator(str(run.run_dir / "tensorboard")).Reload()
     return [event.step for event in shown.Scalars(tag)]

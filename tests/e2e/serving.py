@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from qurl_megatron.rollout.server import Server, ServerControl, free_port
+from qurl_megatron.process import free_port
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.shared_memory import SHARED, describe
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -81,7 +83,7 @@ class Reference:
     """A Qwen2 in plain PyTorch on the very tensors a server was sent.
 
     Activations are rounded to bfloat16 where the server rounds them: a difference there may flip an
-    activation's code, and then be seen in the log-probs as much as quantisation itself.
+    activation's code, and then be seen in the log-probs as much as quantization itself.
     """
 
     def __init__(self, model_dir: Path, weights: Weights, tensor_parallel_size: int = 1) -> None:
@@ -174,7 +176,7 @@ class Reference:
         return out
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
-        """Each rank quantises its part of x by itself, and rounds its part of the sum."""
+        """Each rank quantizes its part of x by itself, and rounds its part of the sum."""
         width = x.shape[1] // self._ranks
         columns = [slice(start, start + width) for start in range(0, x.shape[1], width)]
         return torch.stack([self._linear(x[:, part], name, part) for part in columns]).sum(dim=0)

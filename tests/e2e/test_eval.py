@@ -1,4 +1,4 @@
-"""`qurl eval` on a real server: a directory is quantised, served, asked, and scored."""
+"""`qurl eval` on a real server: a directory is quantized, served, asked, and scored."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from running import QURL
 from serving import Reference
 from transformers import AutoTokenizer
 
-from tiny import EOS_TOKEN_ID, build_tiny_model, quantised
+from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 LENGTH = 6
 
 
-def test_greedy_and_sampled_answers_are_those_of_the_quantised_model(tmp_path: Path) -> None:
+def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: Path) -> None:
     model_dir = build_tiny_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    reference = Reference(model_dir, quantised(model_dir, "int8"))
+    reference = Reference(model_dir, quantized(model_dir, "int8"))
 
     def greedy(question: str) -> str:
         tokens = tokenizer(question)["input_ids"]

@@ -22,15 +22,10 @@ from transformers import AutoTokenizer
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.quantization.checksum import checksum, combine
-from qurl_megatron.rollout.server import (
-    RolloutClient,
-    Server,
-    ServerFailed,
-    start_server,
-    wait_ready,
-)
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.server import Server, ServerFailed, start_server, wait_ready
 from qurl_megatron.weight_sync.publish import PublishError, verify
-from tiny import EOS_TOKEN_ID, build_tiny_model, quantised
+from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
 
@@ -127,7 +122,7 @@ def joined(
         sender,
         RolloutClient(server, AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
         model_dirs,
-        [quantised(path, weight_format) for path in model_dirs],
+        [quantized(path, weight_format) for path in model_dirs],
     )
     sender.close()
 
@@ -203,7 +198,7 @@ def test_logprobs_are_those_of_the_codes_that_were_sent(deployment: Deployment) 
     model_dir, own = deployment.model_dirs[0], deployment.weight_format
     difference = {
         weight_format: mean_difference(
-            rows, Reference(model_dir, quantised(model_dir, weight_format))
+            rows, Reference(model_dir, quantized(model_dir, weight_format))
         )
         for weight_format in {"bf16", "int8", "fp8", own}
     }
@@ -309,7 +304,7 @@ def test_logprobs_are_at_the_temperature_over_the_full_vocabulary_whatever_top_p
     for prompt in PROMPTS:
         response, logprobs, _ = deployment.ask(prompt.token_ids, **sampling)
         rows.append((prompt.token_ids, response, torch.tensor(logprobs)))
-    # Renormalised over the nucleus they would be larger by up to -log(0.6) = 0.5.
+    # Renormalized over the nucleus they would be larger by up to -log(0.6) = 0.5.
     right = mean_difference(rows, reference, temperature=0.7)
     assert right < mean_difference(rows, reference, temperature=1.0) / (NEARER / 2)
 
@@ -317,7 +312,7 @@ def test_logprobs_are_at_the_temperature_over_the_full_vocabulary_whatever_top_p
 def test_two_ranks_compute_what_their_shards_say(two_ranks: Deployment) -> None:
     two_ranks.sender.send(two_ranks.weights[0])
     rows, model_dir, weights = sampled(two_ranks), two_ranks.model_dirs[0], two_ranks.weights[0]
-    # Each rank quantises its own part of the row-parallel layers' inputs.
+    # Each rank quantizes its own part of the row-parallel layers' inputs.
     shards = mean_difference(rows, Reference(model_dir, weights, tensor_parallel_size=2))
     whole = mean_difference(rows, Reference(model_dir, weights, tensor_parallel_size=1))
     print(f"two ranks, mean |log-prob difference|: to shards {shards}, to one rank {whole}")

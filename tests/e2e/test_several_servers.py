@@ -19,11 +19,11 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.quantization.checksum import combine
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import (
-    RolloutClient,
-    Router,
     Server,
-    ServerControl,
     ServerFailed,
     load_servers,
     save_servers,

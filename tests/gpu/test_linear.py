@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qurl_megatron.quantization.quantize import quantise
+from qurl_megatron.quantization.quantize import quantize
 from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
 
 FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}
 
 
 def layer_of(weight: torch.Tensor, weight_format: str, device: str) -> torch.nn.Module:
-    quantised = quantise(weight, weight_format)
+    quantized = quantize(weight, weight_format)
     layer = torch.nn.Module()
     name = "weight_scale_inv" if weight_format == "fp8-block" else "weight_scale"
-    for parameter, values in (("weight", quantised.codes), (name, quantised.scale)):
+    for parameter, values in (("weight", quantized.codes), (name, quantized.scale)):
         layer.register_parameter(
             parameter, torch.nn.Parameter(values.to(device), requires_grad=False)
         )

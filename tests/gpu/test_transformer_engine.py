@@ -1,4 +1,4 @@
-"""`fp8-tensor` and `fp8-block` against Transformer Engine's own quantisers, bit for bit."""
+"""`fp8-tensor` and `fp8-block` against Transformer Engine's own quantizers, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qurl_megatron.quantization.quantize import quantise
+from qurl_megatron.quantization.quantize import quantize
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_fp8_tensor_is_current_scaling(engine: Any, dtype: torch.dtype) -> None:
         fp8_dtype=tex.DType.kFloat8E4M3, device=torch.device("cuda"), rowwise=True, columnwise=False
     )
     for weight in weights(dtype):
-        theirs, ours = quantizer(weight), quantise(weight, "fp8-tensor")
+        theirs, ours = quantizer(weight), quantize(weight, "fp8-tensor")
         assert torch.equal(theirs._data.view(torch.uint8), ours.codes.view(torch.uint8))
         assert torch.equal(theirs._scale_inv.flatten(), ours.scale.flatten())
 
@@ -55,7 +55,7 @@ def test_fp8_block_is_block_scaling(engine: Any, dtype: torch.dtype) -> None:
         block_scaling_dim=2,
     )
     for weight in weights(dtype):
-        theirs, ours = quantizer(weight), quantise(weight, "fp8-block")
+        theirs, ours = quantizer(weight), quantize(weight, "fp8-block")
         assert torch.equal(theirs._rowwise_data.view(torch.uint8), ours.codes.view(torch.uint8))
         rows, columns = ours.scale.shape
         # Its columns of scales are padded to a multiple of four.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from qurl_megatron.rollout.server import free_port
+from qurl_megatron.process import free_port
 
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]

@@ -1,0 +1,213 @@
+"""Checks that the fields of a configuration fit each other, the model and its layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+from qurl_megatron.config.overrides import _leaves
+from qurl_megatron.config.schema import HELD_OUT, Config, ConfigError, ServerConfig
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def validate(config: Config) -> Architecture:
+    """Check that the fields fit each other, the model and its layout; returns the model's shape.
+
+    Raises:
+        ConfigError: the first thing that does not fit: `field=value: what is wrong`.
+    """
+    rollout = config.rollout
+    if rollout.top_p != 1 or rollout.top_k != -1:
+        field = "top_p" if rollout.top_p != 1 else "top_k"
+        raise ConfigError(
+            f"rollout.{field}={getattr(rollout, field)}: training wants top_p=1 and top_k=-1,"
+            " because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
+        )
+    if config.warmup.max_steps and not config.evaluation.wanted:
+        raise ConfigError(
+            "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
+            "server; ask for problems, or set warmup.max_steps=0"
+        )
+    if config.warmup.max_steps and config.objective.kl_coefficient:
+        raise ConfigError(
+            f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
+            "the model before its warm-up; set it to 0, or warmup.max_steps=0"
+        )
+    rows = [_validate_stage(config, first) for first in (1, *rollout.stages)]
+    if HELD_OUT in config.evaluation.data:
+        raise ConfigError(
+            f"evaluation.data.{HELD_OUT}: problems of the run's own data go by that name; choose "
+            "another"
+        )
+    if not config.data:
+        raise ConfigError(
+            "data=: missing; give a .jsonl or .parquet file, a dataset directory or "
+            "reasoning_gym:TASK"
+        )
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"wandb_project={config.wandb_project}: the package wandb is not installed; "
+            "pip install wandb, or leave wandb_project empty"
+        )
+    architecture = _validate_model(config)
+    if config.advantage_estimator == "gae":
+        _validate_critic(config, architecture, rows)
+    return architecture
+
+
+def validate_server(
+    name: str, server: ServerConfig, architecture: Architecture, length: int
+) -> None:
+    """Check that a server can hold this model, and `length` tokens of prompt and response.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if architecture.num_attention_heads % server.tensor_parallel_size:
+        raise ConfigError(
+            f"{name}.tensor_parallel_size={server.tensor_parallel_size}: must divide the model's "
+            f"{architecture.num_attention_heads} attention heads"
+        )
+    if length > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"max_prompt_length and max_response_length add up to {length} tokens, more than the "
+            f"model's {architecture.max_position_embeddings} positions"
+        )
+
+
+def validate_resume(saved: Config, config: Config) -> None:
+    """Check that a run can go on under `config` from what it saved under `saved`.
+
+    Raises:
+        ConfigError: a field has changed that its checkpoints, or its place in the data, depend on.
+    """
+    before, now = _leaves(dataclasses.asdict(saved)), _leaves(dataclasses.asdict(config))
+    for field, value in now.items():
+        why = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
+        if why and before[field] != value:
+            raise ConfigError(
+                f"{field}={value}: the run has {before[field]}, and {why}; start a new run"
+            )
+
+
+_IN_WEIGHTS = "its weights are saved so"
+_IN_DATA = "its place in the data depends on it"
+_FIXED = {
+    "model": _IN_WEIGHTS,
+    "learner.dtype": _IN_WEIGHTS,
+    "advantage_estimator": "its checkpoints hold a critic or none",
+    "critic.model": _IN_WEIGHTS,
+    "quantization.uaq": _IN_WEIGHTS,
+    "data": _IN_DATA,  # and data_options
+    "seed": _IN_DATA,
+    "evaluation.held_out_fraction": _IN_DATA,
+    "evaluation.data": _IN_DATA,  # its questions are not trained on
+    "warmup.": "its warm-up is over",
+    "name": "is kept under it",
+    "output_dir": "is kept there",
+}
+
+
+def _validate_stage(config: Config, first_step: int) -> int:
+    """How many completions a step has in the stage that begins with `first_step`."""
+    rollout, learner, optimizer = config.rollout.at(first_step), config.learner, config.optimizer
+    field = f"rollout.stages.{first_step}" if first_step > 1 else "rollout"
+    if rollout.soft_overlong_tokens >= rollout.max_response_length:
+        raise ConfigError(
+            f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
+            f"{field}.max_response_length={rollout.max_response_length}"
+        )
+    if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
+        raise ConfigError(
+            f"{field}.completions_per_prompt=1: grpo compares the completions of a prompt and "
+            "wants two at least; advantage_estimator=gae takes one"
+        )
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    parts = optimizer.minibatches_per_step * learner.data_parallel_size
+    if rows % parts:
+        raise ConfigError(
+            f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's {rows} "
+            f"completions (rollout.prompts_per_step x {field}.completions_per_prompt) do not "
+            f"divide into minibatches x {learner.data_parallel_size} data-parallel ranks"
+        )
+    return rows
+
+
+def _validate_model(config: Config) -> Architecture:
+    if not config.model:
+        raise ConfigError(
+            "model=: missing; give a Hugging Face directory (config.json, safetensors)"
+        )
+    directory = Path(config.model)
+    try:
+        architecture = Architecture.from_directory(directory)
+        architecture.check_layout(
+            config.learner.tensor_parallel_size,
+            config.learner.pipeline_parallel_size,
+            config.learner.virtual_pipeline_parallel_size,
+            config.learner.layers_in_last_pipeline_stage,
+        )
+    except ArchitectureError as error:
+        raise ConfigError(str(error)) from None
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model={directory}: has no .safetensors file")
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    for part, server in (
+        ("rollout", config.rollout.server),
+        ("evaluation", config.evaluation.server),
+    ):
+        validate_server(f"{part}.server", server, architecture, config.rollout.max_length)
+    for layer in config.quantization.uaq.layer_scales:
+        if not 0 <= layer < architecture.num_layers:
+            raise ConfigError(
+                f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
+                f"{architecture.num_layers - 1}"
+            )
+    if config.quantization.format == "fp8-block":
+        try:
+            architecture.check_blocks(config.rollout.server.tensor_parallel_size)
+        except ArchitectureError as error:
+            raise ConfigError(f"quantization.format=fp8-block: {error}") from None
+    return architecture
+
+
+def _validate_critic(config: Config, policy: Architecture, rows: list[int]) -> None:
+    """`rows` are the completions of a step, in each stage."""
+    critic = config.critic
+    layout = critic.layout(config.learner)
+    if layout.world_size != config.learner.world_size:
+        raise ConfigError(
+            f"critic.tensor_parallel_size={layout.tensor_parallel_size}: with "
+            f"{layout.pipeline_parallel_size} pipeline stages it does not divide the policy's "
+            f"{config.learner.world_size} ranks"
+        )
+    parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
+    uneven = next((count for count in rows if count % parts), None)
+    if uneven is not None:
+        raise ConfigError(
+            f"critic.optimizer.minibatches_per_step={critic.optimizer.minibatches_per_step}: a "
+            f"step's {uneven} completions do not divide into minibatches x "
+            f"{layout.data_parallel_size} data-parallel ranks of the critic"
+        )
+    directory = Path(critic.model or config.model)
+    try:
+        architecture = Architecture.from_directory(directory)
+        architecture.check_layout(
+            layout.tensor_parallel_size,
+            layout.pipeline_parallel_size,
+            layout.virtual_pipeline_parallel_size,
+            layout.layers_in_last_pipeline_stage,
+        )
+    except ArchitectureError as error:
+        raise ConfigError(f"critic: {error}") from None
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"critic.model={directory}: has no .safetensors file")
+    if architecture.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"critic.model={directory}: has {architecture.vocab_size} tokens, the policy "
+            f"{policy.vocab_size}; both must read the same"
+        )

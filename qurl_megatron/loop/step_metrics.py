@@ -1,0 +1,80 @@
+"""Gather what one step measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import fmean
+
+from torch import Tensor
+
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.algorithm.objective import rollout_statistics
+from qurl_megatron.config.schema import Config
+from qurl_megatron.learner.critic import CriticMetrics
+from qurl_megatron.learner.learner import Update
+from qurl_megatron.loop.sampling import SampleSummary
+from qurl_megatron.report.metrics import Clock, StepMetrics
+from qurl_megatron.weight_sync.publish import Published
+from qurl_megatron.weight_sync.reshard import Conversion
+
+
+def step_metrics(
+    config: Config,
+    step: int,
+    batch: TrainBatch,
+    summary: SampleSummary,
+    entropy: Tensor,
+    critic_metrics: CriticMetrics | None,
+    updates: list[Update],
+    published: Published,
+    clock: Clock,
+) -> StepMetrics:
+    assert batch.proximal_logprobs is not None
+    tokens = sum(update.stats["tokens"] for update in updates)
+    first = updates[0].stats
+    return StepMetrics(
+        step=step,
+        weight_version=published.version,
+        reward_mean=summary.reward_mean,
+        response_length_mean=summary.response_length_mean,
+        response_truncated_fraction=summary.response_truncated_fraction,
+        verifier_failures=summary.verifier_failures,
+        groups_replaced=summary.groups_replaced,
+        **rollout_statistics(  # type: ignore[arg-type]  # it has none but floats' names
+            batch.proximal_logprobs,
+            batch.behaviour_logprobs,
+            batch.loss_mask,
+            config.objective.ratio_cap,
+        ),
+        acr_widened_fraction=sum(update.stats["acr_widened"] for update in updates) / tokens,
+        clip_fraction=sum(update.stats["clipped"] for update in updates) / tokens,
+        kl_reference=sum(update.stats["kl_reference"] for update in updates) / tokens,
+        entropy=float(entropy[batch.loss_mask].mean()),
+        loss=fmean(update.loss for update in updates),
+        grad_norm=fmean(update.grad_norm for update in updates),
+        learning_rate=updates[-1].learning_rate,
+        current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
+        weight_update_norm=published.conversion.total.update_norm,
+        weight_quant_error=published.conversion.total.quant_error,
+        code_flip_fraction=published.conversion.total.code_flip_fraction,
+        time_rollout_s=clock.seconds["rollout"],
+        time_proximal_s=clock.seconds["proximal"],
+        time_critic_s=clock.seconds["critic"],
+        time_update_s=clock.seconds["update"],
+        time_publish_s=clock.seconds["publish"],
+        publish_bytes=published.sent_bytes,
+        rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
+        **(asdict(critic_metrics) if critic_metrics else {}),
+    )
+
+
+def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:
+    """Of each quantized weight: Eq. 13 and code flips since the last publish, and Eq. 14."""
+    return {
+        name: {
+            "weight_update_norm": sums.update_norm,
+            "weight_quant_error": sums.quant_error,
+            "code_flip_fraction": sums.code_flip_fraction,
+        }
+        for name, sums in conversion.sums.items()
+    }

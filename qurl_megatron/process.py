@@ -1,0 +1,39 @@
+"""What starting and watching a process takes: free ports, ends of logs, death with the parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import secrets
+import signal
+import socket
+from pathlib import Path
+
+LOG_TAIL_LINES = 20
+LOG_LINE_LENGTH = 500
+PORTS = range(20000, 32768)  # below Linux's ephemeral ports
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def free_port() -> int:
+    """A port of this machine nobody uses now, drawn from those no outgoing connection will take.
+
+    A server binds its ports many seconds after they are chosen; the kernel could hand one it chose
+    itself to anybody else in between.
+    """
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))  # free on every address
+            return port
+
+
+def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log, shortened: SGLang prints all its settings on one."""
+    last = log_file.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join(line[:LOG_LINE_LENGTH] for line in last)
+
+
+def die_with_parent() -> None:
+    """In a child before its program starts: have the kernel end it when its parent is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,105 @@
+"""What a publish asks of a server: pause, receive weights, report checksums, resume."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import torch
+
+from qurl_megatron.rollout.server import Server
+
+CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
+
+
+class ServerControl:
+    """What publishing asks of one server. Every call waits for its answer."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._client = httpx.Client(
+            base_url=server.url, headers=server.headers, timeout=CONTROL_TIMEOUT_S
+        )
+
+    def pause(self) -> None:
+        """Stop sampling; requests that are running wait, and will be computed afresh."""
+        self._post("/pause_generation", {"mode": "retract"})
+
+    def resume(self, weight_version: int) -> None:
+        """Sample again; what is sampled from now on carries `weight_version`."""
+        version = {"new_version": str(weight_version), "abort_all_requests": False}
+        self._post("/update_weight_version", version)
+        self._post("/continue_generation", {})
+
+    def init_weights_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Join the process group weights come over, as ranks `rank_offset` and following."""
+        self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+        )
+
+    def update_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+    ) -> None:
+        """Receive one flat buffer of these tensors, broadcast by rank 0, and load them."""
+        self._post(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+            },
+        )
+
+    def checksums(self) -> list[dict[str, int]]:
+        """What each tensor-parallel rank holds; see `checksum.combine`."""
+        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
+        return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            response = self._client.post(path, json=body)
+        except httpx.TransportError as error:
+            raise self.server.failed(f"broke off in {path} ({error!r})") from None
+        if response.is_error:
+            raise self.server.failed(f"refused {path}: {response.text}")
+        answer = response.json()
+        if answer.get("success") is False:
+            raise self.server.failed(f"failed in {path}: {answer.get('message')}")
+        return answer
+
+
+def address_towards(server: Server) -> str:
+    """The address of this machine that `server` can reach it under."""
+    url = httpx.URL(server.url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.host, url.port))  # chooses a route, sends nothing
+        return probe.getsockname()[0]
