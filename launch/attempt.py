@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ServerConfig, WeightFormat
+from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import LOOPBACK, Server, start_server
 
 SEEDS_APART = 100_003  # between the servers of a run, and of its attempts
@@ -54,6 +55,7 @@ class Attempt:
         host: str = LOOPBACK,
         api_key: str | None = None,
         gpus: Sequence[int] | None = None,
+        preload: Preload | None = None,
     ) -> Server:
         """Start one of `wanted_servers`; it comes up in the background."""
         return start_server(
@@ -66,6 +68,7 @@ class Attempt:
             host=host,
             api_key=api_key,
             gpus=gpus,
+            preload=preload,
         )
 
     def server_seed(self, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -24,7 +25,7 @@ from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, 
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.server import start_server, wait_ready
+from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
 
 
 def run(config: EvalConfig) -> None:
@@ -43,7 +44,10 @@ def run(config: EvalConfig) -> None:
         )
     if config.format == "fp8-block" and device.accelerator() == "cpu":
         raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
-    with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch,
+        contextlib.ExitStack() as stack,
+    ):
         model_dir = _hugging_face(Path(config.model), Path(scratch))
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
@@ -55,6 +59,7 @@ def run(config: EvalConfig) -> None:
             quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
             model_dir = quantized
         output.mkdir(parents=True)
+        preload = stack.enter_context(preloaded_sglang(output / "preload.log"))
         server = start_server(
             model_dir,
             config.server,
@@ -63,6 +68,7 @@ def run(config: EvalConfig) -> None:
             log_file=output / "server.log",
             seed=config.seed,
             loads=True,
+            preload=preload,
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:

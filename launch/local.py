@@ -19,13 +19,23 @@ from launch.attempt import Attempt, wanted_servers
 from launch.placement import place_servers
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
 from qurl_megatron.process import die_with_parent, free_port, tail
-from qurl_megatron.rollout.server import Server, ServerFailed, save_servers, wait_ready
+from qurl_megatron.rollout.server import (
+    Server,
+    ServerFailed,
+    preloaded_sglang,
+    save_servers,
+    wait_ready,
+)
 
+LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
 GOOD_CODES = (None, 0, STOPPED_EARLY)  # of a rank that runs, is done, or stopped as asked
 REMIND_S = 5.0  # a rank that is still starting does not hear that it is to stop
 STOP_TIMEOUT_S = 20.0
+
+Rank = subprocess.Popen[bytes] | ForkedProcess
 
 
 def run(config: Config) -> int:
@@ -42,27 +52,32 @@ def run(config: Config) -> int:
     print(f"run directory {config.run_dir}", flush=True)
     attempt = Attempt.begin(config)
     servers: dict[str, list[Server]] = {}
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
+    ranks: list[Rank] = []
+    with preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload:
         try:
-            _start_servers(attempt, servers, received)
-        except ServerFailed as failure:
+            _start_servers(attempt, servers, received, preload)
+            save_servers(servers, config.run_dir / "servers.json")
+            if not received:
+                _start_ranks(attempt, ranks, preload)
+            return _watch(
+                ranks, [one for members in servers.values() for one in members], attempt, received
+            )
+        except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
             return 1
-        save_servers(servers, config.run_dir / "servers.json")
-        if not received:
-            _start_ranks(attempt, ranks)
-        return _watch(
-            ranks, [one for members in servers.values() for one in members], attempt, received
-        )
-    finally:
-        _stop_ranks(ranks)
-        for members in servers.values():
-            for server in members:
-                server.stop()
+        finally:
+            _stop_ranks(ranks)
+            for members in servers.values():
+                for server in members:
+                    server.stop()
 
 
-def _start_servers(attempt: Attempt, servers: dict[str, list[Server]], received: list[int]) -> None:
+def _start_servers(
+    attempt: Attempt,
+    servers: dict[str, list[Server]],
+    received: list[int],
+    preload: Preload | None,
+) -> None:
     """Fill `servers` as they start, so that those already there are ended if one does not.
 
     Servers come up side by side, but one after the other on a GPU they share: each takes its part
@@ -70,35 +85,51 @@ def _start_servers(attempt: Attempt, servers: dict[str, list[Server]], received:
 
     Raises:
         ServerFailed: one that others had to wait for did not come up.
+        PreloadFailed: SGLang could not be imported.
     """
     config = attempt.config
+    if preload:
+        preload.wait_ready(lambda: bool(received))
     placed = place_servers(config, device.num_gpus())
     used = set(range(config.learner.world_size))
-    for one in wanted_servers(config):
+    for one in wanted_servers(config) if not received else []:
         gpus = placed[one.set_name][one.index]
-        server = attempt.start(one, gpus=gpus)
+        server = attempt.start(one, gpus=gpus, preload=preload)
         servers.setdefault(one.set_name, []).append(server)
         if used & set(gpus):
             wait_ready([server], one.server.start_timeout_s, lambda: bool(received))
         used |= set(gpus)
 
 
-def _start_ranks(attempt: Attempt, ranks: list[subprocess.Popen[bytes]]) -> None:
+def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -> None:
     config = attempt.config
     world_size = config.learner.world_size
-    environment = {
-        **os.environ,
+    shared = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(config.learner.threads_per_rank),
     }
     for rank in range(world_size):
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if preload:
+            ranks.append(
+                preload.start(
+                    f"{LEARNER}:main",
+                    [str(config.run_dir)],
+                    title=f"{LEARNER} {config.run_dir}",
+                    environment=environment,
+                    log_file=attempt.rank_log(rank),
+                    inherits_stdout=rank == 0,  # rank 0 shows the run's progress
+                    ignored_signals=[signal.SIGUSR1],  # as `_in_rank`
+                )
+            )
+            continue
         with attempt.rank_log(rank).open("wb") as log:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "qurl_megatron.loop.train", str(config.run_dir)],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    [sys.executable, "-m", LEARNER, str(config.run_dir)],
+                    env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
                     stdout=None if rank == 0 else log,  # rank 0 shows the run's progress
                     stderr=log,
@@ -115,7 +146,7 @@ def _in_rank() -> None:
 
 
 def _watch(
-    ranks: list[subprocess.Popen[bytes]],
+    ranks: list[Rank],
     servers: list[Server],
     attempt: Attempt,
     received: list[int],
@@ -151,7 +182,7 @@ def _report(what: str, log_file: Path) -> int:
     return 1
 
 
-def _stop_ranks(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _stop_ranks(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.terminate()
     deadline = time.monotonic() + STOP_TIMEOUT_S

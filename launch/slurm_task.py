@@ -10,6 +10,7 @@ of a step, ask the learner to stop early, and are nothing to the servers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -83,7 +84,7 @@ def rollout(logs: Path) -> int:
     from qurl_megatron import device
     from qurl_megatron.config.overrides import load
     from qurl_megatron.process import tail
-    from qurl_megatron.rollout.server import save_servers
+    from qurl_megatron.rollout.server import preloaded_sglang, save_servers
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
@@ -91,13 +92,17 @@ def rollout(logs: Path) -> int:
     servers: dict[str, list[Server]] = {}
     started: list[Server] = []
     first_gpu = 0
+    stack = contextlib.ExitStack()
     try:
+        preload = stack.enter_context(preloaded_sglang(logs / f"preload_{own.name}.log"))
         for set_name, index in own.servers:
             one = wanted[set_name, index]
             host = socket.gethostbyname(own.name)
             gpus = range(first_gpu, first_gpu + one.server.tensor_parallel_size)
             gpus = gpus if device.num_gpus() else range(0)
-            started.append(attempt.start(one, host=host, api_key=plan.api_key, gpus=gpus))
+            started.append(
+                attempt.start(one, host=host, api_key=plan.api_key, gpus=gpus, preload=preload)
+            )
             servers.setdefault(set_name, []).append(started[-1])
             first_gpu += len(gpus)
         save_servers(servers, logs / f"servers_{own.name}.json")
@@ -113,6 +118,7 @@ def rollout(logs: Path) -> int:
     finally:
         for server in started:
             server.stop()
+        stack.close()
 
 
 def learner(logs: Path) -> int:

@@ -102,6 +102,11 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **additions}
 
 
+def extend_environment(additions: Mapping[str, str]) -> None:
+    """Add variables to this process's environment."""
+    os.environ.update(additions)
+
+
 def limit_threads(threads: int) -> None:
     """CPU threads of this process's tensor operations."""
     torch.set_num_threads(threads)

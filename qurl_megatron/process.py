@@ -13,6 +13,8 @@ LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# Slurm and launchers send these to every process of a node; they are for the learner only.
+LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def free_port() -> int:
@@ -37,3 +39,9 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 def die_with_parent() -> None:
     """In a child before its program starts: have the kernel end it when its parent is gone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_only_with_parent() -> None:
+    """Have the kernel end a child with its parent, and let no launcher's signal end it before."""
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)

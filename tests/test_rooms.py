@@ -19,7 +19,9 @@ FILES = sorted(
 
 # A folder, or a module beside the folders, imports only from those above it in this list.
 LEVELS = [
-    {"device", "files", "process"},
+    {"files", "process"},
+    {"device"},
+    {"preload"},
     {"model"},
     {"config"},
     {"algorithm", "quantization", "report"},

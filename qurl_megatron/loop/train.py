@@ -99,14 +99,13 @@ def is_evaluated(config: Config, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def main() -> None:
-    """`python -m qurl_megatron.loop.train RUN_DIR`, once a learner rank, started by a launcher.
+def main(run_dir: str) -> None:
+    """Run a learner rank: `python -m qurl_megatron.loop.train RUN_DIR`, started by a launcher.
 
     SIGUSR1 asks it to stop early, SIGTERM to end at once.
     """
-    run_dir = Path(sys.argv[1])
-    servers = load_servers(run_dir / "servers.json")
-    sys.exit(run(run_dir, servers, stop_on={signal.SIGUSR1}, end_on=signal.SIGTERM))
+    servers = load_servers(Path(run_dir) / "servers.json")
+    sys.exit(run(Path(run_dir), servers, stop_on={signal.SIGUSR1}, end_on=signal.SIGTERM))
 
 
 def run(
@@ -130,4 +129,4 @@ def run(
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 
-from qurl_megatron.process import free_port, tail
-from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerFailed, _end_only_by_parent
+from qurl_megatron.process import end_only_with_parent, free_port, tail
+from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerFailed
 
 ROUTER_START_TIMEOUT_S = 120.0
 ROUTER_REQUEST_TIMEOUT_S = 7 * 24 * 3600  # none; it wants a number
@@ -61,7 +61,7 @@ class Router:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_only_by_parent,
+                preexec_fn=end_only_with_parent,
             )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(arguments).encode())

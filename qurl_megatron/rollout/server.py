@@ -15,13 +15,13 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -30,15 +30,16 @@ import psutil
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.files import write_whole
-from qurl_megatron.process import die_with_parent, free_port, tail
+from qurl_megatron.preload import Preload
+from qurl_megatron.process import LAUNCHER_SIGNALS, end_only_with_parent, free_port, tail
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 
 LOOPBACK = "127.0.0.1"
+CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 POLL_S = 0.2
+KILL_POLL_S = 0.01
 # SGLang leaves a request this many fewer tokens than its context has.
 CONTEXT_RESERVE = 2
-# Signals that Slurm and launchers send to every process of a node, and that are not for servers.
-NOT_FOR_SERVERS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class ServerFailed(RuntimeError):
@@ -73,7 +74,7 @@ class Server:
         if not self.here:
             return True
         try:
-            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+            return _runs(psutil.Process(self.pid))
         except psutil.NoSuchProcess:
             return False
 
@@ -91,7 +92,8 @@ class Server:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(tree)
+        while any(_runs(process) for process in tree):
+            time.sleep(KILL_POLL_S)
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def failed(self, what: str) -> ServerFailed:
@@ -112,6 +114,7 @@ def start_server(
     host: str = LOOPBACK,
     api_key: str | None = None,
     gpus: Sequence[int] | None = None,
+    preload: Preload | None = None,
 ) -> Server:
     """Start a server of `model_dir`; it comes up in the background.
 
@@ -120,6 +123,7 @@ def start_server(
     `context_length` is prompt and response together, in tokens. The server listens on `host`; where
     that is not loopback it wants `api_key`, one for all the servers behind a router. `gpus` follow
     each other; the first of the machine when left out. It ends when the calling process does.
+    With `preload`, from `preloaded_sglang`, it is forked and not imported anew.
     """
     if host != LOOPBACK and not api_key:
         raise ValueError(f"a server on {host} without a key would serve anybody")
@@ -165,7 +169,7 @@ def start_server(
         # An idle scheduler would poll, and take a core from the learner. Logits in float32 are
         # faster than in bfloat16 here, and better.
         flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--enable-fp32-lm-head"]
-        additions["SGLANG_PLATFORM"] = "qurl_cpu"
+        additions["SGLANG_PLATFORM"] = CPU_PLATFORM
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
             additions["SGLANG_CPU_OMP_THREADS_BIND"] = _a_core_a_rank(server)
@@ -173,26 +177,57 @@ def start_server(
         arguments |= {"attention-backend": "triton", "sampling-backend": "pytorch"}
         additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *words, *flags],
-            env=device.child_environment(additions),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is its starter's to handle
-            preexec_fn=_end_only_by_parent,
-        )
+    if preload:
+        pid = preload.start(
+            "qurl_megatron.rollout.forked:serve",
+            [str(server.threads), *words, *flags],
+            title=f"sglang::server {host}:{port}",
+            environment=additions,
+            log_file=log_file,
+            blocked_signals=LAUNCHER_SIGNALS,
+        ).pid
+    else:
+        with log_file.open("wb") as log:
+            pid = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", *words, *flags],
+                env=device.child_environment(additions),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for its starter to handle
+                preexec_fn=end_only_with_parent,
+            ).pid
     return Server(
         url=f"http://{host}:{port}",
         machine=socket.gethostname(),
-        pid=process.pid,
+        pid=pid,
         tensor_parallel_size=server.tensor_parallel_size,
         gpus=list(gpus),
         log_file=str(log_file),
         scratch_dir=scratch_dir,
         api_key=api_key,
     )
+
+
+@contextmanager
+def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Preload | None]:
+    """Yield a process to fork servers from, or None on a machine with a GPU.
+
+    `also` are further preparations of that process; see `Preload`.
+    """
+    if device.accelerator() == "cuda":
+        yield None
+        return
+    environment = {
+        "SGLANG_PLATFORM": CPU_PLATFORM,
+        "OMP_NUM_THREADS": "1",
+        # Importing numpy and pyarrow starts threads, and a process with threads must not fork.
+        "OPENBLAS_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
+    preparations = ["qurl_megatron.rollout.forked:import_sglang", *also]
+    with Preload(preparations, environment, log_file) as preload:
+        yield preload
 
 
 def wait_ready(
@@ -224,10 +259,12 @@ def load_servers(path: Path) -> dict[str, list[Server]]:
     return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
 
 
-def _end_only_by_parent() -> None:
-    """In a server or router before its program starts; its starter ends it by killing it."""
-    die_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_SERVERS)
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; a zombie has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _answers(server: Server) -> bool:

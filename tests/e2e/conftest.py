@@ -6,6 +6,16 @@ from pathlib import Path
 import pytest
 from running import Command
 
+from qurl_megatron.preload import Preload
+from qurl_megatron.rollout.server import preloaded_sglang
+
+
+@pytest.fixture(scope="session")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preload | None]:
+    """The process that the servers of all tests are forked from; None beside a GPU."""
+    with preloaded_sglang(tmp_path_factory.mktemp("preload") / "preload.log") as parent:
+        yield parent
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:

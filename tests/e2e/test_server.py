@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.server import Server, ServerFailed, start_server, wait_ready
@@ -83,7 +84,11 @@ class Deployment:
 
 @contextmanager
 def launched(
-    directory: Path, weight_format: WeightFormat, tensor_parallel_size: int = 1, **model: Any
+    directory: Path,
+    weight_format: WeightFormat,
+    preload: Preload | None,
+    tensor_parallel_size: int = 1,
+    **model: Any,
 ) -> Iterator[tuple[Server, list[Path]]]:
     """A server on its way up, and two models of its shape."""
     model_dirs = [
@@ -102,6 +107,7 @@ def launched(
         context_length=CONTEXT_LENGTH,
         log_file=directory / "server.log",
         seed=0,
+        preload=preload,
     )
     try:
         yield server, model_dirs
@@ -129,7 +135,9 @@ def joined(
 
 @pytest.fixture(scope="module")
 def deployments(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    preload: Preload | None,
 ) -> Iterator[dict[str, Deployment]]:
     """One server for each format that a selected test is of, started together."""
     selected = [getattr(item, "callspec", None) for item in request.session.items]
@@ -138,7 +146,11 @@ def deployments(
         starting = {
             weight_format: stack.enter_context(
                 launched(
-                    tmp_path_factory.mktemp(weight_format), weight_format, tied=True, **dimensions
+                    tmp_path_factory.mktemp(weight_format),
+                    weight_format,
+                    preload,
+                    tied=True,
+                    **dimensions,
                 )
             )
             for weight_format, dimensions in FORMATS.items()
@@ -156,12 +168,16 @@ def deployment(request: pytest.FixtureRequest, deployments: dict[str, Deployment
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def two_ranks(
+    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
+) -> Iterator[Deployment]:
     """INT8 on two tensor-parallel ranks that have to share one key-value head."""
     if torch.cuda.device_count() == 1:
         pytest.skip("two ranks want a GPU each; this machine has one")
     with (
-        launched(tmp_path_factory.mktemp("tp2"), "int8", 2, num_key_value_heads=1) as server,
+        launched(
+            tmp_path_factory.mktemp("tp2"), "int8", preload, 2, num_key_value_heads=1
+        ) as server,
         joined(*server, "int8") as deployment,
     ):
         yield deployment
@@ -337,7 +353,9 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     assert not psutil.wait_procs(tree, timeout=10)[1]
 
 
-def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_reported_with_its_log(
+    tmp_path: Path, preload: Preload | None
+) -> None:
     server = start_server(
         tmp_path / "no-such-model",
         ServerConfig(),
@@ -345,6 +363,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
         context_length=64,
         log_file=tmp_path / "server.log",
         seed=0,
+        preload=preload,
     )
     try:
         with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):

@@ -18,6 +18,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
@@ -49,7 +50,9 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployment(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch_module: pytest.MonkeyPatch,
+    preload: Preload | None,
 ) -> Iterator[Deployment]:
     monkeypatch_module.setenv("GLOO_SOCKET_IFNAME", "lo")
     directory = tmp_path_factory.mktemp("two")
@@ -68,6 +71,7 @@ def deployment(
                 seed=index,
                 host=ADDRESS,
                 api_key="a key of the run",
+                preload=preload,
             )
             stack.callback(server.stop)
             servers.append(server)

@@ -1,0 +1,267 @@
+"""Processes that share their imports: one process imports, and forks a child for each request.
+
+Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. A fork of a
+process that has imported it starts at once. A child differs from a fresh process only in that: it
+has its own session, environment, log file and exit code, and the kernel kills it with its parent.
+
+A fork copies the calling thread only, so the parent must have no other thread; `_serve` checks it.
+On a machine with a GPU nothing is forked: a CUDA context does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from setproctitle import setproctitle
+
+from qurl_megatron import device
+from qurl_megatron.process import die_with_parent, end_only_with_parent, tail
+
+POLL_S = 0.05
+
+
+class PreloadFailed(RuntimeError):
+    """The parent process died; the text ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a child is to be."""
+
+    function: str  # module:function, called with `arguments`
+    arguments: list[str]
+    title: str  # shown by ps
+    environment: dict[str, str]  # added to the parent's
+    log_file: str  # receives standard error, and standard output unless it is inherited
+    inherits_stdout: bool
+    ignored_signals: list[int]
+    blocked_signals: list[int]
+
+
+class Preload:
+    """A parent process, seen from the process that starts it and asks it for children.
+
+    Use it as a context manager: leaving it kills the parent, and with it every child.
+    """
+
+    def __init__(
+        self, preparations: Sequence[str], environment: Mapping[str, str], log_file: Path
+    ) -> None:
+        """Start the parent; it imports each `module`, or calls each `module:function`, first.
+
+        `environment` is added to this process's environment, for the parent and all its children.
+        """
+        self._log_file = log_file
+        self._ready = False
+        self._connection, theirs = Pipe()
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *preparations],
+                env=device.child_environment(environment),
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the starter to handle
+                preexec_fn=end_only_with_parent,
+            )
+        theirs.close()
+
+    def wait_ready(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Return when the preparations are done, or the caller has `given_up`.
+
+        Raises:
+            PreloadFailed: the parent died.
+        """
+        while not self._ready and not given_up():
+            try:
+                self._ready = self._connection.poll(POLL_S) and self._connection.recv()
+            except (EOFError, OSError):
+                raise self._failed() from None
+
+    def start(
+        self,
+        function: str,
+        arguments: Sequence[str],
+        *,
+        title: str,
+        environment: Mapping[str, str],
+        log_file: Path,
+        inherits_stdout: bool = False,
+        ignored_signals: Collection[int] = (),
+        blocked_signals: Collection[int] = (),
+    ) -> ForkedProcess:
+        """Fork a child that calls `function` (`module:function`) with `arguments`.
+
+        Waits until the parent has done its preparations.
+
+        Raises:
+            PreloadFailed: the parent died.
+        """
+        request = _Request(
+            function,
+            list(arguments),
+            title,
+            dict(environment),
+            str(log_file.absolute()),
+            inherits_stdout,
+            list(ignored_signals),
+            list(blocked_signals),
+        )
+        return ForkedProcess(self, self._ask(request))
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return a child's exit code, negative for a signal; None while it runs."""
+        return self._ask(pid)
+
+    def _ask(self, question: _Request | int) -> Any:
+        self.wait_ready()
+        try:
+            self._connection.send(question)
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise self._failed() from None
+
+    def _failed(self) -> PreloadFailed:
+        return PreloadFailed(
+            f"the process that imports for the others died; {self._log_file} ends:\n"
+            f"{tail(self._log_file)}"
+        )
+
+    def close(self) -> None:
+        """Kill the parent and, through it, every child."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Preload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ForkedProcess:
+    """A child of a `Preload`, with the part of subprocess.Popen's interface that launchers use."""
+
+    def __init__(self, preload: Preload, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._preload = preload
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the process runs."""
+        if self.returncode is None:
+            self.returncode = self._preload.exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once the process has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; do nothing if the process has ended."""
+        if self.poll() is None:  # until then its zombie keeps the pid from being used again
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(connection: Connection) -> _Request | None:
+    """Answer requests in the parent until the starter is gone; return a request in its child."""
+    gc.freeze()  # a collection would write to, and so copy, every page that children share
+    while True:
+        try:
+            question = connection.recv()
+        except (EOFError, OSError):
+            return None
+        if isinstance(question, int):
+            pid, status = os.waitpid(question, os.WNOHANG)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        threads = os.listdir("/proc/self/task")
+        if len(threads) > 1:
+            raise RuntimeError(f"{len(threads)} threads run; a fork would lose all but one")
+        pid = os.fork()
+        if pid == 0:
+            return question
+        connection.send(pid)
+
+
+def _become(request: _Request) -> None:
+    """Turn a fresh fork into the process that a request describes."""
+    os.setsid()
+    die_with_parent()
+    for number in request.ignored_signals:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked_signals)
+    log = os.open(request.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 2)
+    if not request.inherits_stdout:
+        os.dup2(log, 1)
+    os.close(log)
+    device.extend_environment(request.environment)
+    tempfile.tempdir = None  # TMPDIR may have changed
+    sys.argv = [request.function, *request.arguments]
+    setproctitle(request.title)
+
+
+def _call(path: str, *arguments: str) -> None:
+    """Import `module`, and for `module:function` call the function."""
+    module, _, name = path.partition(":")
+    imported = import_module(module)
+    if name:
+        getattr(imported, name)(*arguments)
+
+
+def main() -> None:
+    """Run the parent: `python -m qurl_megatron.preload CONNECTION MODULE:FUNCTION...`."""
+    connection = Connection(int(sys.argv[1]))
+    for preparation in sys.argv[2:]:
+        _call(preparation)
+    connection.send(True)
+    request = _serve(connection)
+    connection.close()
+    if request is None:
+        return
+    _become(request)
+    try:
+        _call(request.function, *request.arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

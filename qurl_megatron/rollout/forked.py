@@ -1,0 +1,46 @@
+"""An SGLang server whose processes are forks of one that has imported SGLang; without a GPU only.
+
+These functions run in the processes of `preload.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+
+def import_sglang() -> None:
+    """Import what a server's three processes use, with this package's plugin in place."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # first: it replaces functions that other modules import by name
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+
+def serve(threads: str, *words: str) -> None:
+    """Run a server with the options `words` of `sglang.launch_server` until it is killed.
+
+    `threads` is the number of CPU threads of each of its ranks: OpenMP read OMP_NUM_THREADS when
+    the parent imported it.
+    """
+    import torch
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    torch.set_num_threads(int(threads))
+    original = engine._set_envs_and_config
+
+    def fork_after(server_args: object) -> None:
+        original(server_args)  # asks multiprocessing to spawn
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = fork_after
+    try:
+        run_server(prepare_server_args(list(words)))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
