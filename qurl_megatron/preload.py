@@ -32,6 +32,12 @@ from qurl_megatron import device
 from qurl_megatron.process import die_with_parent, end_only_with_parent, tail
 
 POLL_S = 0.05
+# numpy and pyarrow start threads when they are imported, unless told otherwise.
+NO_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 
 
 class PreloadFailed(RuntimeError):
@@ -71,7 +77,7 @@ class Preload:
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), *preparations],
-                env=device.child_environment(environment),
+                env=device.child_environment({**NO_THREADS, **environment}),
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
@@ -123,11 +129,14 @@ class Preload:
         )
         return ForkedProcess(self, self._ask(request))
 
-    def exit_code(self, pid: int) -> int | None:
-        """Return a child's exit code, negative for a signal; None while it runs."""
-        return self._ask(pid)
+    def signal(self, pid: int, number: int) -> int | None:
+        """Send a child a signal if it runs, none for number 0; return its exit code if it ended.
 
-    def _ask(self, question: _Request | int) -> Any:
+        The code is negative for a process that a signal ended.
+        """
+        return self._ask((pid, number))
+
+    def _ask(self, question: _Request | tuple[int, int]) -> Any:
         self.wait_ready()
         try:
             self._connection.send(question)
@@ -165,7 +174,7 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return the exit code, None while the process runs."""
         if self.returncode is None:
-            self.returncode = self._preload.exit_code(self.pid)
+            self.returncode = self._preload.signal(self.pid, 0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -183,8 +192,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
-        if self.poll() is None:  # until then its zombie keeps the pid from being used again
-            os.kill(self.pid, number)
+        if self.returncode is None:
+            self.returncode = self._preload.signal(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -198,28 +207,47 @@ class ForkedProcess:
 def _serve(connection: Connection) -> _Request | None:
     """Answer requests in the parent until the starter is gone; return a request in its child."""
     gc.freeze()  # a collection would write to, and so copy, every page that children share
+    exit_codes: dict[int, int | None] = {}  # of all children; None while one runs
     while True:
+        _reap(exit_codes)
         try:
+            if not connection.poll(POLL_S):
+                continue
             question = connection.recv()
         except (EOFError, OSError):
             return None
-        if isinstance(question, int):
-            pid, status = os.waitpid(question, os.WNOHANG)
-            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+        if isinstance(question, tuple):
+            pid, number = question
+            if exit_codes[pid] is None:  # not reaped, so no other process can have its pid
+                os.kill(pid, number)
+            connection.send(exit_codes[pid])
             continue
         threads = os.listdir("/proc/self/task")
         if len(threads) > 1:
             raise RuntimeError(f"{len(threads)} threads run; a fork would lose all but one")
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            die_with_parent()
+            if os.getppid() != parent:  # it died first
+                os._exit(1)
             return question
+        exit_codes[pid] = None
         connection.send(pid)
+
+
+def _reap(exit_codes: dict[int, int | None]) -> None:
+    """Note the exit codes of children that have ended since, so that none stays a zombie."""
+    while any(code is None for code in exit_codes.values()):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        exit_codes[pid] = os.waitstatus_to_exitcode(status)
 
 
 def _become(request: _Request) -> None:
     """Turn a fresh fork into the process that a request describes."""
     os.setsid()
-    die_with_parent()
     for number in request.ignored_signals:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked_signals)

@@ -37,7 +37,6 @@ from qurl_megatron.quantization.quantize import ENGINE_METHODS
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 POLL_S = 0.2
-KILL_POLL_S = 0.01
 # SGLang leaves a request this many fewer tokens than its context has.
 CONTEXT_RESERVE = 2
 
@@ -53,6 +52,7 @@ class Server:
     url: str
     machine: str  # name of the one it runs on
     pid: int  # of its main process, the root of its process tree
+    started_at_s: float  # that process's start, as the kernel tells it: it tells a pid used again
     tensor_parallel_size: int
     gpus: list[int]  # of its machine, one a tensor-parallel rank; none without a GPU
     log_file: str
@@ -74,7 +74,9 @@ class Server:
         if not self.here:
             return True
         try:
-            return _runs(psutil.Process(self.pid))
+            process = psutil.Process(self.pid)
+            started = process.create_time() == self.started_at_s  # a pid may be used again
+            return started and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -86,14 +88,14 @@ class Server:
         """
         try:
             main = psutil.Process(self.pid)
-            tree = [main, *main.children(recursive=True)]
+            ours = main.create_time() == self.started_at_s
+            tree = [main, *main.children(recursive=True)] if ours else []
         except psutil.NoSuchProcess:
             tree = []
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        while any(_runs(process) for process in tree):
-            time.sleep(KILL_POLL_S)
+        psutil.wait_procs(tree)
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def failed(self, what: str) -> ServerFailed:
@@ -201,6 +203,7 @@ def start_server(
         url=f"http://{host}:{port}",
         machine=socket.gethostname(),
         pid=pid,
+        started_at_s=psutil.Process(pid).create_time(),
         tensor_parallel_size=server.tensor_parallel_size,
         gpus=list(gpus),
         log_file=str(log_file),
@@ -218,13 +221,7 @@ def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Prelo
     if device.accelerator() == "cuda":
         yield None
         return
-    environment = {
-        "SGLANG_PLATFORM": CPU_PLATFORM,
-        "OMP_NUM_THREADS": "1",
-        # Importing numpy and pyarrow starts threads, and a process with threads must not fork.
-        "OPENBLAS_NUM_THREADS": "1",
-        "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    }
+    environment = {"SGLANG_PLATFORM": CPU_PLATFORM}
     preparations = ["qurl_megatron.rollout.forked:import_sglang", *also]
     with Preload(preparations, environment, log_file) as preload:
         yield preload
@@ -257,14 +254,6 @@ def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
 def load_servers(path: Path) -> dict[str, list[Server]]:
     tree = json.loads(path.read_text())
     return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; a zombie has."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _answers(server: Server) -> bool:
