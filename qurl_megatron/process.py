@@ -18,10 +18,10 @@ LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def free_port() -> int:
-    """A port of this machine nobody uses now, drawn from those no outgoing connection will take.
+    """Return a free port below the ephemeral range, drawn at random.
 
-    A server binds its ports many seconds after they are chosen; the kernel could hand one it chose
-    itself to anybody else in between.
+    A server binds its ports many seconds after they are chosen. In between, the kernel could give
+    an ephemeral port to any outgoing connection.
     """
     while True:
         port = secrets.choice(PORTS)
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log, shortened: SGLang prints all its settings on one."""
+    """Return the last lines of a log, each cut short: SGLang prints all its settings on one."""
     last = log_file.read_text(errors="replace").splitlines()[-lines:]
     return "\n".join(line[:LOG_LINE_LENGTH] for line in last)
 
@@ -45,3 +45,16 @@ def end_only_with_parent() -> None:
     """Have the kernel end a child with its parent, and let no launcher's signal end it before."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it has ended.
+
+    A pid and its start ticks name one process, also after the kernel has given the pid to another.
+    """
+    try:
+        # The name, in brackets, may hold spaces; the state comes after it, and the start 19 later.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -14,7 +14,7 @@ from qurl_megatron.rollout.server import Server
 
 
 class RolloutClient:
-    """Samples completions from a server, or from a router before several."""
+    """Samples completions from a server, or through a router from several."""
 
     def __init__(self, server: Server | Router, tokenizer: Any, stop_token_ids: Sequence[int]):
         self._server = server
@@ -30,7 +30,11 @@ class RolloutClient:
         max_response_length: int,
         top_p: float = 1.0,
     ) -> list[list[Completion]]:
-        """Completions of each prompt, in order; temperature 0 is greedy.
+        """Return the completions of each prompt, in the order of `prompts`.
+
+        Args:
+            temperature: sampling temperature; 0 decodes greedily.
+            max_response_length: maximum number of sampled tokens.
 
         Raises:
             ServerFailed: a server died or refused a request.
@@ -65,9 +69,9 @@ class RolloutClient:
         try:
             response = await client.post(f"{self._server.url}/generate", json=body)
         except httpx.TransportError as error:
-            raise self._server.failed(f"broke off while sampling ({error!r})") from None
+            raise self._server.failed(f"closed the connection while sampling ({error!r})") from None
         if response.is_error:
-            raise self._server.failed(f"refused to sample: {response.text}")
+            raise self._server.failed(f"refused a sampling request: {response.text}")
         answers = response.json()
         return [self._completion(a) for a in (answers if isinstance(answers, list) else [answers])]
 
@@ -78,7 +82,7 @@ class RolloutClient:
             token_ids=token_ids,
             behaviour_logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
-            # SGLang also calls it "length" when the last token there is room for is a stop token.
+            # SGLang also says "length" when the last allowed token is a stop token.
             truncated=meta["finish_reason"]["type"] == "length"
             and token_ids[-1] not in self._stop_token_ids,
             weight_version=int(meta["weight_version"]),

@@ -1,4 +1,4 @@
-"""What a publish asks of a server: pause, receive weights, report checksums, resume."""
+"""Control one server during a publish: pause, receive weights, report checksums, resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
 
 
 class ServerControl:
-    """What publishing asks of one server. Every call waits for its answer."""
+    """The control requests of one server. Every call waits for the server's answer."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -24,11 +24,11 @@ class ServerControl:
         )
 
     def pause(self) -> None:
-        """Stop sampling; requests that are running wait, and will be computed afresh."""
+        """Stop sampling. Running requests wait, and are recomputed from their tokens later."""
         self._post("/pause_generation", {"mode": "retract"})
 
     def resume(self, weight_version: int) -> None:
-        """Sample again; what is sampled from now on carries `weight_version`."""
+        """Continue sampling; tokens sampled from here on carry `weight_version`."""
         version = {"new_version": str(weight_version), "abort_all_requests": False}
         self._post("/update_weight_version", version)
         self._post("/continue_generation", {})
@@ -43,7 +43,7 @@ class ServerControl:
         group_name: str,
         backend: str,
     ) -> None:
-        """Join the process group weights come over, as ranks `rank_offset` and following."""
+        """Join the process group that carries weights, as ranks `rank_offset` and following."""
         self._post(
             "/init_weights_update_group",
             {
@@ -64,7 +64,7 @@ class ServerControl:
         *,
         group_name: str,
     ) -> None:
-        """Receive one flat buffer of these tensors, broadcast by rank 0, and load them."""
+        """Receive one bucket, a flat buffer that rank 0 broadcasts, and load its tensors."""
         self._post(
             "/update_weights_from_distributed",
             {
@@ -77,18 +77,19 @@ class ServerControl:
         )
 
     def checksums(self) -> list[dict[str, int]]:
-        """What each tensor-parallel rank holds; see `checksum.combine`."""
+        """Return the checksums of each tensor-parallel rank; `checksum.combine` adds them up."""
         ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
         return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
 
     def close(self) -> None:
+        """Close the connection; the server keeps running."""
         self._client.close()
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
             response = self._client.post(path, json=body)
         except httpx.TransportError as error:
-            raise self.server.failed(f"broke off in {path} ({error!r})") from None
+            raise self.server.failed(f"closed the connection in {path} ({error!r})") from None
         if response.is_error:
             raise self.server.failed(f"refused {path}: {response.text}")
         answer = response.json()
@@ -98,7 +99,7 @@ class ServerControl:
 
 
 def address_towards(server: Server) -> str:
-    """The address of this machine that `server` can reach it under."""
+    """Return the address under which `server` can reach this machine."""
     url = httpx.URL(server.url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((url.host, url.port))  # chooses a route, sends nothing

@@ -1,4 +1,4 @@
-"""sglang-router in front of several servers that hold the same weights."""
+"""Run sglang-router in front of several servers that hold the same weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qurl_megatron.process import end_only_with_parent, free_port, tail
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerFailed
 
 ROUTER_START_TIMEOUT_S = 120.0
-ROUTER_REQUEST_TIMEOUT_S = 7 * 24 * 3600  # none; it wants a number
+ROUTER_REQUEST_TIMEOUT_S = 7 * 24 * 3600  # in effect none; the router requires a number
 # `python -m sglang_router.launch_router` would import SGLang first: ten seconds.
 START_ROUTER = """
 import json, sys
@@ -26,11 +26,11 @@ Router.from_args(RouterArgs(**json.load(sys.stdin))).start()
 
 
 class Router:
-    """sglang-router before several servers that hold the same weights, as one that samples.
+    """A router that distributes sampling requests over servers; a child process on loopback.
 
-    A child of the calling process, on loopback. It hands out requests in turn: every prompt is new,
-    and a publish empties the prefix caches, so there is nothing to find in them. It never tries
-    again and never leaves a server out: a lost one is to end the run.
+    It assigns requests round-robin: every prompt is new and a publish empties the prefix caches,
+    so cache-aware routing has nothing to gain. It neither retries nor leaves a server out: a lost
+    server must end the run.
     """
 
     def __init__(self, servers: Sequence[Server], log_file: Path) -> None:
@@ -68,7 +68,11 @@ class Router:
         self._process.stdin.close()
 
     def wait_ready(self, timeout_s: float = ROUTER_START_TIMEOUT_S) -> None:
-        """Return when it knows all its servers. Raises ServerFailed if it does not come to that."""
+        """Wait until the router has connected to all its servers.
+
+        Raises:
+            ServerFailed: it died, or did not connect within `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._ready():
             if self._process.poll() is not None:
@@ -85,10 +89,11 @@ class Router:
         return answer.is_success and answer.json()["healthy_workers"] == self._num_servers
 
     def failed(self, what: str) -> ServerFailed:
-        """The exception for what went wrong, with the end of the log."""
+        """Return the exception for a failure, with the end of the log."""
         log = self._log_file
         return ServerFailed(f"router {self.url} {what}; {log} ends:\n{tail(log)}")
 
     def close(self) -> None:
-        self._process.kill()  # it has nothing to save
+        """Kill the router; it has nothing to save."""
+        self._process.kill()
         self._process.wait()

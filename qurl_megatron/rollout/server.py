@@ -1,12 +1,12 @@
-"""SGLang servers: start, watch, sample from, control and stop them. The room that speaks HTTP.
+"""Start, watch and stop SGLang servers. This folder alone speaks HTTP.
 
-What SGLang 0.5.17 does that callers rely on, each tested against the real server:
-- `output_token_logprobs` are of the full vocabulary at the sampling temperature, whatever top_p is.
+Callers rely on three properties of SGLang 0.5.17. Tests check each of them on the real server:
+- `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
 - A weight update empties the prefix cache, also while the server is paused.
-- `weight_version` in an answer is the version set last; it is ours to set.
+- `weight_version` in an answer is the version that was set last; the publisher sets it.
 
-A server on loopback asks nobody who he is. One that other machines can reach wants its key with
-every request; the key is in `Server` and in no command line.
+Loopback servers are unauthenticated. A server that other machines can reach requires a key with
+every request. The key is part of `Server` and of no command line.
 """
 
 from __future__ import annotations
@@ -31,65 +31,68 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.files import write_whole
 from qurl_megatron.preload import Preload
-from qurl_megatron.process import LAUNCHER_SIGNALS, end_only_with_parent, free_port, tail
+from qurl_megatron.process import (
+    LAUNCHER_SIGNALS,
+    end_only_with_parent,
+    free_port,
+    start_ticks,
+    tail,
+)
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 POLL_S = 0.2
-# SGLang leaves a request this many fewer tokens than its context has.
+# SGLang limits a request to this many tokens fewer than its context length.
 CONTEXT_RESERVE = 2
 
 
 class ServerFailed(RuntimeError):
-    """A server that did not come up, died or refused; the text ends with its log's last lines."""
+    """A server did not start, died or refused a request; the text ends with the end of its log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server, as its starter and every other process of the run know it."""
+    """A running server, as every process of the run knows it."""
 
     url: str
-    machine: str  # name of the one it runs on
-    pid: int  # of its main process, the root of its process tree
-    started_at_s: float  # that process's start, as the kernel tells it: it tells a pid used again
+    machine: str  # hostname
+    pid: int  # the main process, root of the server's process tree
+    start_ticks: int | None  # start of that process, see process.start_ticks; None if it died
     tensor_parallel_size: int
-    gpus: list[int]  # of its machine, one a tensor-parallel rank; none without a GPU
+    gpus: list[int]  # indices on its machine, one a tensor-parallel rank; empty without a GPU
     log_file: str
-    scratch_dir: str  # its sockets and temporary files
-    api_key: str | None = None  # that it wants with every request
+    scratch_dir: str  # holds its sockets and temporary files
+    api_key: str | None = None  # None: unauthenticated
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request to it."""
+        """HTTP headers that every request needs."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     @property
     def here(self) -> bool:
-        """Whether it runs on this machine."""
+        """True if the server runs on this machine."""
         return self.machine == socket.gethostname()
 
     def alive(self) -> bool:
-        """Whether its main process runs; True of another machine's, which its starter watches."""
+        """Return whether the main process runs.
+
+        Return True for a server on another machine: the launcher there watches it.
+        """
         if not self.here:
             return True
-        try:
-            process = psutil.Process(self.pid)
-            started = process.create_time() == self.started_at_s  # a pid may be used again
-            return started and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
 
     def stop(self) -> None:
-        """End its whole process tree and remove its scratch files. Only its starter may.
+        """Kill the process tree and remove the scratch files. Only the starter may call it.
 
-        Killed at once, for it has nothing to save: asked to end, SGLang takes its own dying
-        children for a crash and spends seconds on diagnosing it.
+        SIGKILL, because a server has nothing to save, and on SIGTERM SGLang takes its own dying
+        children for a crash and diagnoses it for seconds.
         """
         try:
             main = psutil.Process(self.pid)
-            ours = main.create_time() == self.started_at_s
-            tree = [main, *main.children(recursive=True)] if ours else []
+            tree = [main, *main.children(recursive=True)] if self.alive() else []
         except psutil.NoSuchProcess:
             tree = []
         for process in tree:
@@ -99,7 +102,7 @@ class Server:
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def failed(self, what: str) -> ServerFailed:
-        """The exception for what went wrong, with the end of the log."""
+        """Return the exception for a failure, with the end of the log."""
         log = Path(self.log_file)
         return ServerFailed(f"server {self.url} {what}; {log} ends:\n{tail(log)}")
 
@@ -118,17 +121,22 @@ def start_server(
     gpus: Sequence[int] | None = None,
     preload: Preload | None = None,
 ) -> Server:
-    """Start a server of `model_dir`; it comes up in the background.
+    """Start a server in the background and return at once; `wait_ready` waits for it.
 
-    Where it `loads` its weights they are those of the directory, in `weight_format`; otherwise the
-    first publish is to bring them.
-    `context_length` is prompt and response together, in tokens. The server listens on `host`; where
-    that is not loopback it wants `api_key`, one for all the servers behind a router. `gpus` follow
-    each other; the first of the machine when left out. It ends when the calling process does.
-    With `preload`, from `preloaded_sglang`, it is forked and not imported anew.
+    The server dies with the calling process.
+
+    Args:
+        model_dir: Hugging Face directory with configuration and tokenizer.
+        context_length: maximum prompt plus response length, in tokens.
+        loads: load the directory's weights, which are in `weight_format`. Otherwise the server
+            has random weights until the first publish.
+        host: address to listen on. Any other than loopback requires `api_key`, which must be the
+            same for all servers behind one router.
+        gpus: consecutive GPUs of this machine, one a tensor-parallel rank; None: the first ones.
+        preload: from `preloaded_sglang`; the server is then a fork of that process.
     """
     if host != LOOPBACK and not api_key:
-        raise ValueError(f"a server on {host} without a key would serve anybody")
+        raise ValueError(f"host {host}: a server that others can reach needs an api_key")
     if gpus is None:
         gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
     port = free_port()
@@ -146,35 +154,35 @@ def start_server(
         "random-seed": seed,
         "weight-version": 0,
         "log-level-http": "warning",
-        "grammar-backend": "none",  # nothing here asks for structured answers
+        "grammar-backend": "none",  # no request asks for structured output
     }
-    flags = ["--skip-tokenizer-init"]  # prompts and completions travel as tokens
+    flags = ["--skip-tokenizer-init"]  # prompts and completions travel as token ids
     if gpus:
         arguments["base-gpu-id"] = gpus[0]
     if server.max_total_tokens is not None:
         arguments["max-total-tokens"] = server.max_total_tokens
-    if weight_format != "bf16" and not loads:  # a quantized directory says itself what it is
+    if weight_format != "bf16" and not loads:  # a quantized directory names its own method
         arguments["quantization"] = ENGINE_METHODS[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     if api_key:
-        key_file = Path(scratch_dir) / "key.yaml"  # in a directory nobody else reads
+        key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
         key_file.write_text(f"api-key: {api_key}\n")
         arguments["config"] = key_file
     additions = {
         "TMPDIR": scratch_dir,
-        # A crashed server would diagnose itself for over a minute before it ends.
+        # A crashed server would otherwise diagnose itself for over a minute before it ends.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
     if device.accelerator() == "cpu":
         arguments["device"] = "cpu"
-        # An idle scheduler would poll, and take a core from the learner. Logits in float32 are
-        # faster than in bfloat16 here, and better.
+        # Without sleep-on-idle the scheduler polls and takes a core from the learner. On a CPU
+        # float32 logits are faster than bfloat16 ones, and more exact.
         flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--enable-fp32-lm-head"]
         additions["SGLANG_PLATFORM"] = CPU_PLATFORM
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
-            additions["SGLANG_CPU_OMP_THREADS_BIND"] = _a_core_a_rank(server)
+            additions["SGLANG_CPU_OMP_THREADS_BIND"] = _core_bindings(server)
     elif device.lacks_flash_attention():
         arguments |= {"attention-backend": "triton", "sampling-backend": "pytorch"}
         additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
@@ -203,7 +211,7 @@ def start_server(
         url=f"http://{host}:{port}",
         machine=socket.gethostname(),
         pid=pid,
-        started_at_s=psutil.Process(pid).create_time(),
+        start_ticks=start_ticks(pid),
         tensor_parallel_size=server.tensor_parallel_size,
         gpus=list(gpus),
         log_file=str(log_file),
@@ -214,9 +222,9 @@ def start_server(
 
 @contextmanager
 def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Preload | None]:
-    """Yield a process to fork servers from, or None on a machine with a GPU.
+    """Yield a process that has imported SGLang, to fork servers from; None on a machine with a GPU.
 
-    `also` are further preparations of that process; see `Preload`.
+    `also` lists further preparations of that process; see `Preload`.
     """
     if device.accelerator() == "cuda":
         yield None
@@ -230,10 +238,10 @@ def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Prelo
 def wait_ready(
     servers: Sequence[Server], timeout_s: float, given_up: Callable[[], bool] = lambda: False
 ) -> None:
-    """Return when every server answers, or the caller has `given_up`.
+    """Wait until every server answers, or `given_up` returns True.
 
     Raises:
-        ServerFailed: one died, or `timeout_s` is over.
+        ServerFailed: a server died, or did not answer within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     for server in servers:
@@ -246,12 +254,13 @@ def wait_ready(
 
 
 def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
-    """Write the server sets by name, for `load_servers` in the learner's processes."""
+    """Write servers by the name of their set, for `load_servers` in the learner's processes."""
     tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
-    write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # for the keys in it
+    write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # it holds keys
 
 
 def load_servers(path: Path) -> dict[str, list[Server]]:
+    """Read what `save_servers` wrote."""
     tree = json.loads(path.read_text())
     return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
 
@@ -263,7 +272,7 @@ def _answers(server: Server) -> bool:
         return False
 
 
-def _a_core_a_rank(server: ServerConfig) -> str:
-    """SGLang binds each tensor-parallel rank's threads to cores of its own, or refuses to start."""
+def _core_bindings(server: ServerConfig) -> str:
+    """Return one core for each tensor-parallel rank; SGLang refuses to start without."""
     cores = psutil.cpu_count() or 1
     return "|".join(str(rank % cores) for rank in range(server.tensor_parallel_size))

@@ -39,9 +39,10 @@ FORMATS: dict[WeightFormat, dict[str, int]] = {  # each with its model's own dim
     "fp8-block": WHOLE_BLOCKS,
 }
 START_TIMEOUT_S = 300.0
-# How many times nearer its own codes a server is than any other. A GPU sums attention and logits in
-# BF16, which is noise of its own.
-NEARER = 3 if torch.cuda.is_available() else 20
+# A server is this many times nearer to a reference with its own codes than to any other. Measured:
+# 19 times in the worst of several runs (fp8-block, where codes of activations flip), usually
+# hundreds. A GPU sums attention and logits in BF16, which adds noise of its own.
+NEARER = 3 if torch.cuda.is_available() else 10
 CONTEXT_LENGTH = 256
 PROMPTS = [
     Prompt(
@@ -346,7 +347,7 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     tree = [main, *main.children(recursive=True)]
     scheduler = next(p for p in tree if "scheduler" in " ".join(p.cmdline()))
     threading.Timer(1.0, scheduler.send_signal, [signal.SIGKILL]).start()
-    with pytest.raises(ServerFailed, match="(?s)broke off.*server.log ends:\n."):
+    with pytest.raises(ServerFailed, match="(?s)closed the connection.*server.log ends:\n."):
         for _ in range(1000):
             two_ranks.generate(PROMPTS)
     two_ranks.server.stop()

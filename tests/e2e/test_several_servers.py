@@ -150,7 +150,7 @@ def test_nobody_without_the_key_is_served_and_the_key_is_not_to_be_seen(
 
 
 def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="without a key would serve anybody"):
+    with pytest.raises(ValueError, match="a server that others can reach needs an api_key"):
         start_server(
             tmp_path,
             ServerConfig(),
