@@ -134,7 +134,10 @@ class Preload:
 
         The code is negative for a process that a signal ended.
         """
-        return self._ask((pid, number))
+        try:
+            return self._ask((pid, number))
+        except PreloadFailed:
+            return -signal.SIGKILL  # the kernel has killed the children with their parent
 
     def _ask(self, question: _Request | tuple[int, int]) -> Any:
         self.wait_ready()

@@ -136,11 +136,22 @@ def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
     )
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
-    tree = [child, child.parent()]
+    tree = [child, psutil.Process(child.ppid())]
     process.kill()
     process.wait()
     process.stdout.close()
     assert psutil.wait_procs(tree, timeout=30)[1] == []
+
+
+def test_a_child_has_ended_when_its_parent_is_killed(modules: Path, tmp_path: Path) -> None:
+    with Preload(["functions"], surroundings(modules), tmp_path / "parent.log") as parent:
+        child = parent.start(
+            "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
+        )
+        process = psutil.Process(child.pid)
+        psutil.Process(process.ppid()).kill()
+        assert child.wait(30) == -signal.SIGKILL
+        assert psutil.wait_procs([process], timeout=30)[1] == []
 
 
 def test_a_parent_with_threads_does_not_fork(modules: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Command
+from running import Command, Start
 
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import preloaded_sglang
@@ -18,7 +18,8 @@ def preload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preload | None
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start `qurl` with some words, in the test's directory; end it with the test."""
     runs: list[Command] = []
 
     def starter(*words: str) -> Command:
@@ -27,6 +28,4 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
     yield starter
     for run in runs:
-        if run.poll() is None:
-            run.process.terminate()
-            run.process.wait(60)
+        run.end()

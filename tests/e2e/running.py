@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,8 @@ SMALL = [
     "evaluation.problems=0",
 ]
 TIMEOUT_S = 240.0
+Start = Callable[..., "Command"]
+"""Starts `qurl` with some words; the fixture `start`."""
 
 
 class Command:
@@ -38,10 +41,11 @@ class Command:
         self.started: set[psutil.Process] = set()
 
     def text(self) -> str:
+        """Return what the command has printed."""
         return self.output.read_text()
 
     def wait_for(self, pattern: str) -> None:
-        """Return when the output matches; fail when the run ends before."""
+        """Wait until the output matches; fail if the command ends before."""
         deadline = time.monotonic() + TIMEOUT_S
         while not re.search(pattern, self.text()):
             assert self.poll() is None, f"ended before {pattern!r}:\n{self.text()}"
@@ -49,23 +53,32 @@ class Command:
             time.sleep(0.1)
 
     def poll(self) -> int | None:
+        """Note the processes that run now; return the exit code, None while the command runs."""
         if self.process.poll() is None:
             main = psutil.Process(self.process.pid)
             self.started.update(main.children(recursive=True))
         return self.process.returncode
 
     def exit_code(self) -> int:
+        """Wait until the command ends and return its exit code."""
         deadline = time.monotonic() + TIMEOUT_S
         while self.poll() is None:
             assert time.monotonic() < deadline, f"did not end:\n{self.text()}"
             time.sleep(0.1)
         return self.process.returncode
 
+    def end(self) -> None:
+        """Ask the command to end if it still runs."""
+        if self.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
     def survivors(self) -> list[psutil.Process]:
+        """Return the processes of the command that still exist."""
         return [process for process in self.started if process.is_running()]
 
     def find(self, word: str) -> psutil.Process:
-        """A process of this run with `word` in its name or command line."""
+        """Return a process of this command with `word` in its name or command line."""
         self.poll()
         for process in self.started:
             with contextlib.suppress(psutil.NoSuchProcess):

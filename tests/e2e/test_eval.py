@@ -26,7 +26,7 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: P
         answer: list[int] = []
         while len(answer) < LENGTH and EOS_TOKEN_ID not in answer:
             answer.append(int(reference.logits(torch.tensor(tokens + answer))[-1].argmax()))
-        return tokenizer.decode(answer, skip_special_tokens=True)
+        return str(tokenizer.decode(answer, skip_special_tokens=True))
 
     questions = [f"What is {n} + {n}?" for n in range(8)]
     with (tmp_path / "problems.jsonl").open("w") as file:

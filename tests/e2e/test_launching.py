@@ -6,11 +6,11 @@ import json
 import signal
 from pathlib import Path
 
-from running import SMALL
+from running import SMALL, Start
 
 
 def test_a_sweep_runs_one_after_the_other_and_ends_when_it_is_told_to(
-    start, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     words = [word for word in SMALL if not word.startswith("name=")]
     run = start("launch", "quickstart", *words, "name=sweep", "--sweep", "steps=2,100000")

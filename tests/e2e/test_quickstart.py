@@ -1,0 +1,198 @@
+"""One small quickstart, run to its end: what it prints, leaves behind, and can be asked later."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import reasoning_gym
+from running import QURL, SMALL, Command, curve_steps, metrics_of
+from transformers import AutoModelForCausalLM
+
+from qurl_megatron.config.overrides import load
+from qurl_megatron.learner.checkpoint import list_checkpoints
+from qurl_megatron.report.metrics import StepMetrics, evaluation_directory
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of two steps with a warm-up, an evaluation file and a change of stage."""
+
+    command: Command
+    words: list[dict[str, Any]]  # the problems of the evaluation file, in order
+    words_file: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return self.command.run_dir
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return metrics_of(self.command)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def answers(self, step: int, name: str) -> list[dict[str, Any]]:
+        return json_lines(evaluation_directory(self.run_dir, step) / f"{name}.jsonl")
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    directory = tmp_path_factory.mktemp("quickstart")
+    words = reasoning_gym.create_dataset(
+        "spell_backward", size=16, seed=0, min_word_len=4, max_word_len=4
+    )
+    pq.write_table(pa.Table.from_pylist(list(words)), directory / "words.parquet")
+    command = Command(
+        directory,
+        "train",
+        "quickstart",
+        *SMALL,
+        "warmup.max_steps=4",
+        "warmup.check_every_steps=2",
+        "warmup.target_accuracy=0.99",
+        "evaluation.problems=32",
+        "evaluation.every_steps=2",
+        f"evaluation.data.words={directory / 'words.parquet'}",
+        "evaluation.k=2",
+        "rollout.stages.2={max_response_length: 10, completions_per_prompt: 6}",
+    )
+    try:
+        assert command.exit_code() == 0, command.text()
+    finally:
+        command.end()
+    yield Finished(command, list(words), directory / "words.parquet")
+
+
+def test_no_process_survives_the_run(finished: Finished) -> None:
+    assert len(finished.command.started) >= 5
+    assert finished.command.survivors() == []
+
+
+def test_the_resolved_configuration_is_kept(finished: Finished) -> None:
+    assert load(finished.run_dir / "config.yaml").rollout.stages[2].completions_per_prompt == 6
+
+
+def test_every_step_has_every_metric_once(finished: Finished) -> None:
+    assert [step["step"] for step in finished.steps] == [1, 2]
+    assert [step["weight_version"] for step in finished.steps] == [2, 3]
+    assert [step["held_out_accuracy"] is None for step in finished.steps] == [True, False]
+    for step in finished.steps:
+        assert step.keys() == {field.name for field in fields(StepMetrics)}
+
+
+def test_the_metrics_are_in_the_range_of_int8_rollouts(finished: Finished) -> None:
+    for step in finished.steps:
+        assert step["current_proximal_abs_diff"] < 1e-5
+        assert 0 < step["logprob_abs_diff"] < 0.1
+        assert 1e-6 < step["weight_quant_error"] < 1e-3
+        assert step["publish_bytes"] > 1_000_000
+
+
+def test_a_stage_changes_the_number_of_completions(finished: Finished) -> None:
+    for step, completions in zip(finished.steps, (8 * 4, 8 * 6), strict=True):
+        sampled_tokens = step["rollout_tokens_per_s"] * step["time_rollout_s"]
+        assert round(sampled_tokens / step["response_length_mean"], 6) == completions
+
+
+def test_the_policy_is_evaluated_before_the_first_and_after_the_last_step(
+    finished: Finished,
+) -> None:
+    assert finished.steps[0]["evaluation"] is None
+    assert finished.summary["evaluation_after"] == finished.steps[1]["evaluation"]
+    assert sorted(path.name for path in (finished.run_dir / "evaluation").iterdir()) == [
+        "step_000000",
+        "step_000002",
+    ]
+
+
+@pytest.mark.parametrize(("step", "when"), [(0, "before"), (2, "after")])
+def test_reported_accuracies_are_those_of_the_answers_kept(
+    finished: Finished, step: int, when: str
+) -> None:
+    held_out = finished.answers(step, "held_out")
+    assert len(held_out) == 32
+    right = fmean(answer["greedy"]["reward"] for answer in held_out)
+    assert finished.summary[f"held_out_accuracy_{when}"] == right
+
+    answers = finished.answers(step, "words")
+    assert [answer["question"] for answer in answers] == [w["question"] for w in finished.words]
+    assert all(len(answer["sampled"]) == 2 for answer in answers)
+    right = fmean(one["reward"] for answer in answers for one in answer["sampled"])
+    measured = finished.summary[f"evaluation_{when}"]["words"]
+    assert measured["Avg@2 sampled"]["mean"] == pytest.approx(right)
+
+
+def test_curves_are_in_tensorboard(finished: Finished) -> None:
+    assert curve_steps(finished.command, "loss") == [1, 2]
+    assert curve_steps(finished.command, "evaluation/words/Avg@1/mean") == [0, 2]
+
+
+def test_int8_adds_noise_to_what_bf16_shows_on_the_same_prompts(finished: Finished) -> None:
+    noise = json.loads((finished.run_dir / "noise.json").read_text())
+    engine, rollout = (noise[name]["logprob_abs_diff"] for name in ("evaluation", "rollout"))
+    assert 0 < engine < rollout < 0.1
+
+
+def test_every_publish_measures_every_weight(finished: Finished) -> None:
+    publishes = json_lines(finished.run_dir / "weights.jsonl")
+    assert [publish["weight_version"] for publish in publishes] == [2, 3]
+    down = publishes[-1]["weights"]["model.layers.0.mlp.down_proj.weight"]
+    assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 <= down["code_flip_fraction"] < 1
+
+
+def test_the_final_model_loads_in_transformers(finished: Finished) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(finished.run_dir / "final_model")
+    assert trained.num_parameters() > 1e6
+
+
+def test_the_report_shows_layers_and_evaluations(finished: Finished) -> None:
+    report = (finished.run_dir / "report" / "index.html").read_text()
+    assert "Layer by layer" in report and "Evaluation: words" in report
+
+
+def test_the_progress_is_printed(finished: Finished) -> None:
+    for shown in (
+        "warm-up step 4",
+        "held-out accuracy after",
+        "words Avg@2 sampled after",
+        "weight versions published",
+        "bytes",
+    ):
+        assert shown in finished.command.text()
+
+
+def test_qurl_eval_of_the_checkpoint_gives_the_answers_of_the_run(
+    finished: Finished, tmp_path: Path
+) -> None:
+    (checkpoint,) = list_checkpoints(finished.run_dir)
+    assert checkpoint.name == "step_000002"
+    files = [finished.words_file, tmp_path / "first.parquet"]
+    pq.write_table(pa.Table.from_pylist(finished.words[:4]), files[1])
+    settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_response_length=10"]
+    settings += ["server.mem_fraction_static=0.3", "server.max_total_tokens=4096"]
+    settings += [f"output={tmp_path / 'eval'}"]
+    done = subprocess.run(
+        [QURL, "eval", checkpoint, *files, *settings], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "eval" / "summary.json").read_text())["results"]
+    assert [*results] == [str(file) for file in files]
+    texts = [answer["greedy"]["text"] for answer in finished.answers(2, "words")]
+    for number, expected in enumerate((texts, texts[:4])):
+        answers = json_lines(tmp_path / "eval" / f"answers_{number}.jsonl")
+        assert [answer["greedy"]["text"] for answer in answers] == expected
