@@ -146,9 +146,8 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
         write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {}, "math"
     )
     alone, after_system = tokenize(problems, tokenizer, max_prompt_length=100)
-    assert tokenizer.decode(alone.token_ids).replace(" ", "") == "<user>3+3?<assistant>"
-    shown = tokenizer.decode(after_system.token_ids).replace(" ", "")
-    assert shown == "<system>Bebrief.<user>3+3?<assistant>"
+    texts = ["".join(tokenizer.convert_ids_to_tokens(p.token_ids)) for p in (alone, after_system)]
+    assert texts == ["<user>3 + 3?<assistant>", "<system>Be brief.<user>3 + 3?<assistant>"]
     assert alone.id != after_system.id
 
 

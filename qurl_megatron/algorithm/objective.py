@@ -2,8 +2,8 @@
 
 QuRL ("QuRL: Efficient Reinforcement Learning with Quantized Rollout") samples completions from a
 quantized copy of the policy, because that is fast, and trains the policy in full precision. The two
-give a sampled token different probabilities: the train-inference mismatch. An objective that
-ignores it follows a biased gradient, and one that corrects for it carelessly collapses.
+give a sampled token different probabilities: the train-inference mismatch. To ignore it biases the
+gradient, and to correct for it carelessly makes training collapse.
 
 Each sampled token has three log-probs:
 

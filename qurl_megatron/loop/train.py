@@ -5,6 +5,15 @@ three ways:
 - SGLang samples the rollouts, not vLLM, and checksums verify the weights of every publish.
 - Eq. 13 and Eq. 14 are measured at every publish, over the quantized weights.
 - Full-precision accuracy is measured on a BF16 server.
+
+The phases of a step:
+
+    rollout     prompts -> SGLang (quantized policy) -> completions, behaviour_logprobs
+                -> rewards -> advantages -> batch
+    proximal    batch -> learner before any update -> proximal_logprobs
+    critic      PPO only: values -> returns, advantages -> update of the critic
+    update      minibatches -> current_logprobs -> objective -> optimizer steps
+    publish     shards of the learner -> quantize -> gather -> SGLang, verified
 """
 
 from __future__ import annotations
@@ -104,7 +113,7 @@ def start_or_resume(config: Config, run: Run) -> int:
 
 
 def evaluation_is_due(config: Config, step: int) -> bool:
-    """Return True if the run evaluates after `step`; in any case it does after the last."""
+    """Return True if the run evaluates after `step`; it always does after its last step."""
     every = config.evaluation.every_steps
     return every > 0 and step % every == 0
 
