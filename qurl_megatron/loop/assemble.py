@@ -26,7 +26,7 @@ from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 
-# A run with a warm-up sets aside so many of the problems to train on, to check the warm-up on.
+# Number of training problems that a run with a warm-up sets aside, to measure its progress on.
 WARMUP_CHECK_PROBLEMS = 256
 
 
