@@ -19,7 +19,8 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.validate import validate_server
-from qurl_megatron.data.prompts import read_problems, tokenize
+from qurl_megatron.data.problems import read_problems
+from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture

@@ -141,7 +141,7 @@ def learner(logs: Path) -> int:
 
     servers = await_servers(logs, plan, config.rollout.server.start_timeout_s)
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
-    return train.run(run_dir, servers, stop_on=stop_on, end_on=signal.SIGUSR2)
+    return train.run_rank(run_dir, servers, stop_on=stop_on, exit_on=signal.SIGUSR2)
 
 
 def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list[Server]]:

@@ -1,4 +1,4 @@
-"""Group-normalized advantages against numbers worked out by hand."""
+"""Advantages against numbers worked out by hand."""
 
 import math
 
@@ -9,7 +9,7 @@ from qurl_megatron.algorithm.advantages import (
     generalized_advantages,
     grpo_advantages,
     soft_overlong_penalty,
-    whitened,
+    whiten,
 )
 
 
@@ -27,11 +27,11 @@ def test_epsilon_is_added_to_the_standard_deviation() -> None:
 
 
 @pytest.mark.parametrize("group", [[0.0] * 8, [1.0] * 8, [0.1] * 3, [1.0]])
-def test_group_of_equal_rewards_gives_exact_zeros(group: list[float]) -> None:
+def test_zero_variance_group_has_advantages_of_exactly_0(group: list[float]) -> None:
     assert grpo_advantages([group], epsilon=0.0) == [[0.0] * len(group)]
 
 
-def test_groups_do_not_see_each_other() -> None:
+def test_advantages_of_a_group_do_not_depend_on_other_groups() -> None:
     groups = [[1.0, 0.0], [5.0, 5.0], [3.0, 1.0, 2.0]]
     together = grpo_advantages(groups, epsilon=1e-6)
     assert together == [grpo_advantages([group], epsilon=1e-6)[0] for group in groups]
@@ -41,12 +41,14 @@ def test_groups_do_not_see_each_other() -> None:
 @pytest.mark.parametrize(
     ("length", "penalty"), [(1, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0)]
 )
-def test_the_last_tokens_of_a_response_cost_up_to_one(length: int, penalty: float) -> None:
+def test_overlong_penalty_falls_from_0_to_minus_1_over_the_last_tokens(
+    length: int, penalty: float
+) -> None:
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=20) == penalty
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0
 
 
-def test_generalized_advantages_by_hand() -> None:
+def test_generalized_advantages_match_numbers_worked_out_by_hand() -> None:
     """Two prompt tokens, three sampled; discount 1/2, lambda 1/2, reward 8 at the end.
 
     delta = [0 + 2/2 - 4, 0 + 1/2 - 2, 8 - 1] = [-3, -3/2, 7]; advantages from the last backward:
@@ -54,7 +56,7 @@ def test_generalized_advantages_by_hand() -> None:
     """
     mask = torch.tensor([[False, False, True, True, True, False]])
     rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 8.0, 0.0]])
-    values = torch.tensor([[9.0, 9.0, 4.0, 2.0, 1.0, 9.0]])  # those outside the mask are no one's
+    values = torch.tensor([[9.0, 9.0, 4.0, 2.0, 1.0, 9.0]])  # 9 is outside the mask
     advantages, returns = generalized_advantages(
         rewards, values, mask, discount=0.5, gae_lambda=0.5
     )
@@ -76,7 +78,7 @@ def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_mask() -> None:
     mask = torch.tensor([[True, True], [True, False]])
-    result = whitened(torch.tensor([[1.0, 2.0], [3.0, 50.0]]), mask, epsilon=0.0)
+    result = whiten(torch.tensor([[1.0, 2.0], [3.0, 50.0]]), mask, epsilon=0.0)
     assert result.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
     with pytest.raises(ValueError, match="two tokens"):
-        whitened(torch.ones(1, 2), torch.tensor([[True, False]]))
+        whiten(torch.ones(1, 2), torch.tensor([[True, False]]))

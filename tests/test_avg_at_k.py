@@ -20,26 +20,28 @@ from qurl_megatron.loop.avg_at_k import (
 )
 
 
-def result(greedy: float, *sampled: float) -> ProblemResult:
+def make_result(greedy: float, *sampled: float) -> ProblemResult:
     answers = [Answer("", reward, False, False) for reward in (greedy, *sampled)]
     return ProblemResult("question", "answer", answers[0], answers[1:])
 
 
-def test_averages_are_over_problems_with_their_standard_error() -> None:
-    found = averages([result(1, 1, 1), result(0, 0, 1), result(1, 0, 0), result(1, 1, 0)])
-    assert found["Avg@1"].mean == 0.75
-    assert found["Avg@1"].standard_error == pytest.approx(0.5 / sqrt(4))
+def test_averages_and_standard_errors_are_over_problems() -> None:
+    by_name = averages(
+        [make_result(1, 1, 1), make_result(0, 0, 1), make_result(1, 0, 0), make_result(1, 1, 0)]
+    )
+    assert by_name["Avg@1"].mean == 0.75
+    assert by_name["Avg@1"].standard_error == pytest.approx(0.5 / sqrt(4))
     # Shares of 1, 1/2, 0 and 1/2: sample standard deviation sqrt((1/4 + 1/4) / 3).
-    assert found["Avg@2 sampled"].mean == 0.5
-    assert found["Avg@2 sampled"].standard_error == pytest.approx(sqrt(1 / 6) / sqrt(4))
+    assert by_name["Avg@2 sampled"].mean == 0.5
+    assert by_name["Avg@2 sampled"].standard_error == pytest.approx(sqrt(1 / 6) / sqrt(4))
 
 
-def test_without_samples_there_is_avg_at_1_alone() -> None:
-    assert averages([result(1)]) == {"Avg@1": Average(1.0, 0.0)}
+def test_only_avg_at_1_is_reported_without_sampled_answers() -> None:
+    assert averages([make_result(1)]) == {"Avg@1": Average(1.0, 0.0)}
 
 
-class Scripted:
-    """Answers greedily with what is right, and in samples with each of some texts."""
+class ScriptedClient:
+    """A rollout client with right greedy answers, and the given texts as sampled answers."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -60,24 +62,24 @@ class Scripted:
 PROMPT = Prompt("0", "question", "42", [1])
 
 
-def test_answers_are_greedy_and_sampled_as_asked_and_a_failed_verifier_is_seen(
+def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     tmp_path: Path,
 ) -> None:
-    client = Scripted("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
+    client = ScriptedClient("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
     results = measure(client, [PROMPT], "math", 64, k=4, temperature=0.6, top_p=0.95)  # type: ignore[arg-type]
     greedy, sampled = client.settings
     assert (greedy["completions_per_prompt"], greedy["temperature"]) == (1, 0.0)
     assert (sampled["completions_per_prompt"], sampled["temperature"]) == (4, 0.6)
     assert sampled["top_p"] == 0.95
-    found = averages(results)
-    assert (found["Avg@1"].mean, found["Avg@4 sampled"].mean) == (1.0, 0.25)
+    by_name = averages(results)
+    assert (by_name["Avg@1"].mean, by_name["Avg@4 sampled"].mean) == (1.0, 0.25)
     write_answers(results, tmp_path / "answers.jsonl")
     (line,) = (json.loads(line) for line in (tmp_path / "answers.jsonl").open())
     assert [a["reward"] for a in line["sampled"]] == [1, 0, 0, 0]
     assert [a["verifier_failed"] for a in line["sampled"]] == [False, False, True, False]
 
 
-def test_without_k_only_a_greedy_answer_is_asked_for() -> None:
-    client = Scripted()
-    (found,) = measure(client, [PROMPT], "exact", 64)  # type: ignore[arg-type]
-    assert len(client.settings) == 1 and found.sampled == [] and found.greedy.reward == 1
+def test_k_of_0_generates_only_a_greedy_answer() -> None:
+    client = ScriptedClient()
+    (result,) = measure(client, [PROMPT], "exact", 64)  # type: ignore[arg-type]
+    assert len(client.settings) == 1 and result.sampled == [] and result.greedy.reward == 1

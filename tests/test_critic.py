@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from qurl_megatron.algorithm.advantages import generalized_advantages, whitened
+from qurl_megatron.algorithm.advantages import generalized_advantages, whiten
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
 from tiny import build_tiny_model
@@ -146,7 +146,7 @@ def reference(model: Path) -> list[dict[str, Any]]:
             {
                 "values": old,
                 "returns": returns,
-                "advantages": whitened(advantages, batch.loss_mask),
+                "advantages": whiten(advantages, batch.loss_mask),
                 "loss": sum(losses) / 2,
                 "explained": float(1 - spread[0] / spread[1]),
             }

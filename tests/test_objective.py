@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 def one_token(
     objective: str, current: float, proximal: float, behaviour: float, advantage: float
 ) -> tuple[ObjectiveOutput, torch.Tensor]:
-    """J and dJ/d(log current) of one token of weight 1, from plain probabilities."""
+    """Return J and dJ/d(log current) of one token of weight 1, given probabilities."""
     current_logprobs = torch.tensor([[current]]).log().requires_grad_()
     output = policy_objective(
         current_logprobs,
@@ -89,13 +89,13 @@ HAND_WORKED = {
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("case", HAND_WORKED)
-def test_objective_gives_the_value_worked_out_by_hand(case: str, objective: str) -> None:
+def test_objective_has_the_value_worked_out_by_hand(case: str, objective: str) -> None:
     probabilities, expected = HAND_WORKED[case]
     output, _ = one_token(objective, *probabilities)
     assert -output.loss.item() == pytest.approx(expected[objective], rel=1e-6)
 
 
-# Where a token's clip took its gradient away, by hand from the same cases.
+# The objectives that clip the token of each case, by hand.
 CLIPPED = {
     "rho below C, positive": {"naive"},
     "rho below C, positive, R above the bound": set(OBJECTIVES),
@@ -116,12 +116,12 @@ def test_clipped_tokens_are_counted_and_have_no_gradient(case: str, objective: s
     is_clipped = objective in CLIPPED[case]
     assert output.stats["clipped"].item() == is_clipped
     # Unclipped, J is proportional to R, so its gradient in log R is J itself.
-    wanted = 0.0 if is_clipped else expected[objective]
-    assert gradient.item() == pytest.approx(wanted, rel=1e-6)
+    expected_gradient = 0.0 if is_clipped else expected[objective]
+    assert gradient.item() == pytest.approx(expected_gradient, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", HAND_WORKED)
-def test_acr_widened_counts_what_acr_lets_through_and_tis_clips(case: str) -> None:
+def test_acr_widened_counts_tokens_that_tis_clips_and_acr_does_not(case: str) -> None:
     probabilities, _ = HAND_WORKED[case]
     widened = {
         name: one_token(name, *probabilities)[0].stats["acr_widened"].item() for name in OBJECTIVES
@@ -131,7 +131,7 @@ def test_acr_widened_counts_what_acr_lets_through_and_tis_clips(case: str) -> No
 
 
 def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A batch in which every case of clipping and truncation occurs."""
+    """Return a batch in which every case of clipping and truncation occurs."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(std: float) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_acr_equals_tis_where_no_ratio_exceeds_the_cap() -> None:
         loss_and_gradient("tis", highest), loss_and_gradient("acr", highest), strict=True
     ):
         assert torch.equal(tis, acr)
-    # ... and they part as soon as some do.
+    # Below the highest ratio, they differ.
     for tis, acr in zip(loss_and_gradient("tis", 1.0), loss_and_gradient("acr", 1.0), strict=True):
         assert not torch.equal(tis, acr)
 
@@ -196,7 +196,7 @@ def test_gradient_agrees_with_finite_differences(objective: str, kl_coefficient:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_positions_never_contribute_whatever_they_hold(
+def test_masked_positions_never_contribute_even_if_not_finite(
     objective: str, garbage: float
 ) -> None:
     clean = random_batch(seed=3)
@@ -227,7 +227,7 @@ def test_masked_positions_never_contribute_whatever_they_hold(
     assert clean_output.stats["tokens"] == (~masked).sum()
 
 
-def test_nan_of_a_trained_token_reaches_the_loss() -> None:
+def test_nan_in_an_unmasked_token_reaches_the_loss() -> None:
     output, _ = one_token("acr", math.nan, 0.2, 0.2, 1.0)
     assert output.loss.isnan()
 
@@ -251,7 +251,7 @@ def test_ratios_beyond_float32_stay_finite(objective: str, advantage: float) -> 
         assert logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-def test_kl_penalty_is_k3_of_current_against_the_reference() -> None:
+def test_kl_penalty_is_k3_between_current_and_reference() -> None:
     """current 0.5, reference 0.25: x = 1/2, k3 = 1/2 - 1 + log 2."""
     k3 = 0.5 - 1 + math.log(2)
     half = torch.tensor([[0.5]]).log()
@@ -295,7 +295,7 @@ def test_token_mean_gives_every_token_the_same_weight() -> None:
     )
 
 
-def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_whole() -> None:
+def test_losses_of_the_parts_of_a_batch_add_up_to_its_loss() -> None:
     batch = random_batch(seed=5, dtype=torch.float64)
 
     def loss(rows: slice) -> float:
@@ -305,15 +305,15 @@ def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_whole() -> None:
     assert loss(slice(0, 3)) + loss(slice(3, 8)) == pytest.approx(loss(slice(0, 8)), rel=1e-12)
 
 
-def test_weights_of_nothing_are_refused() -> None:
+def test_empty_mask_and_unknown_aggregation_are_refused() -> None:
     with pytest.raises(ValueError, match="no token"):
         token_weights(torch.zeros(2, 3, dtype=torch.bool), "token_mean")
     with pytest.raises(ValueError, match="'batch_mean'.*sequence_mean, token_mean"):
         token_weights(MASK, "batch_mean")
 
 
-def test_rollout_statistics_are_those_worked_out_by_hand() -> None:
-    """Ratios proximal / behaviour of 2.5, 0.5 and 1, and a masked NaN."""
+def test_rollout_statistics_match_numbers_worked_out_by_hand() -> None:
+    """The ratios proximal / behaviour are 2.5, 0.5 and 1, and a masked NaN."""
     proximal = torch.tensor([[0.5, 0.25, 0.3, math.nan]]).log()
     behaviour = torch.tensor([[0.2, 0.5, 0.3, 0.1]]).log()
     statistics = rollout_statistics(
@@ -332,8 +332,8 @@ def test_rollout_statistics_are_those_worked_out_by_hand() -> None:
     )
 
 
-def test_k1_and_k3_both_estimate_the_kl_of_behaviour_from_proximal() -> None:
-    """Weighing each token by how often behaviour samples it gives the exact KL, by both."""
+def test_k1_and_k3_both_estimate_the_kl_from_behaviour_to_proximal() -> None:
+    """Tokens occur as often as behaviour samples them, so both means are the exact KL."""
     behaviour = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     proximal = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     sampled = torch.tensor([[0] * 7 + [1] * 2 + [2]])
@@ -349,12 +349,12 @@ def test_k1_and_k3_both_estimate_the_kl_of_behaviour_from_proximal() -> None:
     ("value", "old", "target", "loss", "gradient"),
     [
         (1.0, 1.0, 3.0, 2.0, -2.0),  # (1 - 3)^2 / 2
-        (1.5, 1.0, 3.0, 1.62, 0.0),  # kept at 1.2, whose error is larger: nothing to follow
-        (0.5, 1.0, 3.0, 3.125, -2.5),  # kept at 0.8; the value itself is further off
+        (1.5, 1.0, 3.0, 1.62, 0.0),  # clipped to 1.2, whose error is larger: no gradient
+        (0.5, 1.0, 3.0, 3.125, -2.5),  # clipped to 0.8, whose error is smaller
         (1.1, 1.0, 0.0, 0.605, 1.1),  # within the clip
     ],
 )
-def test_the_value_loss_is_the_larger_error_of_the_value_and_of_it_kept_near_the_old(
+def test_value_loss_is_the_larger_error_of_the_value_and_the_clipped_value(
     value: float, old: float, target: float, loss: float, gradient: float
 ) -> None:
     values = torch.tensor([[value, math.nan]], requires_grad=True)

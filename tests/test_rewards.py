@@ -1,4 +1,4 @@
-"""Rewards by the verifiers themselves: the whole way from a completion's text to 0 or 1."""
+"""Rewards: real verifiers, from the text of a completion to 0 or 1."""
 
 import json
 import signal
@@ -38,14 +38,16 @@ def spell_backward(word: str) -> Problem:
         ("", WRONG),
     ],
 )
-def test_reasoning_gym_reads_the_answer_tags_or_the_whole_text(text: str, expected: Score) -> None:
+def test_reasoning_gym_scores_the_last_answer_tag_or_the_whole_text(
+    text: str, expected: Score
+) -> None:
     assert score("reasoning_gym", text, spell_backward("star")) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "partial_credit"), [("euqarux", 0.85), ("euqarupx", 0.99)], ids=str
 )
-def test_partial_credit_of_the_library_counts_as_nothing(text: str, partial_credit: float) -> None:
+def test_partial_credit_of_reasoning_gym_counts_as_0(text: str, partial_credit: float) -> None:
     problem = spell_backward("puraque")
     scorer = reasoning_gym.get_score_answer_fn("spell_backward")
     assert partial_credit < scorer(text, {"answer": problem.answer}) < 1
@@ -79,10 +81,10 @@ def test_reasoning_gym_scores_entries_of_its_tasks_by_metadata(task: str) -> Non
         ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "\\boxed{72}", RIGHT),
         ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "\\boxed{24}", WRONG),
         ("He walks 2 km.\n#### 1,200", "#### 1200", RIGHT),
-        ("####", "\\boxed{1}", FAILED),  # a gold answer without an answer in it
+        ("####", "\\boxed{1}", FAILED),  # the right answer is empty
     ],
 )
-def test_math_is_what_math_verify_says(gold: str, text: str, expected: Score) -> None:
+def test_math_scores_as_math_verify_does(gold: str, text: str, expected: Score) -> None:
     assert score("math", text, Problem(gold)) == expected
 
 
@@ -93,22 +95,22 @@ def test_exact_ignores_surrounding_whitespace_only(text: str, expected: Score) -
     assert score("exact", text, Problem("yes ")) == expected
 
 
-def test_verifier_that_runs_out_of_time_counts_as_0_and_says_so() -> None:
-    score("math", "1", Problem("1"))  # imports done
+def test_verifier_that_times_out_scores_0_and_is_marked_as_failed() -> None:
+    score("math", "1", Problem("1"))  # imports math-verify
     start = time.monotonic()
     assert score("math", "\\boxed{9^{9^{9^9}}}", Problem("42"), timeout_s=0.3) == FAILED
     assert time.monotonic() - start < 2
 
 
-def test_time_limit_leaves_no_alarm_behind() -> None:
+def test_time_limit_restores_the_alarm_and_its_handler() -> None:
     before = signal.getsignal(signal.SIGALRM)
     score("math", "\\boxed{1}", Problem("1"))
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_verifier_that_raises_counts_as_0_and_says_so() -> None:
-    without_fields = Problem("4", {"source_dataset": "sudoku"})  # its scorer wants the puzzle
+def test_verifier_that_raises_scores_0_and_is_marked_as_failed() -> None:
+    without_fields = Problem("4", {"source_dataset": "sudoku"})  # its scorer needs the puzzle
     assert score("reasoning_gym", "4", without_fields) == FAILED
 
 
@@ -132,17 +134,17 @@ def test_unknown_reward_is_named_with_the_valid_ones() -> None:
         score("bleu", "1", Problem("1"))
 
 
-def test_problem_that_no_completion_could_solve_is_recognized() -> None:
+def test_unverifiable_problem_is_recognized() -> None:
     assert unverifiable("reasoning_gym", spell_backward("star")) == ""
     assert unverifiable("exact", Problem("anything")) == ""
     assert "no metadata.source_dataset" in unverifiable("reasoning_gym", Problem("4"))
     unknown = Problem("4", {"source_dataset": "chess"})
-    assert "'chess' is no reasoning_gym task" in unverifiable("reasoning_gym", unknown)
+    assert "'chess' is not a reasoning_gym task" in unverifiable("reasoning_gym", unknown)
     countdown = Problem("4", {"source_dataset": "countdown"})
     assert "countdown does not accept" in unverifiable("reasoning_gym", countdown)
 
 
-def test_json_breaks_the_entries_of_arc_agi_and_is_recognized() -> None:
+def test_entry_that_json_changed_is_recognized_as_unverifiable() -> None:
     entry = reasoning_gym.create_dataset("rearc", size=1, seed=0)[0]
     fresh = Problem(entry["answer"], entry["metadata"])
     assert unverifiable("reasoning_gym", fresh) == ""
@@ -150,7 +152,7 @@ def test_json_breaks_the_entries_of_arc_agi_and_is_recognized() -> None:
     assert "rearc does not accept" in unverifiable("reasoning_gym", read_back)
 
 
-def test_libraries_are_imported_by_those_who_use_them_only() -> None:
+def test_verifier_libraries_are_not_imported_with_the_module() -> None:
     source = rewards.__file__
     with open(source) as file:
         imports = [line for line in file if line.startswith(("import ", "from "))]

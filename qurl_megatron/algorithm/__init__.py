@@ -1,1 +1,1 @@
-"""The mathematics of one step: batches, advantages and the policy objective. Pure PyTorch."""
+"""The mathematics of a step: batches, advantages and the policy objective. Pure PyTorch."""

@@ -1,8 +1,8 @@
-"""The contracts between rooms: what a prompt, a completion, a group and a training batch carry.
+"""The data that modules hand to each other: prompts, completions, groups and training batches.
 
-Position `t` of every `[batch, time]` tensor speaks of token `t`: `behaviour_logprobs[i, t]` is the
-log-probability of `tokens[i, t]` given `tokens[i, :t]`. All log-probs are natural, float32, of the
-full vocabulary at the sampling temperature, and 0 where `loss_mask` is False.
+Position `t` of every `[batch, time]` tensor belongs to token `t`: `behaviour_logprobs[i, t]` is
+the log-probability of `tokens[i, t]` given `tokens[i, :t]`. All log-probs are natural, float32,
+over the full vocabulary at the sampling temperature, and 0 where `loss_mask` is False.
 """
 
 from __future__ import annotations
@@ -17,63 +17,64 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem as the policy sees it. Produced by `data.py`."""
+    """A problem as the policy sees it. Produced by `data/prompts.py`."""
 
-    id: str  # stable across runs: a hash of the question
+    id: str  # a hash of the question, so the same in every run
     question: str
     answer: str
     token_ids: list[int]  # after the chat template, if the tokenizer has one
-    metadata: dict[str, Any] = field(default_factory=dict)  # a verifier's own fields
+    metadata: dict[str, Any] = field(default_factory=dict)  # fields for the verifier
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. Produced by `rollout.py`; `reward` by `rewards.py`."""
+    """A sampled answer to a prompt. Produced by `rollout/client.py`."""
 
-    token_ids: list[int]  # sampled tokens, the end-of-sequence token included if it was sampled
-    behaviour_logprobs: list[float]  # one a token, by the engine that sampled it
+    token_ids: list[int]  # sampled tokens, with the end-of-sequence token if it was sampled
+    behaviour_logprobs: list[float]  # one per token, from the engine that sampled it
     text: str  # token_ids decoded without special tokens
     truncated: bool  # ended by max_response_length
-    weight_version: int  # the publish it was sampled with
+    weight_version: int  # the publish whose weights sampled it
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """All completions of one prompt with their rewards."""
+    """All completions of a prompt. Produced by `loop/sampling.py`, rewards by `data/rewards.py`."""
 
     prompt: Prompt
     completions: list[Completion]
-    rewards: list[float]
+    rewards: list[float]  # one per completion
 
 
 @dataclass
 class TrainBatch:
-    """What the learner trains on; the same on every rank. Produced by `advantages.py`."""
+    """The rows a learner trains on, one per completion; the same on every rank.
 
-    tokens: Tensor  # [batch, time] int64, prompt then response then padding
+    Produced by `loop/sampling.py`. The tensors that are None at first are filled later in the step:
+    log-probs of the learner by `loop/train.py`, all tensors of PPO by `learner/critic.py`.
+    """
+
+    tokens: Tensor  # [batch, time] int64: prompt, response, padding
     loss_mask: Tensor  # [batch, time] bool, True on sampled tokens
-    behaviour_logprobs: Tensor  # [batch, time] float32, from the engine
-    rewards: Tensor  # [batch, time] float32, a completion's at its last token, 0 elsewhere
-    advantages: Tensor  # [batch, time] float32, 0 outside loss_mask
-    # Of the learner before any update, and of the model as it was; [batch, time] float32.
-    proximal_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    # Of PPO, [batch, time] float32: what the critic expects before token t is sampled, before its
-    # update, and what came of it. Produced by `critic.py`.
-    values: Tensor | None = None
-    returns: Tensor | None = None
+    behaviour_logprobs: Tensor  # [batch, time] float32, from the engine that sampled the tokens
+    rewards: Tensor  # [batch, time] float32: a completion's reward at its last token, 0 elsewhere
+    advantages: Tensor | None = None  # [batch, time] float32, 0 outside loss_mask; PPO: by critic
+    proximal_logprobs: Tensor | None = None  # [batch, time] float32, learner before any update
+    reference_logprobs: Tensor | None = None  # [batch, time] float32, model before any training
+    values: Tensor | None = None  # PPO: [batch, time] float32, critic before its update
+    returns: Tensor | None = None  # PPO: [batch, time] float32, what the critic learns to predict
 
     def rows(self, index: slice | Tensor) -> TrainBatch:
-        """The same batch with only the rows `index` selects."""
+        """Return a batch of only the rows that `index` selects."""
         return self.map(lambda tensor: tensor[index])
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
-        """The batch cut into `parts` of equal numbers of rows, in order."""
+        """Yield `parts` batches of equal numbers of rows, in order."""
         rows = len(self) // parts
         return (self.rows(slice(start, start + rows)) for start in range(0, len(self), rows))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
-        """The same batch with every tensor it has changed by `change`."""
+        """Return a batch of `change(tensor)` for every tensor that is not None."""
         tensors = (getattr(self, field.name) for field in fields(self))
         return TrainBatch(*(None if t is None else change(t) for t in tensors))  # type: ignore[arg-type]
 
@@ -82,35 +83,32 @@ class TrainBatch:
 
 
 def pack(
-    groups: list[RolloutGroup],
-    rewards: list[list[float]],
-    advantages: list[list[float]],
-    pad_token_id: int,
+    groups: list[RolloutGroup], pad_token_id: int, advantages: list[list[float]] | None = None
 ) -> TrainBatch:
-    """Lay groups out as one right-padded batch, one row a completion, in order.
+    """Lay groups out as one right-padded batch, one row per completion, in order.
 
-    `rewards` and `advantages` are `[group][completion]`; an advantage goes to all tokens of its
-    completion.
+    `advantages[group][completion]` is given to every token of that completion.
     """
     rows = [
-        (group.prompt.token_ids, *of_completion)
-        for group, *of_group in zip(groups, rewards, advantages, strict=True)
-        for of_completion in zip(group.completions, *of_group, strict=True)
+        (group.prompt.token_ids, completion, reward)
+        for group in groups
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
-    time = max(len(prompt) + len(completion.token_ids) for prompt, completion, *_ in rows)
+    time = max(len(prompt) + len(completion.token_ids) for prompt, completion, _ in rows)
     shape = (len(rows), time)
     batch = TrainBatch(
         tokens=torch.full(shape, pad_token_id, dtype=torch.int64),
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         behaviour_logprobs=torch.zeros(shape),
         rewards=torch.zeros(shape),
-        advantages=torch.zeros(shape),
     )
-    for row, (prompt, completion, reward, advantage) in enumerate(rows):
+    for row, (prompt, completion, reward) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
         batch.tokens[row, :end] = torch.tensor(prompt + completion.token_ids)
         batch.loss_mask[row, start:end] = True
         batch.behaviour_logprobs[row, start:end] = torch.tensor(completion.behaviour_logprobs)
         batch.rewards[row, end - 1] = reward
-        batch.advantages[row, start:end] = advantage
+    if advantages is not None:
+        per_row = torch.tensor([advantage for group in advantages for advantage in group])
+        batch.advantages = torch.where(batch.loss_mask, per_row[:, None], 0.0)
     return batch

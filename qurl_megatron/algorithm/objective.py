@@ -1,13 +1,27 @@
-"""The policy objective (QuRL Eq. 1, 3, 4, 5 and 9), what weighs its tokens, and what it reports.
+"""The policy objectives, the weights of tokens in them, and the statistics they report.
 
-Three log-probs of the sampled tokens, and only three:
+QuRL ("QuRL: Efficient Reinforcement Learning with Quantized Rollout") samples completions from a
+quantized copy of the policy, because that is fast, and trains the policy in full precision. The two
+give a sampled token different probabilities: the train-inference mismatch. To ignore it biases the
+gradient, and to correct for it carelessly makes training collapse.
 
-- `behaviour_logprobs`: the engine that sampled them, quantized;
-- `proximal_logprobs`: the learner before any update of this step, in full precision;
-- `current_logprobs`: the learner as it is now, the only one with a gradient.
+Each sampled token has three log-probs:
 
-With R = current / anchor, rho = proximal / behaviour (a constant) and A the advantage, every
-objective is `weight * min(R * A, clip(R, 1 - eps_low, upper) * A)`:
+- `behaviour_logprobs`: from the quantized engine that sampled it;
+- `proximal_logprobs`: from the learner before any update of this step, in full precision;
+- `current_logprobs`: from the learner now, the only one with a gradient.
+
+They make two ratios of probabilities:
+
+- rho = proximal / behaviour is how far the engine is from the learner. It is constant during an
+  update. As a weight, it makes tokens from the engine count as if the learner had sampled them
+  (importance sampling).
+- R = current / anchor is how far updates have moved the policy from an anchor. Clipping R takes the
+  gradient from a token that has already moved far enough, as in PPO.
+
+With A the advantage, each objective maximizes, token by token,
+
+    J = weight * min(R * A, clip(R, 1 - eps_low, upper) * A)
 
     objective   equation   anchor      weight        upper
     naive       Eq. 3      behaviour   1             1 + eps_high
@@ -16,7 +30,18 @@ objective is `weight * min(R * A, clip(R, 1 - eps_low, upper) * A)`:
     tis         Eq. 5      proximal    min(rho, C)   1 + eps_high
     acr         Eq. 9      proximal    min(rho, C)   (1 + eps_high) / r, with r = min(1, C / rho)
 
-Where rho <= C, r is exactly 1 and `acr` is `tis`, bit for bit.
+- `naive` is PPO with the engine as the old policy. R contains the mismatch, so tokens are clipped
+  that no update has moved. Training collapses (Fig. 2).
+- `on_policy` pretends that the learner sampled the tokens. It is stable, and ends well below
+  full-precision training.
+- `decoupled` (decoupled PPO) corrects for the engine with rho and clips against the learner. rho
+  can reach 1e5 (Fig. 3), and the gradient explodes with it.
+- `tis` (truncated importance sampling) caps rho at C, which bounds the gradient. For rho > C this
+  multiplies the token's gradient by r = C / rho, and its upper bound too: r * R is clipped at
+  r * (1 + eps_high) instead of 1 + eps_high (Eq. 8).
+- `acr` (adaptive clipping range), QuRL's own objective, divides the upper bound by r, so that r * R
+  is clipped at 1 + eps_high and more tokens with a positive advantage keep their gradient. Where
+  rho <= C, r is exactly 1 and `acr` is `tis`, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,15 +58,14 @@ from qurl_megatron.config.schema import Config, Objective, ObjectiveConfig
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
-# Two models that give one token probabilities e^20 = 4.9e8 apart no longer speak of the same text:
-# past that only finiteness matters. rho * R and its square, which a gradient norm sums, stay below
-# float32's 3.4e38 (e^80 = 5.5e34); the largest rho the paper saw is 1e5 = e^11.5. At the clamp R
-# has no gradient.
+# Log-ratios are clamped to +-20. The largest rho in the paper is 1e5 = e^11.5; beyond e^20 = 4.9e8
+# only finiteness matters: rho * R and its square, which a gradient norm sums, stay below the 3.4e38
+# of float32 (e^80 = 5.5e34). At the clamp, R has no gradient.
 MAX_LOG_RATIO = 20.0
 
 
 class ObjectiveOutput(NamedTuple):
-    """`loss`, a scalar to minimize; `stats`, sums over tokens, scalars without a gradient."""
+    """The scalar `loss` to minimize, and `stats`: sums over tokens, scalars without a gradient."""
 
     loss: Tensor
     stats: dict[str, Tensor]
@@ -61,32 +85,38 @@ def policy_objective(
     kl_coefficient: float = 0.0,
     reference_logprobs: Tensor | None = None,
 ) -> ObjectiveOutput:
-    """`loss = -sum(loss_weights * J)` with J one of the objectives above (QuRL Eq. 1, 3, 4, 5, 9).
+    """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
 
-    All tensors are `[batch, time]` float32. Positions whose `loss_weights` is 0 contribute nothing
-    to loss, gradient or stats, whatever the other tensors hold there, NaN and infinity included; a
-    NaN anywhere else reaches the loss, where it belongs.
+    All tensors are `[batch, time]` float32. A position with a loss weight of 0 contributes nothing
+    to loss, gradient or stats, even if the other tensors hold NaN or infinity there. A NaN anywhere
+    else reaches the loss.
 
-    `ratio_cap` is C. With `kl_coefficient` > 0, J loses `kl_coefficient * k3`, where
-    k3 = x - 1 - log x with x = reference / current estimates KL(current || reference), GRPO's
-    penalty (QuRL Section 3).
+    Args:
+        loss_weights: weight of each token, from `token_weights`.
+        ratio_cap: C, the cap on rho.
+        kl_coefficient: if positive, J is reduced by `kl_coefficient * k3`, GRPO's penalty (QuRL
+            Section 3). With x = reference / current, k3 = x - 1 - log x estimates
+            KL(current || reference).
+        reference_logprobs: from the model before any training; only the penalty needs them.
 
-    `stats` are sums over tokens with weight > 0, to be added up over micro-batches and ranks first
-    and divided by `tokens` after:
+    Returns:
+        The loss, and sums over the tokens of positive weight. Add the sums up over micro batches
+        and ranks first, then divide them by `tokens`.
 
-    - `tokens`: how many they are;
-    - `clipped`: tokens whose gradient the clip took away;
-    - `acr_widened`: tokens that `acr` lets through and `tis` would have clipped;
-    - `kl_reference`: sum of k3, 0 without a reference.
+        - `tokens`: number of these tokens;
+        - `clipped`: tokens that have no gradient because of the clip;
+        - `acr_widened`: tokens that `acr` does not clip and `tis` would clip;
+        - `kl_reference`: sum of k3; 0 without a reference.
 
-    Raises ValueError for an unknown objective, or a `kl_coefficient` without `reference_logprobs`.
+    Raises:
+        ValueError: the objective is unknown, or a penalty has no `reference_logprobs`.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}; valid are {', '.join(OBJECTIVES)}")
     if kl_coefficient != 0 and reference_logprobs is None:
         raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
 
-    # Masked before any arithmetic: NaN * 0 is NaN, in the loss and in the gradient alike.
+    # Mask before any arithmetic: NaN * 0 is NaN, both in the loss and in the gradient.
     counted = loss_weights > 0
     current = _where(counted, current_logprobs)
     proximal = _where(counted, proximal_logprobs).detach()
@@ -129,112 +159,9 @@ def policy_objective(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
-def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    loss_weights: Tensor,
-    *,
-    value_clip: float,
-) -> ObjectiveOutput:
-    """PPO's clipped value loss: the larger of two squared errors, halved.
-
-    One error is that of `values`, one that of `values` kept within `value_clip` of `old_values`,
-    those before the update. All tensors are `[batch, time]` float32; only `values` has a gradient,
-    and positions whose `loss_weights` is 0 contribute nothing.
-
-    `stats` are sums over tokens with weight > 0: `tokens`, and `clipped`, those whose gradient the
-    clip took away.
-    """
-    counted = loss_weights > 0
-    values = _where(counted, values)
-    old_values, returns = _where(counted, old_values), _where(counted, returns)
-    kept = torch.minimum(torch.maximum(values, old_values - value_clip), old_values + value_clip)
-    error, kept_error = (values - returns).square(), (kept - returns).square()
-    loss = (_where(counted, loss_weights) * torch.maximum(error, kept_error)).sum() / 2
-    clipped = (kept_error > error).sum()
-    stats = {"tokens": counted.sum(), "clipped": clipped}
-    return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
-
-
-def token_weights(loss_mask: Tensor, aggregation: str) -> Tensor:
-    """What each token weighs in the loss, `[batch, time]` float32, from a bool mask of that shape.
-
-    The weights of the whole batch sum to 1, so make them before it is split over micro-batches and
-    ranks, whose losses then simply add up.
-
-    - `sequence_mean`: 1 / (N * |o_i|), N being the sequences with at least one token (QuRL Eq. 1);
-    - `token_mean`: 1 / all tokens (DAPO).
-
-    Raises ValueError for an unknown aggregation or a batch without a single token.
-    """
-    mask = loss_mask.to(torch.float32)
-    lengths = mask.sum(dim=1, keepdim=True)
-    if not lengths.any():
-        raise ValueError("loss_mask has no token to train on")
-    if aggregation == "sequence_mean":
-        return mask / (lengths.clamp(min=1) * (lengths > 0).sum())
-    if aggregation == "token_mean":
-        return mask / mask.sum()
-    raise ValueError(f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean")
-
-
-def rollout_statistics(
-    proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor, ratio_cap: float
-) -> dict[str, float]:
-    """How far the engine that sampled is from the learner, over the tokens of `loss_mask`.
-
-    Everything is `[batch, time]`; the log-probs are float32, `loss_mask` is bool. With
-    rho = proximal / behaviour, and tokens sampled from behaviour:
-
-    - `kl_behaviour_proximal`: mean of -log rho, the plain ("k1") estimate of
-      KL(behaviour || proximal); it can be negative;
-    - `kl_behaviour_proximal_k3`: mean of (rho - 1) - log rho, which estimates the same KL,
-      as rho - 1 has mean 0 under behaviour; never negative, and with far less variance;
-    - `logprob_abs_diff`: mean of |log rho|;
-    - `ratio_proximal_behaviour_max`: largest rho (QuRL Fig. 3b), at most e^20;
-    - `tis_truncated_fraction`: fraction of tokens with rho > `ratio_cap`.
-
-    Raises ValueError for a batch without a single token.
-    """
-    if not loss_mask.any():
-        raise ValueError("loss_mask has no token to measure")
-    proximal = proximal_logprobs[loss_mask].double()
-    behaviour = behaviour_logprobs[loss_mask].double()
-    log_rho = proximal - behaviour
-    rho = _ratio(proximal, behaviour)
-    return {
-        "kl_behaviour_proximal": -log_rho.mean().item(),
-        "kl_behaviour_proximal_k3": _k3(proximal, behaviour).mean().item(),
-        "logprob_abs_diff": log_rho.abs().mean().item(),
-        "ratio_proximal_behaviour_max": rho.max().item(),
-        "tis_truncated_fraction": (rho > ratio_cap).double().mean().item(),
-    }
-
-
-def _where(counted: Tensor, values: Tensor) -> Tensor:
-    """`values` where `counted`, 0 with a gradient of 0 elsewhere."""
-    return torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
-
-
-def _log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
-    return (numerator_logprobs - denominator_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
-    """A ratio of probabilities, each of which could underflow on its own."""
-    return _log_ratio(numerator_logprobs, denominator_logprobs).exp()
-
-
-def _k3(target_logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
-    """k3 = x - 1 - log x, x = target / sampled: an estimate of KL(sampled || target) per token."""
-    log_ratio = _log_ratio(target_logprobs, sampled_logprobs)
-    return torch.expm1(log_ratio) - log_ratio
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss function the learner minimizes: QuRL's objective with a run's settings."""
+    """The loss function that the learner minimizes: `policy_objective` with a run's settings."""
 
     config: ObjectiveConfig
 
@@ -245,7 +172,8 @@ class PolicyLoss:
         batch: TrainBatch,
         loss_weights: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.proximal_logprobs is not None
+        """Return the loss, and its stats with `current_proximal_abs_diff`, a sum over tokens."""
+        assert batch.proximal_logprobs is not None and batch.advantages is not None
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
@@ -264,7 +192,115 @@ class PolicyLoss:
         return output.loss, {**output.stats, "current_proximal_abs_diff": moved}
 
 
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_weights: Tensor,
+    *,
+    value_clip: float,
+) -> ObjectiveOutput:
+    """Return PPO's clipped value loss: half the larger of two squared errors, weighted and summed.
+
+    One is the error of `values`, the other the error of `values` kept within `value_clip` of
+    `old_values`, which are the values before the update. All tensors are `[batch, time]` float32.
+    Only `values` has a gradient, and positions with a loss weight of 0 contribute nothing.
+
+    `stats` are sums over the tokens of positive weight: `tokens`, their number, and `clipped`,
+    those that have no gradient because of the clip.
+    """
+    counted = loss_weights > 0
+    values = _where(counted, values)
+    old_values, returns = _where(counted, old_values), _where(counted, returns)
+    kept = torch.minimum(torch.maximum(values, old_values - value_clip), old_values + value_clip)
+    error, kept_error = (values - returns).square(), (kept - returns).square()
+    loss = (_where(counted, loss_weights) * torch.maximum(error, kept_error)).sum() / 2
+    clipped = (kept_error > error).sum()
+    stats = {"tokens": counted.sum(), "clipped": clipped}
+    return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
+
+
+def token_weights(loss_mask: Tensor, aggregation: str) -> Tensor:
+    """Return the weight of each token in the loss, `[batch, time]` float32.
+
+    The weights of a whole batch sum to 1. Compute them before a batch is split over micro batches
+    and ranks, whose losses then add up.
+
+    Args:
+        loss_mask: `[batch, time]` bool.
+        aggregation: `sequence_mean` weighs a token of sequence i by 1 / (N * |o_i|), where N is the
+            number of sequences with at least one token (QuRL Eq. 1); `token_mean` weighs every
+            token by 1 / number of tokens (DAPO).
+
+    Raises:
+        ValueError: the aggregation is unknown, or the batch has no token.
+    """
+    mask = loss_mask.to(torch.float32)
+    lengths = mask.sum(dim=1, keepdim=True)
+    if not lengths.any():
+        raise ValueError("loss_mask has no token to train on")
+    if aggregation == "sequence_mean":
+        return mask / (lengths.clamp(min=1) * (lengths > 0).sum())
+    if aggregation == "token_mean":
+        return mask / mask.sum()
+    raise ValueError(f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean")
+
+
 def minibatches(config: Config, batch: TrainBatch) -> Iterator[tuple[TrainBatch, Tensor]]:
-    """Equal parts of the batch, in order, with their loss weights."""
+    """Yield the minibatches of a step in order, each with its loss weights."""
     for minibatch in batch.split(config.optimizer.minibatches_per_step):
         yield minibatch, token_weights(minibatch.loss_mask, config.objective.aggregation)
+
+
+def rollout_statistics(
+    proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor, ratio_cap: float
+) -> dict[str, float]:
+    """Measure how far the engine is from the learner, over the tokens of `loss_mask`.
+
+    All tensors are `[batch, time]`; the log-probs are float32, `loss_mask` is bool. With
+    rho = proximal / behaviour, and tokens sampled from behaviour:
+
+    - `kl_behaviour_proximal`: mean of -log rho, the plain ("k1") estimate of
+      KL(behaviour || proximal), in nats; it can be negative;
+    - `kl_behaviour_proximal_k3`: mean of (rho - 1) - log rho, which estimates the same KL, because
+      rho - 1 has mean 0 under behaviour; it is never negative and has far less variance;
+    - `logprob_abs_diff`: mean of |log rho|, in nats;
+    - `ratio_proximal_behaviour_max`: the largest rho (QuRL Fig. 3b), at most e^20;
+    - `tis_truncated_fraction`: fraction of tokens with rho > `ratio_cap`.
+
+    Raises:
+        ValueError: the batch has no token.
+    """
+    if not loss_mask.any():
+        raise ValueError("loss_mask has no token to measure")
+    proximal = proximal_logprobs[loss_mask].double()
+    behaviour = behaviour_logprobs[loss_mask].double()
+    log_rho = proximal - behaviour
+    rho = _ratio(proximal, behaviour)
+    return {
+        "kl_behaviour_proximal": -log_rho.mean().item(),
+        "kl_behaviour_proximal_k3": _k3(proximal, behaviour).mean().item(),
+        "logprob_abs_diff": log_rho.abs().mean().item(),
+        "ratio_proximal_behaviour_max": rho.max().item(),
+        "tis_truncated_fraction": (rho > ratio_cap).double().mean().item(),
+    }
+
+
+def _where(counted: Tensor, values: Tensor) -> Tensor:
+    """Return `values` where `counted`, and 0 with a gradient of 0 elsewhere."""
+    return torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def _log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
+    return (numerator_logprobs - denominator_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
+    """Return a ratio of two probabilities, either of which could underflow by itself."""
+    return _log_ratio(numerator_logprobs, denominator_logprobs).exp()
+
+
+def _k3(target_logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
+    """Return k3 = x - 1 - log x, x = target / sampled: an estimate of KL(sampled || target)."""
+    log_ratio = _log_ratio(target_logprobs, sampled_logprobs)
+    return torch.expm1(log_ratio) - log_ratio

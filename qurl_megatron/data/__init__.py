@@ -1,1 +1,1 @@
-"""Prompts and the verifiers that score completions."""
+"""Problems, the prompts made of them, and the verifiers that score completions."""

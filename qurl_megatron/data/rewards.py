@@ -1,17 +1,18 @@
-r"""A completion's text and a problem's answer -> a reward of 0 or 1.
+r"""Rewards: turn the text of a completion and the answer of its problem into 0 or 1.
 
     reward          verifier
-    reasoning_gym   the library's own scorer of the task in metadata["source_dataset"]
-    math            math-verify: \boxed{}, $...$ or a plain number; GSM8K's "#### 42" as gold
-    exact           the text is the answer, surrounding whitespace aside
+    reasoning_gym   the library's scorer of the task named by metadata["source_dataset"]
+    math            math-verify: \boxed{}, $...$ or a plain number; the right answer may be GSM8K's
+                    "#### 42"
+    exact           the text is the answer, apart from surrounding whitespace
 
-Rewards are binary. reasoning_gym's scorers give partial credit (spell_backward 0.86 for one wrong
-letter of seven, and 0.9999999999999998 for the right word with a letter too many), which rewards
-near misses and padding: only its full score of 1 counts.
+Rewards are binary. The scorers of reasoning_gym give partial credit (spell_backward gives 0.86 for
+one wrong letter of seven, and 0.9999999999999998 for the right word with a letter too many), which
+would reward near misses and padding: only the full score of 1 counts.
 
-A verifier may hang on what a policy writes ("9^{9^{9^9}}"), so each call is limited in time by
-SIGALRM, which only a process's main thread can use. One that runs out of time or raises gives 0
-and says so.
+A verifier can hang on what a policy writes ("9^{9^{9^9}}"), so SIGALRM limits the time of each
+call; only the main thread of a process can use it. A verifier that times out or raises gives 0, and
+the score is marked as failed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ REWARDS: tuple[str, ...] = get_args(Reward)
 VERIFIER_TIMEOUT_S = 3.0
 
 
-class Problem(Protocol):
-    """What a verifier needs to know; a `Prompt` has it."""
+class Verifiable(Protocol):
+    """What a verifier needs of a problem; both `Problem` and `Prompt` have it."""
 
     @property
     def answer(self) -> str: ...
@@ -40,22 +41,24 @@ class Problem(Protocol):
 
 
 class Score(NamedTuple):
-    """`value` 0.0 or 1.0; `failed` if the verifier raised or ran out of time, which counts as 0."""
+    """The reward `value`, 0.0 or 1.0; `failed` if the verifier raised or timed out (`value` 0)."""
 
     value: float
     failed: bool
 
 
 class _VerifierTimeout(BaseException):
-    """Not an Exception: verifiers catch those of their own accord."""
+    """Not an Exception, because verifiers catch exceptions themselves."""
 
 
 def score(
-    reward: str, completion_text: str, problem: Problem, timeout_s: float = VERIFIER_TIMEOUT_S
+    reward: str, completion_text: str, problem: Verifiable, timeout_s: float = VERIFIER_TIMEOUT_S
 ) -> Score:
-    """The reward of one completion. Main thread only, except for `exact`.
+    """Return the reward of one completion. Main thread only, except for `exact`.
 
-    Raises ValueError for an unknown reward, RuntimeError off the main thread.
+    Raises:
+        ValueError: the reward is unknown.
+        RuntimeError: the caller is not the main thread.
     """
     if reward not in REWARDS:
         raise ValueError(f"unknown reward {reward!r}; valid are {', '.join(REWARDS)}")
@@ -74,13 +77,13 @@ def score(
         return Score(0.0, failed=True)
 
 
-def unverifiable(reward: str, problem: Problem) -> str:
-    """Why no completion of this problem could ever score 1; empty if one could.
+def unverifiable(reward: str, problem: Verifiable) -> str:
+    """Return why no completion of this problem could score 1; an empty string if one could.
 
-    It asks reasoning_gym's scorer about the problem's own answer, which finds a field it lacks or
-    that JSON changed (arc_agi's grids are tuples: read back as lists, its own answers score 0.05).
-    A gold answer that math-verify cannot read shows only when scored, as failed: reading 40,000
-    takes a minute.
+    For reasoning_gym, the scorer is given the problem's own answer. This finds a missing field, and
+    a field that JSON changed: the grids of arc_agi are tuples; read back as lists, its own answers
+    score 0.05. An answer that math-verify cannot read is found only when a completion is scored, as
+    failed: to read 40,000 answers in advance would take a minute.
     """
     if reward == "reasoning_gym":
         task = problem.metadata.get("source_dataset")
@@ -90,23 +93,23 @@ def unverifiable(reward: str, problem: Problem) -> str:
                 "add it or choose reward=math or reward=exact"
             )
         if task not in reasoning_gym_tasks():
-            return f"metadata.source_dataset {task!r} is no reasoning_gym task"
+            return f"metadata.source_dataset {task!r} is not a reasoning_gym task"
         if score(reward, problem.answer, problem).value < 1:
             return f"reasoning_gym's scorer of {task} does not accept the problem's own answer"
     return ""
 
 
 def reasoning_gym_tasks() -> Mapping[str, tuple[type, type]]:
-    """Names of the library's tasks with their dataset and configuration classes."""
-    import reasoning_gym.factory  # 3 s: only those who use it pay for it
+    """Return the data set class and the configuration class of each task, by name."""
+    import reasoning_gym.factory  # takes 3 s: imported only where it is used
 
     return reasoning_gym.factory.DATASETS
 
 
-# A verifier is made outside the time limit, as importing its library takes seconds.
+# A verifier is built outside the time limit, because importing its library takes seconds.
 
 
-def _reasoning_gym_verifier(problem: Problem) -> Callable[[str], bool]:
+def _reasoning_gym_verifier(problem: Verifiable) -> Callable[[str], bool]:
     from reasoning_gym.utils import extract_answer
 
     scorer = _reasoning_gym_scorer(problem.metadata["source_dataset"])
@@ -121,13 +124,13 @@ def _reasoning_gym_verifier(problem: Problem) -> Callable[[str], bool]:
 
 @functools.cache
 def _reasoning_gym_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """Cached, as the library makes a whole dataset to get at its scorer."""
+    """Return a task's scorer; cached, because the library builds a whole data set for it."""
     import reasoning_gym
 
     return reasoning_gym.get_score_answer_fn(task)
 
 
-def _math_verifier(problem: Problem) -> Callable[[str], bool]:
+def _math_verifier(problem: Verifiable) -> Callable[[str], bool]:
     import math_verify
 
     def verify(text: str) -> bool:
@@ -139,20 +142,20 @@ def _math_verifier(problem: Problem) -> Callable[[str], bool]:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_gold(answer: str) -> list[Any]:
-    r"""Gold answers are often bare LaTeX, which math-verify only reads in \boxed{} or $...$."""
+    r"""Parse a right answer; bare LaTeX needs \boxed{} or $...$ around it for math-verify."""
     answer = answer.rsplit("####", 1)[-1].strip().replace("\\$", "")  # \$ is a currency
     if "\\boxed" not in answer and answer.count("$") < 2:
         answer = f"\\boxed{{{answer.strip('$')}}}"
     gold = _parse_math(answer)
     if not gold:
-        raise ValueError(f"math-verify reads no mathematics in the answer {answer!r}")
+        raise ValueError(f"math-verify finds no mathematics in the answer {answer!r}")
     return gold
 
 
 def _parse_math(text: str) -> list[Any]:
     import math_verify
 
-    # It warns that its own time limits are off; `score` has one for parsing and comparing together.
+    # It warns that its own time limits are off; `score` limits parsing and comparing together.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
 

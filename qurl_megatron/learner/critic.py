@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from qurl_megatron.algorithm.advantages import generalized_advantages, whitened
+from qurl_megatron.algorithm.advantages import generalized_advantages, whiten
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights, value_loss
 from qurl_megatron.config.schema import Config
@@ -69,7 +69,7 @@ class Critic:
                 discount=self._config.discount,
                 gae_lambda=self._config.gae_lambda,
             )
-            batch.advantages = whitened(advantages, mask)
+            batch.advantages = whiten(advantages, mask)
             updates = [
                 self._learner.update(
                     minibatch,

@@ -1,1 +1,1 @@
-"""The training loop and what it calls once a step or once a run."""
+"""The training loop and its parts: assembly, sampling, warm-up, evaluation, metrics."""

@@ -11,9 +11,8 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, WeightFormat
-from qurl_megatron.data.prompts import load_prompts
+from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
@@ -27,39 +26,37 @@ from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 
-WARMUP_CHECK_PROBLEMS = 256  # of the training side, left out of all training
+# Number of training problems that a run with a warm-up sets aside, to measure its progress on.
+WARMUP_CHECK_PROBLEMS = 256
 
 
 @dataclass(frozen=True)
-class Components:
-    """What the loop works with. Prompts are on global rank 0 only."""
+class Run:
+    """The working parts of a run, on this learner rank. Its methods are collective."""
 
     learner: Learner
-    critic: Critic | None  # of PPO
-    publisher: Publisher
+    critic: Critic | None  # None without PPO
+    publisher: Publisher  # to the rollout servers
     sampler: Sampler
-    evaluator: Evaluator | None
-    held_out: list[Prompt]
-    files: dict[str, list[Prompt]]
-    noise: Callable[[], dict[str, dict[str, float]]]
-    warmup_check: list[Prompt]
-    log: RunLog
+    evaluator: Evaluator | None  # None if the run evaluates nothing
+    measure_noise: Callable[[], dict[str, dict[str, float]]]
     checkpoints: Checkpoints
+    log: RunLog
 
-    def resume(self) -> int | None:
-        """Go on from the run's newest checkpoint; the last step it has done, None without one."""
+    def resume(self) -> int:
+        """Restore the newest checkpoint; return its step, or 0 if the run has no checkpoint."""
         newest = device.from_rank_zero(self.checkpoints.newest)
         if newest is None:
-            return None
+            return 0
         state = read_state(newest)
         self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts)
-        self.publisher.version = state.weight_version - 1  # the first publish gives it again
+        self.publisher.version = state.weight_version - 1  # the next publish has that version again
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step
 
     def checkpoint(self, step: int, weight_version: int, *, now: bool) -> None:
-        """Make saves that are written visible, and begin one `now` or where it is due."""
+        """Finish the checkpoints that are written, and begin another if `now` or if one is due."""
         self.checkpoints.poll()
         if now or self.checkpoints.is_due(step):
             self.checkpoints.save(
@@ -73,24 +70,23 @@ class Components:
             )
 
     def evaluate(self, step: int) -> Evaluation:
-        if self.evaluator is None:
-            return Evaluation()
-        return self.evaluator.evaluate(step, self.held_out, self.files)
+        """Measure the policy in full precision; an empty result without an evaluator."""
+        return self.evaluator.evaluate(step) if self.evaluator else Evaluation()
 
     def warmup_accuracy(self) -> float:
-        assert self.evaluator is not None  # `validate` refuses a warm-up without one
-        return self.evaluator.accuracy(self.warmup_check)
+        """Measure the policy on the problems that a warm-up is checked on."""
+        assert self.evaluator is not None  # `validate` refuses a warm-up without evaluation
+        return self.evaluator.warmup_accuracy()
 
 
-def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack) -> Components:
-    """Build every part; `stack` takes them down in the opposite order."""
+def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack) -> Run:
+    """Build the parts of a run; `stack` closes them in reverse order."""
     tokenizer = AutoTokenizer.from_pretrained(config.model)
-    training: list[Prompt] = []
-    held_out: list[Prompt] = []
-    files: dict[str, list[Prompt]] = {}
-    if device.rank() == 0:
-        training, held_out, files = load_prompts(config, tokenizer)
-    check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
+    # Only global rank 0 has prompts.
+    prompts = load_prompts(config, tokenizer) if device.rank() == 0 else PromptSet([], [], {})
+    num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
+    warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
+
     learner = Learner(
         Path(config.model),
         config.learner,
@@ -108,50 +104,58 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     stack.enter_context(closing(checkpoints))
     log = RunLog(config, writes=device.rank() == 0)
     stack.enter_context(closing(log))
+
     if device.rank() == 0:
         log.say("waiting for the servers")
         for name, members in servers.items():
             wait_ready(members, getattr(config, name).server.start_timeout_s)
     clients = {
         name: RolloutClient(
-            _front(name, members, stack), tokenizer, learner.architecture.eos_token_ids
+            _endpoint(name, members, stack), tokenizer, learner.architecture.eos_token_ids
         )
         for name, members in servers.items()
     }
 
-    def publisher(name: str, weight_format: WeightFormat) -> Publisher:
-        made = Publisher(
+    def publisher_to(name: str, weight_format: WeightFormat) -> Publisher:
+        publisher = Publisher(
             learner, servers[name], weight_format, config.quantization.bucket_bytes, name
         )
-        return stack.enter_context(closing(made))
+        return stack.enter_context(closing(publisher))
 
     evaluator = None
     if "evaluation" in servers:
-        evaluator = Evaluator(config, publisher("evaluation", "bf16"), clients["evaluation"])
-    return Components(
+        evaluator = Evaluator(
+            config,
+            publisher_to("evaluation", "bf16"),
+            clients["evaluation"],
+            held_out=prompts.held_out[: config.evaluation.problems],
+            files=prompts.files,
+            warmup_check=warmup_check,
+        )
+    return Run(
         learner=learner,
         critic=critic,
-        publisher=publisher("rollout", config.quantization.format),
-        sampler=Sampler(config, clients["rollout"], training[check:], tokenizer),
+        publisher=publisher_to("rollout", config.quantization.format),
+        sampler=Sampler(config, clients["rollout"], training, tokenizer),
         evaluator=evaluator,
-        held_out=held_out[: config.evaluation.problems],
-        files=files,
-        noise=partial(
+        measure_noise=partial(
             measure_noise,
             clients,
-            training[check:][: config.rollout.prompts_per_step],
+            training[: config.rollout.prompts_per_step],
             learner,
             config,
             pad_token_id(tokenizer),
         ),
-        warmup_check=training[:check],
-        log=log,
         checkpoints=checkpoints,
+        log=log,
     )
 
 
-def _front(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:
-    """What to sample from: the only server, or on global rank 0 a router before several."""
+def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:
+    """Return what a client samples from: the only server, or a router to several.
+
+    A router is started on global rank 0 alone, where the clients are used.
+    """
     if len(servers) == 1 or device.rank() != 0:
         return servers[0]
     router = Router(servers, Path(servers[0].log_file).with_name(f"router_{name}.log"))

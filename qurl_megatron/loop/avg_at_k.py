@@ -1,7 +1,8 @@
 """Avg@1 and Avg@k of a served policy, as the QuRL paper evaluates (Section 5.1).
 
-Avg@1 is the share of problems whose greedy answer is right; Avg@k the mean over problems of the
-share of k sampled answers that are. Both with the standard error over problems.
+Avg@1 is the fraction of problems whose greedy answer is right. Avg@k is the fraction of right
+answers among k sampled answers, averaged over problems. Both come with the standard error over
+problems.
 """
 
 from __future__ import annotations
@@ -32,47 +33,62 @@ from qurl_megatron.rollout.client import RolloutClient
 class EvalConfig:
     """What `qurl eval` measures."""
 
-    model: str = ""  # a Hugging Face directory, or a run's checkpoint
-    data: list[str] = dataclasses.field(default_factory=list)  # each a file or reasoning_gym:TASK
+    model: str = ""
+    """Hugging Face directory, or a checkpoint of a run."""
+    data: list[str] = dataclasses.field(default_factory=list)
+    """Files, data set directories or reasoning_gym:TASK, each measured separately."""
     reward: Reward = "math"
-    k: CountOrNone = 0  # sampled answers a problem; 0: Avg@1 only
-    temperature: Positive = 1.0  # of sampled answers
+    """Verifier of the answers."""
+    k: CountOrNone = 0
+    """Sampled answers per problem; 0: Avg@1 only."""
+    temperature: Positive = 1.0
+    """Temperature of the sampled answers; Avg@1 is greedy."""
     top_p: TopP = 1.0
-    format: WeightFormat = "bf16"  # of the served weights
+    """Nucleus of the sampled answers; 1 samples from the full vocabulary."""
+    format: WeightFormat = "bf16"
+    """Format of the served weights."""
     max_prompt_length: Count = 1024
+    """Maximum prompt length in tokens; a longer prompt is refused."""
     max_response_length: Count = 1024
-    output: str = "eval"  # a directory to be made
+    """Maximum response length in tokens."""
+    output: str = "eval"
+    """Directory of the results; it must not exist."""
     seed: int = 0
+    """Seed of sampling, and of reasoning-gym's problems."""
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    """The SGLang server that answers."""
 
 
 @dataclass(frozen=True)
 class Average:
-    """A mean over problems, and its standard error; 0 of a single problem."""
+    """A mean over problems and its standard error, which is 0 for a single problem."""
 
     mean: float
     standard_error: float
 
     @staticmethod
     def over(values: list[float]) -> Average:
-        spread = stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
-        return Average(fmean(values), spread)
+        """Return the average of one value per problem."""
+        standard_error = stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+        return Average(fmean(values), standard_error)
 
 
 @dataclass(frozen=True)
 class Answer:
+    """A generated answer with its reward."""
+
     text: str
     reward: float
     truncated: bool
-    verifier_failed: bool  # it raised or timed out, and the reward is 0
+    verifier_failed: bool  # the verifier raised or timed out; the reward is 0
 
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """One line of a data file's results."""
+    """A problem with its generated answers: one line of an answers file."""
 
     question: str
-    answer: str  # the right one
+    answer: str  # the right answer
     greedy: Answer
     sampled: list[Answer]
 
@@ -87,9 +103,9 @@ def measure(
     temperature: float = 1.0,
     top_p: float = 1.0,
 ) -> list[ProblemResult]:
-    """Answers to every prompt, a greedy one and `k` sampled, with what they are worth.
+    """Generate and score one greedy and `k` sampled answers to every prompt.
 
-    Main thread only.
+    Main thread only, because a signal limits the time of verifiers.
     """
     groups = client.generate(
         prompts,
@@ -97,7 +113,7 @@ def measure(
         temperature=0.0,
         max_response_length=max_response_length,
     )
-    greedy = [answer for (answer,) in _scored(reward, prompts, groups)]
+    greedy = [answer for (answer,) in _score(reward, prompts, groups)]
     sampled: list[list[Answer]] = [[] for _ in prompts]
     if k:
         groups = client.generate(
@@ -107,33 +123,33 @@ def measure(
             top_p=top_p,
             max_response_length=max_response_length,
         )
-        sampled = _scored(reward, prompts, groups)
+        sampled = _score(reward, prompts, groups)
     return [
-        ProblemResult(prompt.question, prompt.answer, one, many)
-        for prompt, one, many in zip(prompts, greedy, sampled, strict=True)
+        ProblemResult(prompt.question, prompt.answer, greedy_answer, sampled_answers)
+        for prompt, greedy_answer, sampled_answers in zip(prompts, greedy, sampled, strict=True)
     ]
 
 
 def write_answers(results: list[ProblemResult], path: Path) -> None:
-    """A jsonl of `results`, one problem a line."""
+    """Write `results` as jsonl, one problem per line."""
     lines = (json.dumps(dataclasses.asdict(result)) + "\n" for result in results)
     write_whole(path, "".join(lines))
 
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
-    """`Avg@1`, and `Avg@k` under its own k where answers were sampled."""
-    found = {"Avg@1": Average.over([result.greedy.reward for result in results])}
+    """Return `Avg@1` and, if answers were sampled, `Avg@k sampled` with the number k."""
+    by_name = {"Avg@1": Average.over([result.greedy.reward for result in results])}
     if k := len(results[0].sampled):
-        shares = [fmean(answer.reward for answer in result.sampled) for result in results]
-        found[f"Avg@{k} sampled"] = Average.over(shares)
-    return found
+        fractions = [fmean(answer.reward for answer in result.sampled) for result in results]
+        by_name[f"Avg@{k} sampled"] = Average.over(fractions)
+    return by_name
 
 
-def _scored(
+def _score(
     reward: str, prompts: list[Prompt], groups: list[list[Completion]]
 ) -> list[list[Answer]]:
     return [
-        [_answer(reward, prompt, one) for one in group]
+        [_answer(reward, prompt, completion) for completion in group]
         for prompt, group in zip(prompts, groups, strict=True)
     ]
 

@@ -1,73 +1,93 @@
-"""Accuracy in full precision: publish in BF16, answer, score."""
+"""Evaluation during a run: publish the policy in BF16, generate answers, score them."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from statistics import fmean
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.device import from_rank_zero
-from qurl_megatron.loop.avg_at_k import averages, measure, write_answers
+from qurl_megatron.loop.avg_at_k import (
+    ProblemResult,
+    averages,
+    measure,
+    write_answers,
+)
 from qurl_megatron.report.metrics import Evaluation, evaluation_directory
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 
 class Evaluator:
-    """Measures the learner's policy on a BF16 server set. Collective over all learner ranks.
+    """Measures the learner's policy on a set of BF16 servers. Collective over all learner ranks.
 
-    Responses may be as long as those of the longest stage, so that what is measured stays the same
-    thing throughout a run.
+    The response limit is always that of the longest stage, so that evaluations of one run compare.
     """
 
-    def __init__(self, config: Config, publisher: Publisher, client: RolloutClient) -> None:
-        """`client` is used on global rank 0 only."""
+    def __init__(
+        self,
+        config: Config,
+        publisher: Publisher,
+        client: RolloutClient,
+        *,
+        held_out: list[Prompt],
+        files: dict[str, list[Prompt]],
+        warmup_check: list[Prompt],
+    ) -> None:
+        """Use `client` and all prompts on global rank 0 only."""
         self._config = config
         self._publisher = publisher
         self._client = client
+        self._held_out = held_out
+        self._files = files
+        self._warmup_check = warmup_check
 
-    def accuracy(self, prompts: list[Prompt]) -> float:
-        """Fraction of `prompts`, those of global rank 0, whose greedy answer is right."""
+    def evaluate(self, step: int) -> Evaluation:
+        """Measure held-out problems and files, and write every answer to the run's directory."""
         self._publisher.publish()
-        return from_rank_zero(lambda: self._held_out(prompts, None))
+        return from_rank_zero(lambda: self._evaluate(step))
 
-    def evaluate(
-        self, step: int, held_out: list[Prompt], files: dict[str, list[Prompt]]
-    ) -> Evaluation:
-        """Measure what is on global rank 0, and leave every answer in the run's directory."""
+    def warmup_accuracy(self) -> float:
+        """Return the fraction of the warm-up's check problems whose greedy answer is right."""
         self._publisher.publish()
-        return from_rank_zero(lambda: self._evaluate(step, held_out, files))
+        return from_rank_zero(lambda: _accuracy(self._answer(self._warmup_check)))
 
-    def _evaluate(
-        self, step: int, held_out: list[Prompt], files: dict[str, list[Prompt]]
-    ) -> Evaluation:
+    def _evaluate(self, step: int) -> Evaluation:
         directory = evaluation_directory(self._config.run_dir, step)
         directory.mkdir(parents=True, exist_ok=True)
         evaluation = self._config.evaluation
-        measured = {}
-        for name, prompts in files.items():
-            results = measure(
-                self._client,
+        by_file = {}
+        for name, prompts in self._files.items():
+            results = self._answer(
                 prompts,
-                self._config.reward,
-                self._config.rollout.longest_response,
                 k=evaluation.k,
                 temperature=evaluation.temperature,
                 top_p=evaluation.top_p,
             )
             write_answers(results, directory / f"{name}.jsonl")
-            measured[name] = {
-                what: dataclasses.asdict(average) for what, average in averages(results).items()
+            by_file[name] = {
+                metric: dataclasses.asdict(average) for metric, average in averages(results).items()
             }
-        accuracy = self._held_out(held_out, directory) if held_out else None
-        return Evaluation(accuracy, measured)
+        if not self._held_out:
+            return Evaluation(None, by_file)
+        results = self._answer(self._held_out)
+        write_answers(results, directory / f"{HELD_OUT}.jsonl")
+        return Evaluation(_accuracy(results), by_file)
 
-    def _held_out(self, prompts: list[Prompt], directory: Path | None) -> float:
-        results = measure(
-            self._client, prompts, self._config.reward, self._config.rollout.longest_response
+    def _answer(
+        self, prompts: list[Prompt], *, k: int = 0, temperature: float = 1.0, top_p: float = 1.0
+    ) -> list[ProblemResult]:
+        return measure(
+            self._client,
+            prompts,
+            self._config.reward,
+            self._config.rollout.longest_response,
+            k=k,
+            temperature=temperature,
+            top_p=top_p,
         )
-        if directory is not None:
-            write_answers(results, directory / f"{HELD_OUT}.jsonl")
-        return fmean(result.greedy.reward for result in results)
+
+
+def _accuracy(results: list[ProblemResult]) -> float:
+    return fmean(result.greedy.reward for result in results)

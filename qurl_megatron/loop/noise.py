@@ -1,8 +1,8 @@
-"""How far a served policy is from the learner's before any training: engine and quantization apart.
+"""Distance of the served policies from the learner's before training: engine and quantization.
 
-Each server set answers the same prompts, and the learner scores what it sampled. What the BF16
-servers of evaluation show is the engine's own noise; what those of the rollout show beyond it comes
-of quantization.
+Each server set answers the same prompts, and the learner scores the sampled tokens. The BF16
+servers of evaluation show the noise of the engine alone. What the rollout servers show beyond it
+comes from quantization.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ def measure_noise(
     config: Config,
     pad_token_id: int,
 ) -> dict[str, dict[str, float]]:
-    """`rollout_statistics` of one completion of each prompt, by server set.
+    """Return, by server set, the `rollout_statistics` of one completion of each prompt.
 
     Collective over learner ranks; `clients` and `prompts` are used on global rank 0 only.
     """
     rollout = config.rollout
 
     def sample(client: RolloutClient) -> TrainBatch:
-        answers = client.generate(
+        completions = client.generate(
             prompts,
             completions_per_prompt=1,
             temperature=rollout.temperature,
             max_response_length=rollout.max_response_length,
         )
-        nothing = [[0.0]] * len(prompts)
         groups = [
-            RolloutGroup(prompt, answer, [0.0])
-            for prompt, answer in zip(prompts, answers, strict=True)
+            RolloutGroup(prompt, group, [0.0])
+            for prompt, group in zip(prompts, completions, strict=True)
         ]
-        return pack(groups, nothing, nothing, pad_token_id)
+        return pack(groups, pad_token_id)
 
-    found = {}
+    noise = {}
     for name, client in clients.items():
         batch = from_rank_zero(lambda: sample(client))  # noqa: B023
         proximal_logprobs, _ = learner.logprobs_and_entropy(
             batch.tokens, loss_mask=batch.loss_mask, temperature=rollout.temperature
         )
-        found[name] = rollout_statistics(
+        noise[name] = rollout_statistics(
             proximal_logprobs,
             batch.behaviour_logprobs,
             batch.loss_mask,
             config.objective.ratio_cap,
         )
-    return found
+    return noise

@@ -1,19 +1,19 @@
-"""One step's data: prompts -> completions -> rewards -> advantages -> a training batch.
+"""The data of a step: prompts -> completions -> rewards -> advantages -> a training batch.
 
-Global rank 0 samples and scores, in its main thread (verifiers are limited in time by a signal);
-every rank is given the batch.
+Global rank 0 samples and scores, then sends the batch to all ranks. It scores in its main thread,
+because a signal limits the time of verifiers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from qurl_megatron.algorithm.advantages import (
     grpo_advantages,
+    is_zero_variance,
     soft_overlong_penalty,
-    teaches_nothing,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config, RolloutConfig
@@ -25,9 +25,9 @@ from qurl_megatron.rollout.client import RolloutClient
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What the completions of a step were like, those of replaced groups included."""
+    """Statistics over the completions of a step, including those of replaced groups."""
 
-    reward_mean: float  # by the verifier, without a penalty for length
+    reward_mean: float  # from the verifier, without the penalty for length
     response_length_mean: float  # tokens
     response_truncated_fraction: float  # of completions
     verifier_failures: int
@@ -36,12 +36,12 @@ class SampleSummary:
 
 
 class Sampler:
-    """Serves training batches from an endless stream of prompts. Collective over learner ranks."""
+    """Samples training batches from an endless stream of prompts. Collective over learner ranks."""
 
     def __init__(
         self, config: Config, client: RolloutClient, prompts: list[Prompt], tokenizer: Any
     ) -> None:
-        """`client`, `prompts` and `tokenizer` are used on global rank 0 only."""
+        """Use `client`, `prompts` and `tokenizer` on global rank 0 only."""
         self._config = config
         self._client = client
         self._tokenizer = tokenizer
@@ -49,53 +49,58 @@ class Sampler:
             self._stream = PromptStream(prompts, config.seed)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream of prompts is, on global rank 0; elsewhere nothing."""
+        """Return the position in the stream of prompts; an empty dictionary on other ranks."""
         return self._stream.state() if rank() == 0 else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`. Raises DataError on global rank 0 if it is of other prompts."""
+        """Continue from `state`. Raises DataError on global rank 0 if it is of other prompts."""
         if rank() == 0:
             self._stream.restore(state)
 
     def sample(self, step: int) -> tuple[TrainBatch, SampleSummary]:
-        """The next prompts' completions, scored and laid out, without proximal log-probs.
+        """Sample and score completions of the next prompts, with the settings of `step`'s stage.
 
-        As many and as long as the stage that `step` is in says.
+        The batch has no log-probs of the learner yet, and with `advantage_estimator=gae` no
+        advantages: the critic computes them.
         """
         return from_rank_zero(lambda: self._sample(self._config.rollout.at(step)))
 
     def answers(self) -> TrainBatch:
-        """The next prompts with their own answers as responses, for supervised training."""
+        """Return the next prompts with their right answers as responses, to train supervised."""
         return from_rank_zero(self._answers)
 
     def _sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary]:
-        groups, failures = self._groups(rollout, rollout.prompts_per_step)
-        sampled = list(groups)
+        groups, failures = self._sample_groups(rollout, rollout.prompts_per_step)
+        all_groups = list(groups)
         for _ in range(rollout.dynamic_sampling_tries):
-            dull = [row for row, group in enumerate(groups) if teaches_nothing(group.rewards)]
-            if not dull:
+            rows = [row for row, group in enumerate(groups) if is_zero_variance(group.rewards)]
+            if not rows:
                 break
-            others, failed = self._groups(rollout, len(dull))
-            sampled += others
-            failures += failed
-            for row, other in zip(dull, others, strict=True):
-                groups[row] = other
-        penalized = [_penalized(group, rollout) for group in groups]
-        # PPO's come of its critic; in their place until then are GRPO's, 0 for groups of one.
-        batch = pack(groups, penalized, grpo_advantages(penalized), pad_token_id(self._tokenizer))
-        return batch, _summary(sampled, failures, replaced=len(sampled) - len(groups))
+            replacements, more_failures = self._sample_groups(rollout, len(rows))
+            all_groups += replacements
+            failures += more_failures
+            for row, replacement in zip(rows, replacements, strict=True):
+                groups[row] = replacement
+        summary = _summarize(all_groups, failures, replaced=len(all_groups) - len(groups))
+        groups = [_penalize_length(group, rollout) for group in groups]
+        advantages = None
+        if self._config.advantage_estimator == "grpo":
+            advantages = grpo_advantages([group.rewards for group in groups])
+        return pack(groups, pad_token_id(self._tokenizer), advantages), summary
 
-    def _groups(self, rollout: RolloutConfig, prompts_count: int) -> tuple[list[RolloutGroup], int]:
-        """The next prompts' completions with their rewards, and how many verifiers failed."""
-        prompts = self._stream.next(prompts_count)
-        answers = self._client.generate(
+    def _sample_groups(
+        self, rollout: RolloutConfig, num_prompts: int
+    ) -> tuple[list[RolloutGroup], int]:
+        """Return scored completions of the next prompts, and the number of verifier failures."""
+        prompts = self._stream.next(num_prompts)
+        completions_by_prompt = self._client.generate(
             prompts,
             completions_per_prompt=rollout.completions_per_prompt,
             temperature=rollout.temperature,
             max_response_length=rollout.max_response_length,
         )
         groups, failures = [], 0
-        for prompt, completions in zip(prompts, answers, strict=True):
+        for prompt, completions in zip(prompts, completions_by_prompt, strict=True):
             scores = [
                 rewards.score(self._config.reward, completion.text, prompt)
                 for completion in completions
@@ -110,28 +115,28 @@ class Sampler:
             token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
             token_ids = [*token_ids, self._tokenizer.eos_token_id]
             answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, 0)
-            groups.append(RolloutGroup(prompt, [answer], [1.0]))
-        nothing = [[0.0]] * len(groups)
-        return pack(groups, nothing, nothing, pad_token_id(self._tokenizer))
+            groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
+        return pack(groups, pad_token_id(self._tokenizer))
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """What fills up a batch's rows: any token would do, none of them counts."""
+    """Return the token that fills up the rows of a batch; any would do, because it is masked."""
     padding = tokenizer.pad_token_id
     return tokenizer.eos_token_id if padding is None else padding
 
 
-def _penalized(group: RolloutGroup, rollout: RolloutConfig) -> list[float]:
-    return [
+def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGroup:
+    penalized = [
         reward
         + soft_overlong_penalty(
             len(completion.token_ids), rollout.max_response_length, rollout.soft_overlong_tokens
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
+    return replace(group, rewards=penalized)
 
 
-def _summary(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:
+def _summarize(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     return SampleSummary(

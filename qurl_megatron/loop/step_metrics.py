@@ -1,4 +1,4 @@
-"""Gather what one step measured."""
+"""Collect the metrics of a step from everything that took part in it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def step_metrics(
     published: Published,
     clock: Clock,
 ) -> StepMetrics:
+    """Return the line of metrics.jsonl for a step."""
     assert batch.proximal_logprobs is not None
     tokens = sum(update.stats["tokens"] for update in updates)
     first = updates[0].stats
@@ -40,7 +41,7 @@ def step_metrics(
         response_truncated_fraction=summary.response_truncated_fraction,
         verifier_failures=summary.verifier_failures,
         groups_replaced=summary.groups_replaced,
-        **rollout_statistics(  # type: ignore[arg-type]  # it has none but floats' names
+        **rollout_statistics(  # type: ignore[arg-type]  # only names of floats
             batch.proximal_logprobs,
             batch.behaviour_logprobs,
             batch.loss_mask,
@@ -69,7 +70,11 @@ def step_metrics(
 
 
 def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:
-    """Of each quantized weight: Eq. 13 and code flips since the last publish, and Eq. 14."""
+    """Return the metrics of each quantized weight, by name.
+
+    The update norm (QuRL Eq. 13) and the code flips are counted from the last publish; the
+    quantization error is QuRL Eq. 14.
+    """
     return {
         name: {
             "weight_update_norm": sums.update_norm,

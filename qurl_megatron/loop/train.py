@@ -1,9 +1,19 @@
-"""The training loop; every learner rank runs it. Global rank 0 talks to the servers.
+"""The training loop. Every learner rank runs it; global rank 0 talks to the servers.
 
-Where it departs from the paper:
-- Rollouts are sampled by SGLang, not vLLM, and every publish is verified by checksums.
+It departs from the paper ("QuRL: Efficient Reinforcement Learning with Quantized Rollout") in
+three ways:
+- SGLang samples the rollouts, not vLLM, and checksums verify the weights of every publish.
 - Eq. 13 and Eq. 14 are measured at every publish, over the quantized weights.
-- Full precision, when it comes to evaluation, is a BF16 server.
+- Full-precision accuracy is measured on a BF16 server.
+
+The phases of a step:
+
+    rollout     prompts -> SGLang (quantized policy) -> completions, behaviour_logprobs
+                -> rewards -> advantages -> batch
+    proximal    batch -> learner before any update -> proximal_logprobs
+    critic      PPO only: values -> returns, advantages -> update of the critic
+    update      minibatches -> current_logprobs -> objective -> optimizer steps
+    publish     shards of the learner -> quantize -> gather -> SGLang, verified
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +31,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.overrides import load
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
-from qurl_megatron.loop.assemble import assemble
+from qurl_megatron.loop.assemble import Run, assemble
 from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
 from qurl_megatron.report.metrics import Clock
@@ -29,103 +40,114 @@ from qurl_megatron.rollout.server import Server, load_servers
 from qurl_megatron.weight_sync.export import export
 
 
-def train(config: Config, servers: dict[str, list[Server]], stop_asked: Callable[[], bool]) -> bool:
-    """Run `config` on `servers`, by set; whether it came to its end. Collective over all ranks.
+def train(
+    config: Config, servers: dict[str, list[Server]], stop_requested: Callable[[], bool]
+) -> bool:
+    """Train a run from its start, or from its newest checkpoint; return True if it is complete.
 
-    It ends early, with a checkpoint, after the step in which `stop_asked` is true on global rank 0.
+    When `stop_requested()` is true on global rank 0, the run stops after the current step, with a
+    checkpoint. `servers` are given by server set. Collective over all learner ranks.
     """
-    temperature = config.rollout.temperature
-    objective = PolicyLoss(config.objective)
     with ExitStack() as stack:
-        parts = assemble(config, servers, stack)
-        learner, publisher, log = parts.learner, parts.publisher, parts.log
+        run = assemble(config, servers, stack)
+        learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
+        score = partial(learner.logprobs_and_entropy, temperature=config.rollout.temperature)
+        update = partial(learner.update, temperature=config.rollout.temperature)
+        policy_loss = PolicyLoss(config.objective)
 
-        steps_done = parts.resume()
-        if steps_done is None:
-            if config.warmup.max_steps:
-                warm_up(config, learner, parts.sampler.answers, parts.warmup_accuracy, log.say)
-            log.start(parts.evaluate(step=0))
-        publisher.publish()
-        if steps_done is None:
-            log.write_noise(parts.noise())
-            steps_done = 0
+        steps_done = start_or_resume(config, run)
         step, evaluation = steps_done, None
         for step in range(steps_done + 1, config.steps + 1):
             clock = Clock()
             with clock("rollout"):
-                batch, summary = parts.sampler.sample(step)
+                batch, summary = run.sampler.sample(step)
             with clock("proximal"):
-                batch.proximal_logprobs, entropy = learner.logprobs_and_entropy(
-                    batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
-                )
+                batch.proximal_logprobs, entropy = score(batch.tokens, loss_mask=batch.loss_mask)
                 if config.objective.kl_coefficient:
                     with learner.as_reference():
-                        batch.reference_logprobs, _ = learner.logprobs_and_entropy(
-                            batch.tokens, loss_mask=batch.loss_mask, temperature=temperature
-                        )
+                        batch.reference_logprobs, _ = score(batch.tokens, loss_mask=batch.loss_mask)
             with clock("critic"):
-                critic_metrics = parts.critic.step(batch) if parts.critic else None
+                critic_metrics = critic.step(batch) if critic else None
             with clock("update"):
                 updates = [
-                    learner.update(minibatch, weights, objective, temperature=temperature)
-                    for minibatch, weights in minibatches(config, batch)
+                    update(minibatch, loss_weights, policy_loss)
+                    for minibatch, loss_weights in minibatches(config, batch)
                 ]
             with clock("publish"):
                 published = publisher.publish()
+
             metrics = step_metrics(
                 config, step, batch, summary, entropy, critic_metrics, updates, published, clock
             )
-            evaluation = parts.evaluate(step) if is_evaluated(config, step) else None
+            evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
             log.write(metrics, evaluation)
             log.write_weights(published.version, weight_metrics(published.conversion))
-            stopping = step < config.steps and device.from_rank_zero(stop_asked)
-            parts.checkpoint(step, published.version, now=stopping)
+            stopping = step < config.steps and device.from_rank_zero(stop_requested)
+            run.checkpoint(step, published.version, now=stopping)
             if stopping:
-                parts.checkpoints.poll(wait=True)
-                log.say(f"stopped early after step {step}: qurl resume {config.run_dir} goes on")
+                run.checkpoints.poll(wait=True)
+                log.say(f"stopped early after step {step}; continue: qurl resume {config.run_dir}")
                 return False
             if device.from_rank_zero(log.time_is_up):
                 break
-        parts.checkpoints.poll(wait=True)
+
+        run.checkpoints.poll(wait=True)
         export(learner, Path(config.model), config.run_dir / "final_model", config.quantization.uaq)
-        log.finish(evaluation or parts.evaluate(step))
+        log.finish(evaluation or run.evaluate(step))
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")
         return True
 
 
-def is_evaluated(config: Config, step: int) -> bool:
+def start_or_resume(config: Config, run: Run) -> int:
+    """Bring learner, servers and log to where the run stands; return the number of steps done."""
+    steps_done = run.resume()
+    if steps_done == 0:
+        if config.warmup.max_steps:
+            warm_up(config, run.learner, run.sampler.answers, run.warmup_accuracy, run.log.say)
+        run.log.start(run.evaluate(step=0))
+    run.publisher.publish()
+    if steps_done == 0:
+        run.log.write_noise(run.measure_noise())
+    return steps_done
+
+
+def evaluation_is_due(config: Config, step: int) -> bool:
+    """Return True if the run evaluates after `step`; it always does after its last step."""
     every = config.evaluation.every_steps
     return every > 0 and step % every == 0
 
 
-def main(run_dir: str) -> None:
-    """Run a learner rank: `python -m qurl_megatron.loop.train RUN_DIR`, started by a launcher.
-
-    SIGUSR1 asks it to stop early, SIGTERM to end at once.
-    """
-    servers = load_servers(Path(run_dir) / "servers.json")
-    sys.exit(run(Path(run_dir), servers, stop_on={signal.SIGUSR1}, end_on=signal.SIGTERM))
-
-
-def run(
+def run_rank(
     run_dir: Path,
     servers: dict[str, list[Server]],
     *,
     stop_on: Collection[signal.Signals],
-    end_on: signal.Signals,
+    exit_on: signal.Signals,
 ) -> int:
-    """This learner rank's part in the run of a directory; returns its exit code."""
-    asked: list[int] = []
+    """Train the run of a directory as this learner rank; return the exit code of the process.
+
+    A signal of `stop_on` stops the run after the current step, `exit_on` ends the process at once.
+    """
+    stop_signals: list[int] = []
     for number in stop_on:
-        signal.signal(number, lambda number, _: asked.append(number))
-    signal.signal(end_on, lambda *_: sys.exit(128 + end_on))
+        signal.signal(number, lambda number, _: stop_signals.append(number))
+    signal.signal(exit_on, lambda *_: sys.exit(128 + exit_on))
     device.initialize_distributed()
-    finished = train(load(run_dir / "config.yaml"), servers, lambda: bool(asked))
-    for number in stop_on:  # Python would die of one that comes while it ends
+    is_complete = train(load(run_dir / "config.yaml"), servers, lambda: bool(stop_signals))
+    for number in stop_on:  # while Python exits, one of these signals would kill the process
         signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()
-    return 0 if finished else STOPPED_EARLY
+    return 0 if is_complete else STOPPED_EARLY
+
+
+def main(run_dir: str) -> None:
+    """Run `python -m qurl_megatron.loop.train RUN_DIR`: one learner rank, started by a launcher.
+
+    SIGUSR1 stops the run after the current step, SIGTERM ends the process at once.
+    """
+    servers = load_servers(Path(run_dir) / "servers.json")
+    sys.exit(run_rank(Path(run_dir), servers, stop_on={signal.SIGUSR1}, exit_on=signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A short supervised phase: the learner is shown answers until it finds some by itself.
+"""A short supervised phase before RL: train on right answers until the model finds some itself.
 
-RL needs rewards to start from. A model fresh from random weights has none, so the quickstart runs
-this first, through the same learner and the same servers as RL.
+RL needs some rewards to start from, and a model with random weights gets none. The quickstart
+therefore begins with this phase, on the same learner and servers as RL.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ def warm_up(
     accuracy: Callable[[], float],
     say: Callable[[str], None],
 ) -> None:
-    """Train on answers until `accuracy()` reaches the target or `max_steps` are made.
+    """Train on answers until `accuracy()` reaches the target, for at most `max_steps` steps.
 
-    Collective, as `next_batch` and `accuracy` are. The optimizer starts afresh afterwards, with
-    the run's own settings.
+    Collective, like `next_batch` and `accuracy`. RL then starts with a fresh optimizer.
     """
     warmup = config.warmup
     learner.reset_optimizer(
@@ -42,9 +41,9 @@ def warm_up(
             temperature=config.rollout.temperature,
         )
         if step % warmup.check_every_steps == 0:
-            reached = accuracy()
-            say(f"warm-up step {step}  loss {update.loss:.3f}  accuracy {reached:.1%}")
-            if reached >= warmup.target_accuracy:
+            current_accuracy = accuracy()
+            say(f"warm-up step {step}  loss {update.loss:.3f}  accuracy {current_accuracy:.1%}")
+            if current_accuracy >= warmup.target_accuracy:
                 break
     learner.reset_optimizer(config.optimizer)
 
@@ -52,5 +51,5 @@ def warm_up(
 def negative_log_likelihood(
     current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of supervised training; all tensors `[batch, time]`, padding weighs 0."""
+    """Return the loss of supervised training; all tensors are `[batch, time]` float32."""
     return -(loss_weights * current_logprobs).sum(), {}

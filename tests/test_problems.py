@@ -1,0 +1,284 @@
+"""Reading problems: every source and format, and what is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import reasoning_gym
+
+from qurl_megatron.data.problems import DataError, read_problems
+from qurl_megatron.data.rewards import score
+
+
+def write(path: Path, *lines: Any) -> str:
+    """Write lines to a file, bytes unchanged and anything else as JSON; return its path."""
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(encoded) + b"\n")
+    return str(path)
+
+
+GOOD = {"question": "1 + 1?", "answer": "2"}
+
+
+def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
+    data = write(
+        tmp_path / "a.jsonl",
+        GOOD,
+        b"",
+        {"prompt": "2 + 2?", "answer": 4, "level": "easy"},
+        {"problem": "caf\u00e9\u2028au lait?", "answer": "yes", "metadata": {"source": "menu"}},
+    )
+    problems = read_problems(data, {}, "exact")
+    assert [(p.question, p.answer, p.metadata) for p in problems] == [
+        ("1 + 1?", "2", {}),
+        ("2 + 2?", "4", {}),
+        ("caf\u00e9\u2028au lait?", "yes", {"source": "menu"}),
+    ]
+    assert problems[1].location == f"{data} line 3"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"question": "1 + 1?", ', "line 3: not JSON"),
+        (b'{"question": "\xff", "answer": "2"}', "line 3: not JSON"),
+        ([1, 2], "line 3: a JSON list; expected an object"),
+        ({"question": "3 + 3?"}, "line 3: answer is missing or empty"),
+        ({"question": "3 + 3?", "answer": " "}, "line 3: answer is missing or empty"),
+        ({"question": "3 + 3?", "answer": None}, "line 3: answer is missing or empty"),
+        ({"question": "3 + 3?", "answer": ["6"]}, "line 3: answer is a list; expected a string"),
+        ({"answer": "6"}, "line 3: question is missing or empty"),
+        ({"prompt": "", "answer": "6"}, "line 3: prompt is missing or empty"),
+        ({"prompt": [{"role": "user"}], "answer": "6"}, "line 3: prompt[0].content is missing"),
+        ({"prompt": [], "answer": "6"}, "line 3: prompt is a list, but not of chat messages"),
+        ({"prompt": ["3 + 3?"], "answer": "6"}, "line 3: prompt is a list, but not of chat"),
+        (
+            {"prompt": "3 + 3?", "reward_model": {"style": "rule"}},
+            "line 3: reward_model.ground_truth is missing or empty",
+        ),
+        ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "line 3: metadata is a str"),
+    ],
+)
+def test_broken_line_is_refused_and_its_number_is_named(
+    tmp_path: Path, bad: Any, message: str
+) -> None:
+    data = write(tmp_path / "a.jsonl", GOOD, {"question": "2 + 2?", "answer": "4"}, bad)
+    with pytest.raises(DataError, match=re.escape(message)) as refusal:
+        read_problems(data, {}, "exact")
+    assert "a.jsonl" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing.jsonl", tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    for data, options, message in [
+        (str(missing), {}, "missing.jsonl: no such file"),
+        (str(empty), {}, "empty.jsonl: no problems"),
+        (
+            write(tmp_path / "a.csv", GOOD),
+            {},
+            "a.csv: unsupported; expected a .jsonl, .json, .parquet file",
+        ),
+        (str(tmp_path / "none"), {}, "none: no such file or directory"),
+        (str(tmp_path / "none:test"), {}, "none:test: no such file or directory"),
+        (write(tmp_path / "a.jsonl", GOOD), {"size": 3}, "data_options.size"),
+    ]:
+        with pytest.raises(DataError, match=re.escape(message)):
+            read_problems(data, options, "exact")
+
+
+CHAT = [{"role": "user", "content": "3 + 3?"}]
+VERL = {
+    "data_source": "math_dapo",
+    "prompt": CHAT,
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "6", "style": "rule"},
+    "extra_info": {"index": "a"},
+}
+GSM8K = {"question": "48 and half of it?", "answer": "48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72"}
+DEEPSCALER = {"problem": "What is $x$?", "answer": "\\frac{1}{2}", "solution": "It is a half."}
+
+
+def write_parquet(path: Path, *rows: Any) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "right", "wrong"),
+    [
+        (VERL, "3 + 3?", "It is \\boxed{6}", "\\boxed{7}"),
+        (GSM8K, "48 and half of it?", "She has #### 72", "She has #### 24"),
+        (DEEPSCALER, "What is $x$?", "\\boxed{0.5}", "\\boxed{2}"),
+    ],
+    ids=["verl", "gsm8k", "deepscaler"],
+)
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_published_file_formats_are_read_and_scored(
+    row: dict[str, Any], question: str, right: str, wrong: str, suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    data = {
+        ".parquet": lambda: write_parquet(path, row, row),
+        ".jsonl": lambda: write(path, row, row),
+        ".json": lambda: write(path, [row, row]),
+    }[suffix]()
+    (problem,) = read_problems(data, {}, "math")
+    assert (problem.question, problem.messages[-1]["content"]) == (question, question)
+    assert score("math", right, problem) == (1.0, False)
+    assert score("math", wrong, problem) == (0.0, False)
+
+
+def test_broken_parquet_row_is_refused_and_its_number_is_named(tmp_path: Path) -> None:
+    data = write_parquet(tmp_path / "a.parquet", GOOD, {"question": "2 + 2?"}, GOOD)
+    with pytest.raises(DataError, match=r"a\.parquet row 2: answer is missing or empty"):
+        read_problems(data, {}, "exact")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"a\.parquet: not readable as parquet") as refusal:
+        read_problems(data, {}, "exact")
+    assert "\n" not in str(refusal.value)
+
+
+def questions(data: str) -> list[str]:
+    return [problem.question for problem in read_problems(data, {}, "exact")]
+
+
+def numbered(*numbers: int) -> list[dict[str, str]]:
+    return [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in numbers]
+
+
+def test_data_set_directory_is_read_by_split(tmp_path: Path) -> None:
+    shards, saved = tmp_path / "shards", tmp_path / "saved"
+    (shards / "data").mkdir(parents=True)
+    write_parquet(shards / "data" / "train-00000-of-00002.parquet", *numbered(0, 1))
+    write_parquet(shards / "data" / "train-00001-of-00002.parquet", *numbered(2))
+    write_parquet(shards / "data" / "test-00000-of-00001.parquet", *numbered(3))
+    splits = {"train": numbered(0, 1, 2), "test": numbered(3)}
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    ).save_to_disk(saved)
+    for directory in (shards, saved):
+        assert questions(str(directory)) == ["0 + 1?", "1 + 1?", "2 + 1?"]
+        assert questions(f"{directory}:test") == ["3 + 1?"]
+        with pytest.raises(DataError, match="no split 'tset'; name one of train, test"):
+            questions(f"{directory}:tset")
+
+
+def test_only_split_of_a_directory_is_the_default(tmp_path: Path) -> None:
+    write(tmp_path / "test.jsonl", *numbered(1, 2))
+    assert questions(str(tmp_path)) == ["1 + 1?", "2 + 1?"]
+    datasets.Dataset.from_list(numbered(5)).save_to_disk(tmp_path / "saved")
+    assert questions(str(tmp_path / "saved")) == ["5 + 1?"]
+
+
+def test_directory_of_several_data_sets_is_refused_and_they_are_named(tmp_path: Path) -> None:
+    """GSM8K on the Hub is such a directory."""
+    configs = []
+    for number, name in enumerate(("main", "socratic")):
+        (tmp_path / name).mkdir()
+        write_parquet(tmp_path / name / "train-00000-of-00001.parquet", *numbered(number))
+        configs.append({"config_name": name, "data_files": f"{name}/train-*"})
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    with pytest.raises(DataError, match=r"\['main', 'socratic'\].*give one that is"):
+        questions(str(tmp_path))
+    assert questions(str(tmp_path / "socratic")) == ["1 + 1?"]
+
+
+def test_broken_shard_is_named_with_its_line_number(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", *numbered(1))
+    write(tmp_path / "train-1.jsonl", *numbered(2), b"{broken")
+    with pytest.raises(DataError, match=r"train-1\.jsonl line 2: not JSON"):
+        questions(str(tmp_path))
+    datasets.Dataset.from_list([GOOD, {"question": "2?"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="saved split train row 2: answer is missing"):
+        questions(str(tmp_path / "saved"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: not the directory of one data set") as refusal:
+        questions(str(tmp_path / "empty"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_reading_a_directory_leaves_no_files_and_uses_no_network(tmp_path: Path) -> None:
+    """Run in its own process, because the library reads its environment when it is imported."""
+    data, home, scratch = tmp_path / "data", tmp_path / "home", tmp_path / "scratch"
+    for directory in (data, home, scratch):
+        directory.mkdir()
+    write(data / "train.jsonl", GOOD)
+    script = (
+        "import socket, sys\n"
+        "def refuse(*_): raise AssertionError('a connection was made')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from qurl_megatron.data.problems import read_problems\n"
+        f"print(len(read_problems({str(data)!r}, {{}}, 'exact')))\n"
+    )
+    environment = {"HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "1\n", done.stderr
+    assert list(scratch.iterdir()) == [] and list(home.iterdir()) == []
+    assert [path.name for path in data.iterdir()] == ["train.jsonl"]
+
+
+def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named(
+    tmp_path: Path,
+) -> None:
+    entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
+    data = write(tmp_path / "a.jsonl", entry, GOOD)
+    with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
+        read_problems(data, {}, "reasoning_gym")
+    stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
+    data = write(tmp_path / "b.jsonl", stripped)
+    with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
+        read_problems(data, {}, "reasoning_gym")
+
+
+SPELL_BACKWARD = "reasoning_gym:spell_backward"
+SHORT_WORDS = {"min_word_len": 3, "max_word_len": 8}
+
+
+def test_task_is_generated_with_its_options_and_without_repeated_questions() -> None:
+    problems = read_problems(SPELL_BACKWARD, {**SHORT_WORDS, "size": 3000}, "reasoning_gym")
+    assert len({problem.question for problem in problems}) == len(problems)
+    assert 2900 < len(problems) < 3000  # 3,000 draws out of 88,186 words repeat about 50
+    for problem in problems:
+        assert problem.question.endswith(f": {problem.answer[::-1]}")
+        assert 3 <= len(problem.answer) <= 8
+
+
+def test_seed_alone_decides_which_problems_are_generated() -> None:
+    def generated(seed: int, options: dict[str, int]) -> list[str]:
+        options = {"size": 50, **options}
+        return [p.question for p in read_problems(SPELL_BACKWARD, options, "exact", seed=seed)]
+
+    assert generated(0, {}) == generated(0, {}) != generated(1, {})
+    assert generated(1, {"seed": 0}) == generated(0, {})  # data_options override the seed
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ("reasoning_gym:spel_backward", {}, "no such task; did you mean spell_backward"),
+        (SPELL_BACKWARD, {"max_word_length": 8}, "data_options.max_word_length.*max_word_len"),
+        (SPELL_BACKWARD, {"min_word_len": 9, "max_word_len": 8}, "max_word_len must be >="),
+        ("reasoning_gym:rubiks_cube", {"size": 2}, "entry 0: answer is missing"),
+    ],
+)
+def test_unknown_task_or_option_is_refused_in_one_line(
+    data: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as refusal:
+        read_problems(data, options, "reasoning_gym")
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,207 @@
+"""Prompts: tokenizing, splitting and serving them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.schema import Config
+from qurl_megatron.data.problems import DataError, read_problems
+from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
+from qurl_megatron.data.rewards import score
+
+GOOD = {"question": "1 + 1?", "answer": "2"}
+CHAT = [{"role": "user", "content": "3 + 3?"}]
+VERL = {"prompt": CHAT, "reward_model": {"ground_truth": "6", "style": "rule"}}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each ASCII character and for each of two roles."""
+    vocabulary = {chr(code): code for code in range(127)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0)))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    tokenizer.add_tokens(["<user>", "<assistant>"], special_tokens=True)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def write_jsonl(path: Path, *entries: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return str(path)
+
+
+def numbered(*numbers: int) -> list[dict[str, str]]:
+    return [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in numbers]
+
+
+def prompts(*questions: str) -> list[Prompt]:
+    return [Prompt(question, question, "answer", [1]) for question in questions]
+
+
+def test_split_of_a_question_does_not_depend_on_other_questions() -> None:
+    everything = prompts(*(f"What is {n}?" for n in range(2000)))
+    train, held_out = split_held_out(everything, 0.1)
+    assert len(train) + len(held_out) == 2000
+    assert 150 < len(held_out) < 250  # 0.1 of 2000, standard deviation 13
+    held_out_questions = {prompt.question for prompt in held_out}
+    assert not held_out_questions & {prompt.question for prompt in train}
+    _, of_a_third = split_held_out(everything[::-3], 0.1)
+    assert {prompt.question for prompt in of_a_third} <= held_out_questions
+    _, of_a_larger_fraction = split_held_out(everything, 0.2)
+    assert held_out_questions < {prompt.question for prompt in of_a_larger_fraction}
+
+
+def test_questions_that_differ_in_case_or_spacing_are_on_the_same_side() -> None:
+    upper = prompts(*(f"Spell POLISH {n}" for n in range(200)))
+    lower = prompts(*(f" spell  polish\n{n}" for n in range(200)))
+    upper_held_out, lower_held_out = (split_held_out(side, 0.5)[1] for side in (upper, lower))
+    assert 50 < len(upper_held_out) < 150
+    assert [prompt.question.casefold().split() for prompt in upper_held_out] == [
+        prompt.question.split() for prompt in lower_held_out
+    ]
+
+
+def test_split_is_the_same_on_every_machine() -> None:
+    """The expected questions are constants: another hash would move questions across."""
+    _, held_out = split_held_out(prompts(*(f"What is {n}?" for n in range(20))), 0.2)
+    assert [p.question for p in held_out] == ["What is 15?", "What is 16?", "What is 18?"]
+
+
+def test_split_that_leaves_a_side_empty_is_refused() -> None:
+    with pytest.raises(DataError, match="leaves none to hold out"):
+        split_held_out(prompts("What is 1?"), 1e-9)
+    with pytest.raises(DataError, match="leaves none to train on"):
+        split_held_out(prompts("What is 1?"), 1.0)
+    assert split_held_out(prompts("What is 1?"), 0.0) == (prompts("What is 1?"), [])
+
+
+def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60)))
+    seen = [{"question": f" {n}  +\t1?", "answer": f"{n + 1}"} for n in range(50)]
+    tests = write_jsonl(tmp_path / "b.jsonl", *seen, *numbered(1000))
+    config = Config(data=data, reward="exact")
+    config.evaluation.data = {"b": tests}
+    train, held_out, files = load_prompts(config, character_tokenizer())
+    assert len(files["b"]) == 51
+    assert 0 < len(train) < 10 and held_out
+    assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
+    config.evaluation.data = {"b": data}
+    with pytest.raises(DataError, match="every problem to train on is in evaluation.data too"):
+        load_prompts(config, character_tokenizer())
+
+
+def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path: Path) -> None:
+    entries = list(reasoning_gym.create_dataset("chain_sum", size=520, seed=3))
+    data = write_jsonl(tmp_path / "chain_sum.jsonl", *entries)
+    config = Config(data=data, reward="reasoning_gym")
+    config.rollout.max_prompt_length = 256
+    prompts, held_out, _ = load_prompts(config, character_tokenizer())
+    assert len(prompts) + len(held_out) == len({entry["question"] for entry in entries}) >= 500
+    for prompt in prompts + held_out:
+        right = f"I add.\n<answer>{prompt.answer}</answer>"
+        assert score("reasoning_gym", right, prompt) == (1.0, False)
+        assert score("reasoning_gym", f"{prompt.answer}1", prompt) == (0.0, False)
+
+
+def test_held_out_fraction_0_trains_on_everything(tmp_path: Path) -> None:
+    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
+    config.evaluation.held_out_fraction = 0.0
+    assert [len(part) for part in load_prompts(config, character_tokenizer())] == [60, 0, 0]
+
+
+def test_question_is_tokenized_unchanged_without_a_chat_template(tmp_path: Path) -> None:
+    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {}, "exact")
+    [prompt] = tokenize(problems, character_tokenizer(), max_prompt_length=6)
+    assert prompt.token_ids == [ord(character) for character in "1 + 1?"]
+    assert (prompt.question, prompt.answer, prompt.metadata) == ("1 + 1?", "2", {})
+
+
+def test_chat_template_makes_the_question_a_user_turn_and_opens_the_assistants(
+    tmp_path: Path,
+) -> None:
+    tokenizer = character_tokenizer(CHAT_TEMPLATE)
+    user = tokenizer.convert_tokens_to_ids("<user>")
+    assistant = tokenizer.convert_tokens_to_ids("<assistant>")
+    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {}, "exact")
+    [prompt] = tokenize(problems, tokenizer, max_prompt_length=8)
+    assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
+
+
+def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(CHAT_TEMPLATE)
+    tokenizer.add_tokens(["<system>"], special_tokens=True)
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    problems = read_problems(
+        write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {}, "math"
+    )
+    alone, after_system = tokenize(problems, tokenizer, max_prompt_length=100)
+    texts = ["".join(tokenizer.convert_ids_to_tokens(p.token_ids)) for p in (alone, after_system)]
+    assert texts == ["<user>3 + 3?<assistant>", "<system>Be brief.<user>3 + 3?<assistant>"]
+    assert alone.id != after_system.id
+
+
+def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    data = write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
+    problems = read_problems(data, {}, "math")
+    with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
+        tokenize(problems, character_tokenizer(), max_prompt_length=100)
+    (alone,) = tokenize(problems[:1], character_tokenizer(), max_prompt_length=100)
+    assert len(alone.token_ids) == len("3 + 3?")
+    strict = character_tokenizer("{{ raise_exception('system messages are not supported') }}")
+    with pytest.raises(DataError, match="line 1: the chat template refuses it.*not supported"):
+        tokenize(problems, strict, max_prompt_length=100)
+
+
+def test_too_long_prompt_is_refused_and_its_line_and_length_are_named(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
+    problems = read_problems(data, {}, "exact")
+    with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
+        tokenize(problems, character_tokenizer(), max_prompt_length=39)
+    assert len(tokenize(problems, character_tokenizer(), max_prompt_length=40)) == 2
+
+
+def test_stream_serves_each_prompt_once_per_epoch_in_a_new_order() -> None:
+    stream = PromptStream(prompts(*"abcdefghijklm"), seed=0)
+    served = [prompt.question for _ in range(13) for prompt in stream.next(3)]
+    epochs = ["".join(served[start : start + 13]) for start in (0, 13, 26)]
+    assert all(sorted(epoch) == list("abcdefghijklm") for epoch in epochs)
+    assert len(set(epochs)) == 3
+
+
+def test_stream_serves_more_than_an_epoch_at_once() -> None:
+    served = PromptStream(prompts(*"abc"), seed=0).next(8)
+    counts = Counter(prompt.question for prompt in served)
+    assert set(counts) == set("abc") and max(counts.values()) == 3
+
+
+def test_restored_stream_continues_where_it_was_saved() -> None:
+    def fresh(seed: int) -> PromptStream:
+        return PromptStream(prompts(*"abcdefghij"), seed)
+
+    stream = fresh(0)
+    stream.next(17)
+    state = json.loads(json.dumps(stream.state()))
+    resumed = fresh(5)
+    resumed.restore(state)
+    assert resumed.next(40) == stream.next(40)
+    assert fresh(5).next(10) != fresh(0).next(10)
+
+
+def test_stream_refuses_the_state_of_other_prompts() -> None:
+    state = PromptStream(prompts(*"abc"), seed=0).state()
+    with pytest.raises(DataError, match="other prompts"):
+        PromptStream(prompts(*"abd"), seed=0).restore(state)
+    with pytest.raises(DataError, match="at least one"):
+        PromptStream([], seed=0)
