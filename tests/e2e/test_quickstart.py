@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from qurl_megatron.config.overrides import load
 from qurl_megatron.learner.checkpoint import list_checkpoints
-from qurl_megatron.report.metrics import StepMetrics, evaluation_directory
+from qurl_megatron.report.metrics import StepMetrics
+from qurl_megatron.report.run_log import evaluation_directory
 
 
 @dataclass(frozen=True)

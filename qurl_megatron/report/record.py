@@ -1,0 +1,91 @@
+"""Read what a run has written to its directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qurl_megatron.config.overrides import load
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.files import read_json_lines
+from qurl_megatron.report.metrics import Averages
+
+
+class ReportError(ConfigError):
+    """A directory that no report can be made of. The message is one line."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run's directory, complete or still training."""
+
+    name: str
+    config: Config
+    steps: list[dict[str, Any]]  # metrics.jsonl
+    weights: dict[str, dict[str, float]]  # last line of weights.jsonl, by weight
+    summary: dict[str, Any]  # summary.json; empty until the run is complete
+    noise: dict[str, dict[str, float]]  # noise.json, by server set; empty if there is none
+
+    def series(self, metric: str) -> list[float]:
+        """Return the values of a metric, one a step."""
+        return [step[metric] for step in self.steps]
+
+    def early(self, metric: str) -> float:
+        """Return the mean of a metric over the first tenth of the steps."""
+        return fmean(self.series(metric)[: self._tenth])
+
+    def late(self, metric: str) -> float:
+        """Return the mean of a metric over the last tenth of the steps."""
+        return fmean(self.series(metric)[-self._tenth :])
+
+    @property
+    def _tenth(self) -> int:
+        return -(-len(self.steps) // 10)
+
+    def evaluations(self) -> dict[str, dict[int, Averages]]:
+        """Return the averages of each evaluation, by file name, then by step (0: before RL)."""
+        by_step = {0: self.summary.get("evaluation_before")}
+        by_step |= {step["step"]: step.get("evaluation") for step in self.steps}
+        if after := self.summary.get("evaluation_after"):
+            by_step[self.steps[-1]["step"]] = after
+        by_file: dict[str, dict[int, Averages]] = {}
+        for step, files in by_step.items():
+            for name, averages in (files or {}).items():
+                by_file.setdefault(name, {})[step] = averages
+        return by_file
+
+
+def evaluation_measures(runs: list[RunRecord]) -> dict[str, list[str]]:
+    """Return the measures (`Avg@1`, ...) of each evaluation file that any of the runs has."""
+    measures: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for name, by_step in run.evaluations().items():
+            for averages in by_step.values():
+                measures.setdefault(name, {}).update(dict.fromkeys(averages))
+    return {name: list(names) for name, names in measures.items()}
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a run's directory.
+
+    Raises:
+        ReportError: the directory is not a run's, or no step is complete.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ReportError(f"{run_dir}: not a run directory, it has no config.yaml")
+    steps = read_json_lines(run_dir / "metrics.jsonl")
+    if not steps:
+        raise ReportError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
+    publishes = read_json_lines(run_dir / "weights.jsonl")
+    summary, noise = run_dir / "summary.json", run_dir / "noise.json"
+    return RunRecord(
+        name=run_dir.name,
+        config=load(run_dir / "config.yaml"),
+        steps=steps,
+        weights=publishes[-1]["weights"] if publishes else {},
+        summary=json.loads(summary.read_text()) if summary.exists() else {},
+        noise=json.loads(noise.read_text()) if noise.exists() else {},
+    )
