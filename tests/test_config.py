@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import pkgutil
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
 import recipes
 from launch.placement import place_servers
+from qurl_megatron.config.fields import describe, field_docs
 from qurl_megatron.config.overrides import load, overrides_between, save, with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, CriticConfig, LearnerConfig
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    CriticConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    ServerConfig,
+    StageConfig,
+    UaqConfig,
+)
 from qurl_megatron.config.validate import validate, validate_resume
 from tiny import build_tiny_model
 
@@ -327,3 +339,68 @@ def test_overrides_between_two_configurations_make_the_one_of_the_other() -> Non
     assert back == ["time_limit_s=3.0"]
     unset = with_overrides(changed, ["learner.layers_in_last_pipeline_stage=null"])
     assert overrides_between(changed, unset) == ["learner.layers_in_last_pipeline_stage=null"]
+
+
+def config_dataclasses(kind: type) -> set[type]:
+    """Return a configuration dataclass and every dataclass that its fields hold."""
+    kinds = {kind}
+    for hint in typing.get_type_hints(kind).values():
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                kinds |= config_dataclasses(part)
+    return kinds
+
+
+def test_every_field_has_a_docstring() -> None:
+    kinds = config_dataclasses(Config)
+    assert {StageConfig, UaqConfig, OptimizerConfig, ServerConfig} < kinds
+    for kind in kinds:
+        docs = field_docs(kind)
+        assert list(docs) == [field.name for field in dataclasses.fields(kind)]
+        for name, meaning in docs.items():
+            assert len(meaning.split()) > 1 and meaning.endswith("."), f"{kind.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("ending", "unit"),
+    [("_s", "seconds"), ("_bytes", "bytes"), ("_length", "tokens"), ("_tokens", "tokens")],
+)
+def test_docstrings_name_the_unit_of_a_size_or_time(ending: str, unit: str) -> None:
+    fields = [field for field in describe(Config) if field.path.endswith(ending)]
+    assert fields
+    assert [field.path for field in fields if unit not in field.meaning] == []
+
+
+def test_description_of_a_field_says_what_it_accepts() -> None:
+    fields = {field.path: field for field in describe(Config)}
+    assert fields["steps"].type == "int >= 1"
+    assert fields["evaluation.top_p"].type == "float > 0 and <= 1"
+    assert (
+        fields["quantization.uaq.scale"].type == "float > 0"
+    )  # the bound below infinity is left out
+    assert fields["time_limit_s"].type == "float > 0 or null"
+    assert fields["learner.dtype"].type == '"float32" | "bfloat16"'
+    assert fields["rollout.stages"].type == (
+        "{int >= 2: {max_response_length: int >= 1, completions_per_prompt: int >= 1}, ...}"
+    )
+    assert fields["optimizer.learning_rate"].default == "1e-06"
+    assert fields["critic.optimizer.learning_rate"].default == "1e-05"  # not OptimizerConfig's own
+    assert fields["rollout.server.threads"].section == "One SGLang server."
+
+
+def test_descriptions_take_a_prefix_and_required_fields() -> None:
+    paths = [(field.path, field.default) for field in describe(StageConfig, "stage.")]
+    assert paths == [
+        ("stage.max_response_length", "null"),
+        ("stage.completions_per_prompt", "null"),
+    ]
+
+
+def test_a_field_without_a_docstring_is_named() -> None:
+    with pytest.raises(LookupError, match=r"^Undocumented\.size has no docstring"):
+        field_docs(Undocumented)
+
+
+@dataclasses.dataclass
+class Undocumented:
+    size: int = 0
