@@ -16,8 +16,9 @@ import pytest
 
 import recipes
 from launch.prepare import prepare
-from qurl_megatron.config.overrides import load, with_overrides
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.data.prompts import DataError
 from tiny import build_tiny_model
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,49 @@ NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Fraction = Annotated[float, Gt(0), Lt(1)]
 FractionOrZero = Annotated[float, Ge(0), Lt(1)]
 TopP = Annotated[float, Gt(0), Le(1)]
-Name = Annotated[str, pydantic.StringConstraints(pattern=r"^[\w-]+$")]
+
+
+def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
+    """Return a validator that refuses text which `pattern` does not match whole."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
+        return text
+
+    return pydantic.AfterValidator(check)
+
+
+# Names become file names, job names of Slurm and words of shell commands.
+RunName = Annotated[
+    str,
+    _matching(
+        r"(\w[\w.+-]*)?",
+        "a run's name has letters, digits and _ . + - only, and begins with a letter, digit or _",
+    ),
+]
+Directory = Annotated[
+    str,
+    _matching(
+        r"""(?!-)[^\x00-\x1f\x7f`$"'\\;&|<>]*""",
+        "a directory's name must not begin with - or have control characters, quotes or any of "
+        "` $ \\ ; & | < >",
+    ),
+]
+DataName = Annotated[
+    str,
+    _matching(
+        r"\w[\w-]*",
+        "a name has letters, digits and _ - only, and begins with a letter, digit or _",
+    ),
+]
+OptionName = Annotated[
+    str,
+    _matching(
+        r"[^\W\d]\w*",
+        "an option's name has letters, digits and _ only, and begins with a letter or _",
+    ),
+]
 
 # Exit code of a run that stopped early because it was asked to; `qurl resume` continues it.
 # EX_TEMPFAIL of sysexits.h.
@@ -353,18 +396,18 @@ class EvaluationConfig:
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
     none."""
 
-    data: dict[Name, str] = dataclasses.field(default_factory=dict)
+    data: dict[DataName, str] = dataclasses.field(default_factory=dict)
     """Data files to evaluate on, by the name they are reported under; each value is written as the
     run's `data` is."""
 
     k: CountOrZero = 0
-    """Number of sampled answers to each problem of these files, for Avg@k. 0: Avg@1 only."""
+    """Number of answers sampled to each problem of these files, for Avg@k. 0: Avg@1 only."""
 
     temperature: Positive = 1.0
-    """Sampling temperature of these answers."""
+    """Sampling temperature of the answers for Avg@k."""
 
     top_p: TopP = 1.0
-    """Nucleus sampling of these answers: the probability mass that is kept."""
+    """Probability mass that nucleus sampling keeps, in the answers for Avg@k."""
 
     every_steps: CountOrZero = 0
     """Number of rollout steps between two evaluations. 0: only before the first step and after the
@@ -402,17 +445,17 @@ class Config:
     """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR or DIR:SPLIT),
     or reasoning_gym:TASK."""
 
-    data_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""
 
     reward: Reward = "math"
     """Verifier that gives a response its reward of 0 or 1. math: math-verify. exact: the response
     is the answer. reasoning_gym: the task's own scorer."""
 
-    name: str = ""
+    name: RunName = ""
     """Name of the run and of its directory. Empty: recipe and time."""
 
-    output_dir: str = "runs"
+    output_dir: Directory = "runs"
     """Directory that holds the directories of runs."""
 
     wandb_project: str = ""
