@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import inspect
 import json
 import math
@@ -54,7 +53,6 @@ def describe(kind: type, prefix: str = "") -> Iterator[FieldDescription]:
     yield from _describe(kind, kind(**required), prefix)
 
 
-@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the docstring of each field of a dataclass on one line, in the order of its fields.
 

@@ -253,9 +253,9 @@ class QuantizationConfig:
     """The quantized copy of the policy that the rollout servers run."""
 
     format: WeightFormat = "int8"
-    """Weight format of the rollout. fp8 has a scale per channel, fp8-tensor per tensor, fp8-block
-    per 128x128 block (GPU only). bf16 is not quantized; `qurl train` then also turns off a recipe's
-    UAQ."""
+    """Weight format of the rollout. int8, int4 and fp8 have a scale per output channel, fp8-tensor
+    one per tensor, fp8-block one per 128x128 block. bf16 is not quantized, and `qurl train` then
+    turns off a recipe's UAQ."""
 
     uaq: UaqConfig = dataclasses.field(default_factory=UaqConfig)
     """Update-aware quantization."""
