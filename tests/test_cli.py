@@ -67,7 +67,7 @@ def verl_row(n: int) -> dict[str, Any]:
 
 
 def write_data(recipe: str, directory: Path) -> list[str]:
-    """Write training and evaluation files in the recipe's format; return the words that name them."""
+    """Write training and evaluation files in the recipe's format; return the words for them."""
     if recipe == "dapo_aime":
         for name, rows in {"train": range(40), "test": range(40, 44)}.items():
             table = pa.Table.from_pylist([verl_row(n) for n in rows])
@@ -161,7 +161,7 @@ def test_deepscaler_stages_are_those_of_the_paper() -> None:
         ("learner.tensor_parallel_size=3", "tensor_parallel_size=3"),
         ("learner.pipeline_parallel_size=5", "pipeline_parallel_size=5"),
         ("rollout.top_p=0.9", "rollout.top_p=0.9"),
-        ("rollout.max_prompt_length=3", "3"),
+        ("rollout.max_prompt_length=3", "more than max_prompt_length"),
         ("no_such_field=1", "no_such_field"),
     ],
 )
