@@ -1,4 +1,4 @@
-"""What starting and watching a process takes: free ports, ends of logs, death with the parent."""
+"""Helpers for child processes: free ports, the ends of logs, and ending with the parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free_port() -> int:
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))  # free on every address
+            probe.bind(("", port))  # on all addresses
             return port
 
 
@@ -37,7 +37,7 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def die_with_parent() -> None:
-    """In a child before its program starts: have the kernel end it when its parent is gone."""
+    """Have the kernel kill this process when its parent ends; call it in the child before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,1 +1,1 @@
-"""Recipes: each module has `recipe() -> Config`; one that makes its own model has `build_model`."""
+"""Recipes: each module has `recipe() -> Config`, and `build_model` if it builds its own model."""

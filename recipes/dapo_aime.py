@@ -3,16 +3,24 @@
     qurl train dapo_aime model=DIR data=dapo-math-17k.parquet \\
         evaluation.data.aime24=aime-2024.parquet
 
-`model` is Qwen2.5-7B-Math as a Hugging Face directory. `data` and the file to evaluate on are
-DAPO's own parquet files, in verl's format: `prompt`, a list of chat messages, and
-`reward_model.ground_truth`; their repeated rows count once.
+What it needs:
 
-From the QuRL paper, Section 5.1: 512 queries of 16 responses, 200 steps at 1e-6, clip at 0.2 and
-0.28, no KL; Avg@1, and Avg@32 at temperature 1 and top_p 0.7. Section 5.2: s = 1.5. From DAPO: the
-token mean, 16 minibatches a step, and the penalty over the last fifth of a response; of its dynamic
-sampling the number of tries is bounded here.
+- `model`: Qwen2.5-7B-Math as a Hugging Face directory.
+- `data` and the evaluation file: DAPO's own parquet files, in verl's format (`prompt`, a list of
+  chat messages, and `reward_model.ground_truth`). Repeated rows count once.
+- 8 GPUs for the learner (tensor-parallel 4, data-parallel 2) and GPUs for the servers. It was never
+  run on GPUs.
 
-`quantization.format=fp8` and `=bf16` give the paper's other two columns; BF16 goes without UAQ.
+Where its numbers come from:
+
+- QuRL, Section 5.1: 512 prompts of 16 responses, 200 steps, learning rate 1e-6, clipping at 0.2 and
+  0.28, no KL penalty, Avg@1, and Avg@32 at temperature 1 and top_p 0.7.
+- QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
+- DAPO: the token mean, 16 minibatches per step, and the penalty over the last fifth of a response.
+  DAPO's dynamic sampling repeats until enough groups have mixed rewards; here it tries 4 times.
+
+`quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts. BF16 runs
+without UAQ.
 """
 
 from __future__ import annotations

@@ -1,22 +1,31 @@
-"""GRPO on DeepScaleR with QuRL, in three stages of growing length.
+"""GRPO on DeepScaleR with QuRL, in three stages of growing response length.
 
     qurl train deepscaler_grpo model=DIR data=deepscaler.json \\
         evaluation.data.aime24=aime.json evaluation.data.math500=math.json [...]
 
-`model` is DeepSeek-R1-Distill-Qwen-1.5B as a Hugging Face directory. `data` is the DeepScaleR
-preview dataset, 40k problems with `problem` and `answer`: its `deepscaler.json`, the directory it
-comes in, or a parquet. Files to evaluate on have the same fields; the paper's are AIME 2024, AMC
-2023, MATH 500, Minerva and OlympiadBench, each a word `evaluation.data.NAME=FILE`.
+What it needs:
 
-From the QuRL paper, Section 5.1: 256 queries a step; 800 steps of 8 responses of 8k tokens, 400 of
-16 of 16k, 400 of 16 of 24k; 1e-6; a KL of 1e-3 to the model as it was; temperature 0.6; Avg@32.
-Section 5.2: s = 1.5. From DeepScaleR: two minibatches a step, top_p 0.95 in evaluation. The layout
-is for a learner of 8 GPUs of 80 GB and was never run on any.
+- `model`: DeepSeek-R1-Distill-Qwen-1.5B as a Hugging Face directory.
+- `data`: the DeepScaleR preview dataset, 40k problems with `problem` and `answer`. Its
+  `deepscaler.json`, the directory it comes in and a parquet file all work.
+- Evaluation files with the same fields, each a word `evaluation.data.NAME=FILE`. The paper's are
+  AIME 2024, AMC 2023, MATH 500, Minerva and OlympiadBench.
+- 8 GPUs of 80 GB for the learner (tensor-parallel 2, data-parallel 4) and GPUs for the servers. It
+  was never run on GPUs.
 
-Weights, optimizer and place in the data go on from stage to stage, and so does the reference: it is
-the model the run began with.
+Where its numbers come from:
 
-`quantization.format=fp8` and `=bf16` are the paper's other rollouts; BF16 goes without UAQ.
+- QuRL, Section 5.1: 256 prompts per step; 800 steps of 8 responses of up to 8k tokens, 400 steps of
+  16 of up to 16k and 400 steps of 16 of up to 24k; learning rate 1e-6; KL coefficient 1e-3;
+  temperature 0.6; Avg@32.
+- QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
+- DeepScaleR: two minibatches per step, and top_p 0.95 in evaluation.
+
+Weights, optimizer and position in the data carry over from stage to stage. The KL reference stays
+the model that the run started from.
+
+`quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts. BF16 runs
+without UAQ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""GRPO with QuRL on a model and problems of your own: `qurl train grpo model=DIR data=FILE`.
+"""GRPO with QuRL on your own model and problems: `qurl train grpo model=DIR data=FILE`.
 
-`model` is a Hugging Face directory (Qwen2/2.5, Qwen3, Llama), `data` a jsonl with `question` and
-`answer` on each line, or any other file that `qurl_megatron/data` reads. The numbers are the
-paper's for DeepScaleR's first stage, whose later ones `deepscaler_grpo` has.
+What it needs:
+
+- `model`: a Hugging Face directory (Qwen2, Qwen2.5, Qwen3 or Llama).
+- `data`: a jsonl file with `question` and `answer` on each line, or any other format that
+  `qurl_megatron/data/prompts.py` reads.
+
+Its numbers are those of the QuRL paper (Section 5) for DeepScaleR's first stage. The recipe
+`deepscaler_grpo` has the later stages.
 """
 
 from __future__ import annotations

@@ -2,17 +2,24 @@
 
     qurl train gsm8k_ppo model=DIR data=GSM8K/main evaluation.data.gsm8k=GSM8K/main:test
 
-`model` is Qwen2.5-0.5B-Instruct as a Hugging Face directory. `data` is GSM8K as the Hub has it, a
-directory with `train-*.parquet` and `test-*.parquet` whose rows are `question` and `answer`, the
-number after "####"; verl's parquet files of it work too.
+What it needs:
 
-From the QuRL paper, Section 5.1: all 7.4k problems, 256 a step, 15 epochs of 29 steps, at most
-512 tokens a response, 1e-5, no UAQ at this learning rate, greedy decoding on the test set. From
-Flash-RL: C = 2. From verl's example of PPO on GSM8K: one response a problem, four minibatches a
-step for policy and critic, the critic at 1e-5. One GPU of 80 GB has room for the learner; it was
-never run on one.
+- `model`: Qwen2.5-0.5B-Instruct as a Hugging Face directory.
+- `data`: GSM8K as the Hugging Face Hub has it, a directory with `train-*.parquet` and
+  `test-*.parquet` whose rows are `question` and `answer` (the number after "####"). verl's parquet
+  files of GSM8K work too.
+- One GPU of 80 GB for the learner. It was never run on a GPU.
 
-`quantization.format=fp8` and `=bf16` are the paper's other rollouts.
+Where its numbers come from:
+
+- QuRL, Section 5.1: all 7.4k problems, 256 per step, 15 epochs of 29 steps, up to 512 tokens per
+  response, learning rate 1e-5, no update-aware quantization at this learning rate, greedy decoding
+  on the test set.
+- Flash-RL: ratio cap C = 2.
+- verl's example of PPO on GSM8K: one response per problem, four minibatches per step for policy and
+  critic, critic learning rate 1e-5.
+
+`quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The whole loop on a laptop: a 1.2M-parameter Qwen2 learns to spell words backward.
+"""The whole loop on a laptop: a Qwen2 model of 1.2M parameters learns to spell words backward.
 
-Nothing is downloaded. The model starts from random weights, a short supervised phase brings it to
-about a third of the words, and QuRL takes it on from there. Task and verifier are reasoning-gym's
-`spell_backward`, words of five letters; held-out words are never trained on.
+It needs nothing: no download, no GPU. The model starts from random weights. A short supervised
+warm-up brings it to about a third of the words, and QuRL improves it from there. Task and verifier
+are reasoning-gym's `spell_backward` with words of five letters. Held-out words are never trained
+on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from qurl_megatron.config.schema import (
     WarmupConfig,
 )
 
-# What every question begins with is one token; any other byte is a token of its own.
+# The beginning of every question is one token; every other byte is its own token.
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
 _DIMENSIONS = {
     "hidden_size": 192,
@@ -43,7 +44,7 @@ def recipe() -> Config:
         reward="reasoning_gym",
         steps=80,
         learner=LearnerConfig(
-            # Two ranks, unless there is a single GPU: NCCL allows no two on one.
+            # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
             tensor_parallel_size=1 if device.num_gpus() == 1 else 2,
             dtype="float32",
             micro_batch_size=128,
@@ -60,7 +61,7 @@ def recipe() -> Config:
             max_response_length=8,
             server=server,
         ),
-        # Accuracy goes from nothing to two thirds within a dozen steps: look often, stop early.
+        # Accuracy rises from 0 to two thirds within a dozen steps: check often, stop early.
         warmup=WarmupConfig(
             max_steps=300, target_accuracy=0.2, learning_rate=1.3e-3, check_every_steps=4
         ),
@@ -71,7 +72,7 @@ def recipe() -> Config:
 def build_model(directory: Path, seed: int, **dimensions: int) -> None:
     """Write a randomly initialized Qwen2 and its tokenizer as a Hugging Face directory.
 
-    `dimensions` stand in for fields of its config.json.
+    `dimensions` override fields of its config.json.
     """
     import torch
     from tokenizers import AddedToken, pre_tokenizers

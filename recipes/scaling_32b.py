@@ -1,15 +1,24 @@
-"""32B on 16 to 256 H100s: `qurl train scaling_32b model=DIR data=FILE`.
+"""32B models on 16 to 256 H100s: `qurl train scaling_32b model=DIR data=FILE`.
 
-`model` is Qwen2.5-32B or Qwen3-32B as a Hugging Face directory, `data` a jsonl with `question` and
-`answer` on each line. `study` has a run for each model, number of GPUs and format; `recipe` is that
-of 64 GPUs in INT8. From the QuRL paper, Section 5.1, DeepScaleR's first stage: 256 queries of 8
-responses in 8k of context, 800 steps at 1e-6, temperature 0.6, a KL coefficient of 1e-3;
-Section 5.2: s = 1.5. The paper trains nothing of this size: the layouts are this project's, within
-a tenth of the shortest step that `qurl plan` finds; no GPU has confirmed them. On 16 and 32
-activations are recomputed, without which 16 have no room for 8k.
+What it needs:
 
-Held-out accuracy takes a server of its own, in BF16; here none is started, and `qurl eval` measures
-the checkpoints.
+- `model`: Qwen2.5-32B or Qwen3-32B as a Hugging Face directory.
+- `data`: a jsonl file with `question` and `answer` on each line.
+
+`study` has a run for each model, number of GPUs and weight format. `recipe` is the one on 64 GPUs
+in INT8.
+
+Where its numbers come from:
+
+- QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 responses of up to 8k tokens, 800
+  steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
+- QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
+- The layouts are this project's own, since the paper trains no model of this size. Their steps are
+  within a tenth of the shortest that `qurl plan` finds. They were never run on GPUs. On 16 and 32
+  GPUs activations are recomputed; without that, 16 GPUs have no memory for 8k tokens.
+
+No evaluation server is started, since held-out accuracy would need one of its own in BF16.
+`qurl eval` measures the checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.model.architecture import Architecture
 
-# The published config.json of both; `qurl plan` takes their names for a model.
+# Values of the published config.json files; `qurl plan` accepts these names as models.
 ARCHITECTURES = {
     "Qwen2.5-32B": Architecture(
         family="qwen2",
@@ -68,8 +77,9 @@ ARCHITECTURES = {
     ),
 }
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
-# GPUs -> tensor, pipeline and data parallel sizes, are activations recomputed, a server's GPUs.
-# Five stages: twelve layers in the last, which has the output layer, and thirteen in the others.
+# Number of GPUs -> tensor-, pipeline- and data-parallel size, recompute_activations, GPUs per
+# server. The last of five pipeline stages has the output layer and twelve layers, the others
+# thirteen.
 LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
     16: (2, 5, 1, True, 2),
     32: (2, 5, 2, True, 4),
@@ -84,7 +94,10 @@ def recipe() -> Config:
 
 
 def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
-    """The run of `model`, a directory or a name in `ARCHITECTURES`, on a number of `LAYOUTS`."""
+    """Return the run of a model on a number of GPUs in `LAYOUTS`.
+
+    `model` is a directory or a name in `ARCHITECTURES`.
+    """
     tensor, pipeline, data, recompute, server = LAYOUTS[gpus]
     return Config(
         model=model,

@@ -14,8 +14,9 @@ from typing import cast
 import pytest
 from PIL import Image
 
-from qurl_megatron.config.overrides import save, with_overrides
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.yaml_file import save
 from qurl_megatron.report import plots
 from qurl_megatron.report.advice import advice
 from qurl_megatron.report.metrics import StepMetrics

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from qurl_megatron import device
-from qurl_megatron.config import overrides as configs
+from qurl_megatron.config import yaml_file as configs
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import PARTIAL, partial_of, rename_whole, sync
 from qurl_megatron.learner.critic import Critic

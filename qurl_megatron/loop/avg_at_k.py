@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import (
     Count,
-    CountOrNone,
+    CountOrZero,
     Positive,
     Reward,
     ServerConfig,
@@ -39,7 +39,7 @@ class EvalConfig:
     """Files, data set directories or reasoning_gym:TASK, each measured separately."""
     reward: Reward = "math"
     """Verifier of the answers."""
-    k: CountOrNone = 0
+    k: CountOrZero = 0
     """Sampled answers per problem; 0: Avg@1 only."""
     temperature: Positive = 1.0
     """Temperature of the sampled answers; Avg@1 is greedy."""

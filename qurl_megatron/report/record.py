@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qurl_megatron.config.overrides import load
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import read_json_lines
 from qurl_megatron.report.metrics import Averages
 

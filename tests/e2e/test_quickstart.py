@@ -17,7 +17,7 @@ import reasoning_gym
 from running import QURL, SMALL, Command, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
-from qurl_megatron.config.overrides import load
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.learner.checkpoint import list_checkpoints
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
