@@ -1,9 +1,10 @@
-"""A learner's policy as a Hugging Face directory: what the learner computes, transformers does."""
+"""A policy exported to a Hugging Face directory computes in transformers what the learner does."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ TOKENS = torch.arange(3, 43).view(2, 20)
 
 
 def load_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> None:
-    """Under a UAQ whose scales are powers of two, which are undone exactly."""
+    """Load and export under a UAQ whose scales are powers of two, which are undone exactly."""
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.quantization import uaq
     from qurl_megatron.weight_sync.export import export
@@ -30,10 +31,13 @@ def load_and_export(source: Path, destination: Path, layout: tuple[int, ...]) ->
     learner.close()
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("layout", [(4, 1), (2, 1, 2), (1, 2, 1, 2)], ids=["TP4", "TP2xDP2", "VPP"])
-def test_what_was_loaded_comes_back_bit_for_bit(
-    architecture: str, layout: tuple[int, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [("qwen2", (4, 1)), ("qwen3", (2, 1, 2)), ("llama", (1, 2, 1, 2))],
+    ids=["qwen2, TP4", "qwen3, TP2xDP2", "llama, PP2 in 2 parts"],
+)
+def test_an_export_of_loaded_weights_is_the_source_bit_for_bit(
+    architecture: Literal["qwen2", "qwen3", "llama"], layout: tuple[int, ...], tmp_path: Path
 ) -> None:
     source = build_tiny_model(
         tmp_path / "model", architecture, vocab_size=251, num_hidden_layers=4, dtype=torch.float32
@@ -49,7 +53,7 @@ def test_what_was_loaded_comes_back_bit_for_bit(
 
 
 def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> torch.Tensor:
-    """One update under UAQ, then an export; the learner's log-probs of TOKENS afterwards."""
+    """Update once under UAQ and export; return the learner's log-probs of TOKENS afterwards."""
     from qurl_megatron.algorithm.batch import TrainBatch
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.loop.warmup import negative_log_likelihood
@@ -62,9 +66,9 @@ def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -
         OptimizerConfig(learning_rate=1e-2),
         transform=uaq.transform(UaqConfig(1.5)),
     )
-    nothing = torch.zeros(TOKENS.shape)
+    zeros = torch.zeros(TOKENS.shape)
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
-    batch = TrainBatch(TOKENS, mask, nothing, nothing, nothing)
+    batch = TrainBatch(TOKENS, mask, zeros, zeros, zeros)
     learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
     export(learner, source, destination, UaqConfig(1.5))
     logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)

@@ -1,1 +1,1 @@
-"""The learner's weights on their way to the servers, and to Hugging Face directories."""
+"""How the learner's weights reach the servers, and Hugging Face directories."""
