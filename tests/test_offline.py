@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
-from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model
 
 torch.set_num_threads(1)
-FORMATS = ("int8", "fp8", "fp8-tensor", "fp8-block")
+FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block")
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -55,7 +55,7 @@ def no_progress(done: int, total: int) -> None:
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_quantized_directory_holds_what_a_publish_sends(
-    source: Path, weight_format: str, tmp_path: Path
+    source: Path, weight_format: WeightFormat, tmp_path: Path
 ) -> None:
     destination = tmp_path / "quantized"
     steps: list[tuple[int, int]] = []
@@ -63,7 +63,7 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
         source,
         destination,
         weight_format,
-        lambda *step: steps.append(step),  # type: ignore[arg-type]
+        lambda done, total: steps.append((done, total)),
     )
     written = tensors_of(destination)
     for name, tensor in tensors_of(source).items():

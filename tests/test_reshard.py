@@ -7,10 +7,9 @@ these tests expect into SGLang's layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.reshard import Conversion, Converter
 from tiny import build_tiny_model, quantized
 
-DIMENSIONS = {
+DIMENSIONS: dict[str, Any] = {
     "vocab_size": 251,
     "hidden_size": 48,
     "intermediate_size": 144,
@@ -43,41 +42,45 @@ EIGHT_RANK_DIMENSIONS = DIMENSIONS | {
     "num_key_value_heads": 4,
     "vocab_size": 253,
 }
-# LearnerConfig's first fields: tensor, pipeline, data and virtual pipeline parallel size, and the
-# number of layers in the last stage.
+
+
+def learner_config(**sizes: Any) -> LearnerConfig:
+    return LearnerConfig(**sizes, dtype="float32")
+
+
+ONE_RANK = learner_config()
+TP2_PP2 = learner_config(tensor_parallel_size=2, pipeline_parallel_size=2)
 LAYOUTS = {
-    "TP1": (1, 1),
-    "TP2": (2, 1),
-    "PP2": (1, 2),
-    "TP2xPP2": (2, 2),
-    "TP2xDP2": (2, 1, 2),
-    "TP4, two to a key-value head": (4, 1),
-    "PP3 of 1, 1 and 2 layers": (1, 3, 1, 1, 2),
-    "PP2 in 2 parts": (1, 2, 1, 2),
+    "TP1": ONE_RANK,
+    "TP2": learner_config(tensor_parallel_size=2),
+    "PP2": learner_config(pipeline_parallel_size=2),
+    "TP2xPP2": TP2_PP2,
+    "TP2xDP2": learner_config(tensor_parallel_size=2, data_parallel_size=2),
+    "TP4, two to a key-value head": learner_config(tensor_parallel_size=4),
+    "PP3 of 1, 1 and 2 layers": learner_config(
+        pipeline_parallel_size=3, layers_in_last_pipeline_stage=2
+    ),
+    "PP2 in 2 parts": learner_config(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
 }
 SCALE = 1.5
 BUCKET_BYTES = 40_000
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
 # Each layout with one of the models, which alternate; TP4 cuts Qwen2's biases, so it has both.
 MODELS = [("qwen2", True), ("qwen3", False)]
-CASES = [(*MODELS[index % 2], layout) for index, layout in enumerate(LAYOUTS.values())]
-CASES.append(("qwen2", True, (4, 1)))
+CASES = [(*MODELS[index % 2], learner) for index, learner in enumerate(LAYOUTS.values())]
+CASES.append(("qwen2", True, learner_config(tensor_parallel_size=4)))
 CASE_NAMES = [*LAYOUTS, "TP4, with biases"]
 
 
-def build_learner(model_dir: Path, layout: tuple[int, ...]) -> Learner:
-    return Learner(
-        model_dir,
-        LearnerConfig(*layout, dtype="float32"),
-        OptimizerConfig(),
-        transform=uaq.transform(UaqConfig(SCALE)),
-    )
+def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
+    transform = uaq.transform(UaqConfig(SCALE))
+    return Learner(model_dir, config, OptimizerConfig(), transform=transform)
 
 
-def convert(model_dir: Path, layout: tuple[int, ...]) -> dict[str, tuple[list[Bucket], Conversion]]:
+def convert(model_dir: Path, config: LearnerConfig) -> dict[str, tuple[list[Bucket], Conversion]]:
     """Convert to every format, one after another, on one learner."""
-    learner = build_learner(model_dir, layout)
-    results = {}
+    learner = build_learner(model_dir, config)
+    results: dict[str, tuple[list[Bucket], Conversion]] = {}
     for weight_format in FORMATS:
         buckets: list[Bucket] = []
         converter = Converter(learner, weight_format, BUCKET_BYTES)
@@ -101,12 +104,12 @@ def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize(("architecture", "tied", "layout"), CASES, ids=CASE_NAMES)
+@pytest.mark.parametrize(("architecture", "tied", "config"), CASES, ids=CASE_NAMES)
 def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
-    architecture: Literal["qwen2", "qwen3"], tied: bool, layout: tuple[int, ...], tmp_path: Path
+    architecture: Literal["qwen2", "qwen3"], tied: bool, config: LearnerConfig, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
-    leader, *others = run_ranks(convert, math.prod(layout[:3]), tmp_path, layout)
+    leader, *others = run_ranks(convert, config.world_size, tmp_path, config)
     for weight_format in FORMATS:
         buckets, conversion = leader[weight_format]
         expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
@@ -122,12 +125,19 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
         assert all(other[weight_format][0] == [] for other in others)
 
 
-@pytest.mark.parametrize("layout", [(8, 1), (2, 4)], ids=["TP8", "TP2xPP4"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        learner_config(tensor_parallel_size=8),
+        learner_config(tensor_parallel_size=2, pipeline_parallel_size=4),
+    ],
+    ids=["TP8", "TP2xPP4"],
+)
 def test_eight_ranks_send_what_quantizing_the_checkpoint_directly_gives(
-    layout: tuple[int, ...], tmp_path: Path
+    config: LearnerConfig, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, "qwen2", tied=True, **EIGHT_RANK_DIMENSIONS)
-    leader, *_ = run_ranks(convert, 8, tmp_path, layout)
+    leader, *_ = run_ranks(convert, 8, tmp_path, config)
     for weight_format in FORMATS:
         sent = tensors_in(leader[weight_format][0])
         expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
@@ -135,9 +145,9 @@ def test_eight_ranks_send_what_quantizing_the_checkpoint_directly_gives(
         assert all(as_bytes(sent[name]) == as_bytes(tensor) for name, tensor in expected.items())
 
 
-def count_live_buckets(model_dir: Path, layout: tuple[int, ...]) -> list[int]:
+def count_live_buckets(model_dir: Path, config: LearnerConfig) -> list[int]:
     """Return, for each call of `send`, how many buckets sent so far are still in memory."""
-    learner = build_learner(model_dir, layout)
+    learner = build_learner(model_dir, config)
     storages: list[StorageWeakRef] = []
     counts = []
 
@@ -150,12 +160,12 @@ def count_live_buckets(model_dir: Path, layout: tuple[int, ...]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2)], ids=["one rank", "TP2xPP2"])
+@pytest.mark.parametrize("config", [ONE_RANK, TP2_PP2], ids=["one rank", "TP2xPP2"])
 def test_a_bucket_is_released_before_the_next_is_sent(
-    layout: tuple[int, ...], tmp_path: Path
+    config: LearnerConfig, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, **DIMENSIONS)
-    counts, *_ = run_ranks(count_live_buckets, math.prod(layout), tmp_path, layout)
+    counts, *_ = run_ranks(count_live_buckets, config.world_size, tmp_path, config)
     assert counts == [1] * len(counts) and len(counts) > 1
 
 
@@ -163,9 +173,9 @@ def sum_of_squares(tensor: Tensor) -> float:
     return float(tensor.double().square().sum())
 
 
-def convert_scaled(model_dir: Path, layout: tuple[int, ...]) -> list[Conversion]:
+def convert_scaled(model_dir: Path, config: LearnerConfig) -> list[Conversion]:
     """Convert the weights as they are, then doubled, then negated."""
-    learner = build_learner(model_dir, layout)
+    learner = build_learner(model_dir, config)
     converter = Converter(learner, "int8", BUCKET_BYTES)
     conversions = []
     for factor in (1, 2, -1):
@@ -178,7 +188,7 @@ def convert_scaled(model_dir: Path, layout: tuple[int, ...]) -> list[Conversion]
 
 def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> None:
     build_tiny_model(tmp_path, **DIMENSIONS)
-    leader, *_ = run_ranks(convert_scaled, 4, tmp_path, (2, 2))
+    leader, *_ = run_ranks(convert_scaled, 4, tmp_path, TP2_PP2)
     first, doubled, negated = leader
 
     error = weight_squares = 0.0
@@ -199,7 +209,7 @@ def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> 
 
 def convert_with_nan(model_dir: Path, is_spoilt: Callable[[str], bool]) -> str:
     """Convert weights of which some hold NaN; return the error message, or "accepted"."""
-    learner = build_learner(model_dir, (1, 1))
+    learner = build_learner(model_dir, ONE_RANK)
     for rule, layer, shard in learner.shards():
         if is_spoilt(rule.hugging_face_names(layer)[-1]):
             shard.view(-1)[-1] = torch.nan

@@ -39,8 +39,7 @@ QWEN2 = {
     "use_sliding_window": False,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-32B": QWEN2,
-    "DeepSeek-R1-Distill-Qwen-32B": QWEN2,
+    "Qwen2.5-32B": QWEN2,  # and DeepSeek-R1-Distill-Qwen-32B
     "Qwen3-32B": {
         **QWEN2,
         "architectures": ["Qwen3ForCausalLM"],
@@ -55,7 +54,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARAMETERS = {
     "Qwen2.5-32B": 32_763_876_352,
-    "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
 }
 LEARNER = LearnerConfig(tensor_parallel_size=8, pipeline_parallel_size=4)

@@ -24,7 +24,7 @@ def models(draw: st.DrawFn, weight_format: str) -> dict[str, Any]:
     blocks = weight_format == "fp8-block"
     key_value_heads = draw(st.sampled_from([4] if blocks else [1, 2, 4]))
     head_dim = 128 if blocks else draw(st.sampled_from([8, 16, 24]))
-    fields = {
+    fields: dict[str, Any] = {
         "architecture": draw(st.sampled_from(["qwen2", "qwen3"] + ["llama"] * (not blocks))),
         "tied": draw(st.booleans()),
         "num_hidden_layers": draw(st.integers(1, 2)),

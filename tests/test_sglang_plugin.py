@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -93,9 +95,9 @@ def test_each_token_has_its_own_scale_and_codes_round_half_to_even() -> None:
     assert scale[0] == 1
 
 
-def build_layer(config: QurlConfig, input_size: int, output_sizes: list[int]) -> torch.nn.Module:
+def build_layer(config: QurlConfig, input_size: int, output_sizes: list[int]) -> Any:
     """Build a layer of these widths with its method, as SGLang does."""
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.method = config.linear_method(config)
     layer.method.create_weights(
         layer,

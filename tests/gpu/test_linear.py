@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, Fp8Config, Int8Co
 FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}
 
 
-def build_layer(weight: torch.Tensor, weight_format: str, device: str) -> torch.nn.Module:
+def build_layer(weight: torch.Tensor, weight_format: str, device: str) -> Any:
     quantized = quantize(weight, weight_format)
     layer = torch.nn.Module()
     name = "weight_scale_inv" if weight_format == "fp8-block" else "weight_scale"
