@@ -55,7 +55,7 @@ class OfflineError(ValueError):
 
 @dataclass(frozen=True)
 class Invariance:
-    """How far a scaled model's logits are from the unscaled model's, over random tokens."""
+    """Differences between a scaled and the unscaled model's logits, over random tokens."""
 
     largest_logit: float  # magnitude, of the unscaled model
     float32_difference: float  # largest, with weights scaled in float32
@@ -176,7 +176,7 @@ def _rewrite(
     job: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Rewrite every tensor, or go on with an interrupted call for the same `job`.
+    """Rewrite every tensor, or resume an interrupted call for the same `job`.
 
     `changes` are made to config.json; None removes a field.
     """

@@ -114,9 +114,11 @@ class QuantizedLinearMethod(LinearMethodBase):
         return out.view(*x.shape[:-1], -1)
 
     def scales_of(self, layer: Any) -> Tensor:
+        """Return the layer's weight scales."""
         return layer.weight_scale
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32."""
         codes, x_scale = quantize_tokens(x, self.code_dtype)
         out = self.sum_products(codes, weight).mul_(x_scale).mul_(scale.t())
         return (out if bias is None else out.add_(bias)).to(x.dtype)
@@ -131,6 +133,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
+        """Multiply as `multiply_cpu` does, by GPU kernels of SGLang."""
         raise NotImplementedError
 
 

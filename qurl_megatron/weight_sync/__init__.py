@@ -1,1 +1,1 @@
-"""How the learner's weights reach the servers, and Hugging Face directories."""
+"""Sending the learner's weights to the servers, and writing them as Hugging Face directories."""

@@ -1,4 +1,4 @@
-"""How far quantized weights are from the learner's, and how far both moved since the last pass.
+"""Weight drift: updates and quantization errors of weights, measured at each pass.
 
 For a weight W, its quantized value Q(W) = codes * scale, and V, the value of W one pass earlier:
 

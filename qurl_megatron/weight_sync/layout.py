@@ -1,11 +1,11 @@
-"""Which tensors a weight becomes when it is sent, and which part of each a rank holds.
+"""The tensors that a weight is sent as, and the part of each that a rank holds.
 
 An unquantized weight is sent as one tensor, a quantized one as two: codes and scales. Each is
-assembled from the parts of the tensor-parallel ranks. There are three cases:
+assembled from the parts of the tensor-parallel ranks, in one of two ways:
 
-    shared_dim  runs             the full tensor is
-    0 or 1      one a rank       the ranks' parts, one after another along `shared_dim`
-    None        None             the same on every rank; rank 0 sends it
+    shared_dim  runs            the full tensor
+    0 or 1      one per rank    the ranks' parts, one after another along `shared_dim`
+    None        None            the same on every rank; rank 0 sends it
 
 Scales follow the codes where the ranks' boundaries fall between blocks of one scale. Where a block
 of one scale lies on several ranks (a row-parallel layer's rows do), every rank computes all scales
@@ -33,7 +33,7 @@ class SentTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    shared_dim: int | None = None  # the ranks' parts are concatenated along it; None: rank 0's
+    shared_dim: int | None = None  # dimension that ranks share; None: rank 0 sends all
     runs: list[slice] | None = None  # of every rank, along `shared_dim`
 
     def index_on(self, tp_rank: int) -> tuple[slice, ...]:

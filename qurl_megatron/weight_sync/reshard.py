@@ -58,7 +58,7 @@ Send = Callable[[Bucket], None]
 
 @dataclass
 class Conversion:
-    """What one pass over the weights measured."""
+    """Measurements of one pass over the weights."""
 
     checksums: dict[str, int] = field(default_factory=dict)  # of every tensor sent, by name
     drift: dict[str, WeightDrift] = field(default_factory=dict)  # of quantized weights, by name
