@@ -1,20 +1,26 @@
-"""Quantize before gather against gather before quantize: `python benchmarks/reshard.py`, a table.
+"""Compare "quantize, then gather" with "gather, then quantize": `python benchmarks/reshard.py`.
 
-One layer of Qwen2.5-32B at full width on tensor-parallel ranks of this machine, over gloo (NCCL
-where there are GPUs). Both paths make the same buckets on rank 0, byte for byte, and take turns in
-the same processes. The baseline gathers a bucket's tensors in BF16 and quantizes them on rank 0,
-as systems do that quantize where the weights arrive. A third path leaves out what a publish
-measures (Eq. 13, Eq. 14, code flips), to show what that costs. At the end, quantizing alone against
-a copy of as many bytes, which is what the memory's bandwidth allows; on a GPU it is one kernel.
+The weights are one layer of Qwen2.5-32B at full width, on tensor-parallel ranks of this machine,
+over gloo (NCCL if there are GPUs). Three paths take turns in the same processes:
 
-Bytes are those that ranks send each other. Memory is what a rank's resident set grew by at most
-(on a GPU, its allocator's peak), beside the layer itself, as buckets and the largest tensor.
+- "quantize first" is the converter (`weight_sync/reshard.py`).
+- "not measuring" is the converter without measuring drift (QuRL Eq. 13, Eq. 14, code flips). It
+  shows what measuring costs.
+- "gather first" is the baseline: it gathers a bucket's tensors in BF16 and quantizes them on rank
+  0, as systems do that quantize where the weights arrive.
+
+All give rank 0 the same tensors, byte for byte. At the end, the speed of quantizing alone is
+compared with a copy of as many bytes, which is the limit that memory bandwidth sets.
+
+"sent" counts the bytes that ranks send each other. "memory" is the largest growth of a rank's
+resident set (on a GPU, of its allocator's peak) beside the layer itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import platform
@@ -37,7 +43,9 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization import quantize
-from qurl_megatron.weight_sync.reshard import Converter, WeightSums
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.drift import WeightDrift
+from qurl_megatron.weight_sync.reshard import Converter
 from recipes.scaling_32b import ARCHITECTURES
 
 MIB = 1024 * 1024
@@ -46,13 +54,13 @@ PATHS = ("quantize first", "  not measuring", "gather first")
 QWEN_32B_LAYER = dataclasses.replace(
     ARCHITECTURES["Qwen2.5-32B"],
     num_layers=1,
-    vocab_size=256,  # the layer is what is measured
+    vocab_size=256,  # small: only the layer is measured
     tie_word_embeddings=True,
 )
 
 
 class Layer:
-    """The shards a learner would have, without its optimizer."""
+    """The shards that a learner would have, without its optimizer."""
 
     def __init__(self, architecture: Architecture, tp_rank: int, tp_size: int) -> None:
         self.architecture = architecture
@@ -63,7 +71,7 @@ class Layer:
             for part in rule.parts:
                 index = weight_map.part_index(rule, part, architecture, tp_rank, tp_size)
                 shape = [run.stop - run.start for run in index]
-                # A rank's replicated tensors must be the others', so they are all ones.
+                # Replicated tensors must be equal on all ranks, so they are all ones.
                 random = torch.empty(shape).normal_(std=0.02, generator=generator)
                 parts.append(random if part.shared_dim is not None else torch.ones(shape))
             shard = weight_map.merge(rule, parts, architecture, tp_size).bfloat16()
@@ -71,19 +79,20 @@ class Layer:
             self._shards.append((rule, layer, shard.to(device.device())))
 
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        """Yield what `Learner.shards` yields."""
         yield from self._shards
 
 
 def gather_then_quantize(
-    layer: Layer, weight_format: str, bucket_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    """The baseline: buckets of the same size, as names and tensors, on rank 0."""
+    layer: Layer, weight_format: str, bucket_bytes: int, send: Callable[[dict[str, Tensor]], None]
+) -> None:
+    """Call `send` on rank 0 with one bucket's tensors after another: the baseline."""
     rank, size = dist.get_rank(), dist.get_world_size()
     bucket: dict[str, Tensor] = {}
     filled = 0
     for rule, number, shard in layer.shards():
         for part in weight_map.split(rule, shard, layer.architecture, number, rank, size):
-            full = _gathered(part, size)
+            full = _gather(part, size)
             if full is None:
                 continue
             if rule.quantized:
@@ -95,16 +104,16 @@ def gather_then_quantize(
                 tensors = {part.name: full}
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
             if bucket and filled + nbytes > bucket_bytes:
-                yield bucket
+                send(bucket)
                 bucket, filled = {}, 0
             bucket |= tensors
             filled += nbytes
     if bucket:
-        yield bucket
+        send(bucket)
 
 
-def _gathered(part: TensorPart, size: int) -> Tensor | None:
-    """The full tensor in BF16 on rank 0."""
+def _gather(part: TensorPart, size: int) -> Tensor | None:
+    """Return the full tensor in BF16 on rank 0, None elsewhere."""
     own = part.tensor.contiguous()
     if part.dim is None or part.runs is None:
         return own if dist.get_rank() == 0 else None
@@ -126,7 +135,7 @@ class Measured:
 
 
 class SentBytes:
-    """Counts what this rank gives to the collectives both paths use."""
+    """Counts the bytes that this rank passes to the collectives the paths use."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -141,13 +150,13 @@ class SentBytes:
         return counted
 
 
-def measure(passes: Callable[[], Iterator[Any]], sent: SentBytes) -> Measured:
+def measure(run_pass: Callable[[], Any], sent: SentBytes) -> Measured:
+    """Run one pass on all ranks together; return this rank's figures."""
     dist.barrier()
     _reset_peak()
     before, sent.total = _resident_bytes(), 0
     start = time.perf_counter()
-    for _ in passes():
-        pass
+    run_pass()
     dist.barrier()
     return Measured(time.perf_counter() - start, sent.total, _peak_bytes() - before)
 
@@ -176,6 +185,7 @@ def _peak_bytes() -> int:
 
 
 def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
+    """Run all paths on one rank of `size`, in a process of its own; put rows into `results`."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -191,23 +201,29 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
     for weight_format in FORMATS:
         converter = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
         unmeasured = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
-        unmeasured._measure = lambda *_: WeightSums()  # type: ignore[assignment]
-        paths: dict[str, Callable[[], Iterator[Any]]] = {
-            "quantize first": converter.buckets,
-            "  not measuring": unmeasured.buckets,
-            "gather first": lambda f=weight_format: gather_then_quantize(layer, f, bucket_bytes),
+        unmeasured._meter.measure = lambda *_: WeightDrift()  # type: ignore[method-assign]
+        paths: dict[str, Callable[[], Any]] = {
+            "quantize first": functools.partial(converter.convert, drop),
+            "  not measuring": functools.partial(unmeasured.convert, drop),
+            "gather first": functools.partial(
+                gather_then_quantize, layer, weight_format, bucket_bytes, drop
+            ),
         }
         for repetition in range(arguments.repetitions + 1):  # the first warms up
-            for name, passes in paths.items():
-                measured = measure(passes, sent)
+            for name, run_pass in paths.items():
+                measured = measure(run_pass, sent)
                 if repetition:
                     results.put((size, weight_format, name, rank, measured))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def against_a_copy(weight_format: str, repetitions: int) -> None:
-    """Quantizing one weight (absmax, scale and cast) against a copy that moves as many bytes."""
+def drop(bucket: Bucket | dict[str, Tensor]) -> None:
+    """Keep nothing of a bucket."""
+
+
+def compare_with_a_copy(weight_format: str, repetitions: int) -> None:
+    """Compare quantizing one weight (absmax, scale and cast) with copying as many bytes."""
     rows, columns = QWEN_32B_LAYER.intermediate_size, QWEN_32B_LAYER.hidden_size
     weight = torch.randn(rows, columns, device=device.device()).to(torch.bfloat16)
     codes = torch.empty_like(weight, dtype=quantize.code_dtype(weight_format))
@@ -227,11 +243,11 @@ def against_a_copy(weight_format: str, repetitions: int) -> None:
             _wait_for_device()
             if repetition:
                 times[name].append(time.perf_counter() - start)
-    speeds = {name: moved_bytes / median(some) / 1e9 for name, some in times.items()}
+    speeds = {name: moved_bytes / median(times_s) / 1e9 for name, times_s in times.items()}
     print(
         f"{weight_format}, {rows} x {columns} from BF16 on one {device.accelerator()}: "
-        f"{speeds['quantize']:.1f} GB/s, a copy {speeds['copy']:.1f} GB/s: "
-        f"{speeds['quantize'] / speeds['copy']:.2f} of it"
+        f"{speeds['quantize']:.1f} GB/s, {speeds['quantize'] / speeds['copy']:.2f} of a copy's "
+        f"{speeds['copy']:.1f} GB/s"
     )
 
 
@@ -252,7 +268,7 @@ def main() -> None:
     limit = 2 * arguments.bucket_mib * MIB + largest
     print(
         f"one layer, buckets of {arguments.bucket_mib} MiB; two buckets and the largest tensor in "
-        f"BF16 are {limit / MIB:.0f} MiB; medians of {arguments.repetitions}, [least, most]\n"
+        f"BF16 take {limit / MIB:.0f} MiB; medians of {arguments.repetitions}, [least, most]\n"
     )
     print(
         "TP  format  path              sent MiB   time s                 most extra MiB on a rank"
@@ -276,12 +292,13 @@ def main() -> None:
             process.join()
         report(size, rows)
     for weight_format in FORMATS:
-        against_a_copy(weight_format, arguments.repetitions)
+        compare_with_a_copy(weight_format, arguments.repetitions)
 
 
 def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
+    """Print the rows of one tensor-parallel size."""
     for weight_format in FORMATS:
-        shown: dict[str, tuple[float, float, float]] = {}
+        figures: dict[str, tuple[float, float, float]] = {}
         for path in PATHS:
             by_rank = [
                 [m for _, f, p, r, m in rows if (f, p, r) == (weight_format, path, rank)]
@@ -290,21 +307,19 @@ def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
             sent = sum(measured[0].sent_bytes for measured in by_rank) / MIB
             times = [measured.time_s for measured in by_rank[0]]
             memory = max(m.memory_bytes for measured in by_rank for m in measured) / MIB
-            shown[path] = sent, median(times), memory
+            figures[path] = sent, median(times), memory
             spread = f"[{min(times):.2f}, {max(times):.2f}]"
             print(
                 f"{size:2}  {weight_format:6}  {path:16}  {sent:8.0f}   {median(times):6.2f} "
                 f"{spread:15}   {memory:8.0f}",
                 flush=True,
             )
-        ours, theirs = shown["quantize first"], shown["gather first"]
-        ratios = [
-            mine / other if other else math.nan for mine, other in zip(ours, theirs, strict=True)
-        ]
-        unmeasured = shown["  not measuring"]
+        converter, baseline = figures["quantize first"], figures["gather first"]
+        ratios = [a / b if b else math.nan for a, b in zip(converter, baseline, strict=True)]
+        unmeasured = figures["  not measuring"]
         print(
             f"    ratio   bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, memory {ratios[2]:.2f}; "
-            f"measuring takes {ours[1] / unmeasured[1] - 1:+.1%}\n",
+            f"measuring takes {converter[1] / unmeasured[1] - 1:+.1%}\n",
             flush=True,
         )
 

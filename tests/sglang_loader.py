@@ -1,4 +1,4 @@
-"""SGLang's own models and weight loaders without a server, one rank of it after another."""
+"""SGLang's own models and weight loaders without a server, one rank after another."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @contextmanager
 def engine(model_dir: Path) -> Iterator[None]:
-    """What SGLang wants to be there before it builds a model: groups of one, its arguments."""
+    """Set up what SGLang needs to build a model: process groups of one rank, and its arguments."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.models.registry import import_model_classes
     from sglang.srt.runtime_context import publish, reset_context
     from sglang.srt.server_args import ServerArgs
 
-    import_model_classes("sglang.srt.models")  # cached; a meta default device would break it
+    import_model_classes("sglang.srt.models")  # cached; fails under a meta default device
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
     parallel_state.initialize_model_parallel(backend="gloo")
@@ -34,7 +34,7 @@ def engine(model_dir: Path) -> Iterator[None]:
 
 
 def as_rank(rank: int, size: int) -> AbstractContextManager[Any]:
-    """Within it SGLang takes this process for tensor-parallel rank `rank` of `size`."""
+    """Make SGLang take this process for tensor-parallel rank `rank` of `size`."""
     from sglang.srt.runtime_context import get_parallel
 
     attention = {"attn_tp_size": size, "attn_tp_rank": rank, "attn_dp_size": 1, "attn_dp_rank": 0}
@@ -42,7 +42,7 @@ def as_rank(rank: int, size: int) -> AbstractContextManager[Any]:
 
 
 def build(model_dir: Path, weight_format: str) -> Any:
-    """SGLang's model as this rank builds it, on torch's default device."""
+    """Build SGLang's model for the present rank, on torch's default device."""
     from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
 
@@ -65,14 +65,14 @@ def build(model_dir: Path, weight_format: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def held(
+def load_on_all_ranks(
     model_dir: Path, weight_format: str, sent: Mapping[str, Tensor], size: int
 ) -> dict[str, Tensor]:
-    """Load `sent` into all ranks of a server of `size`; what they then hold, put together.
+    """Load `sent` into each rank of a server of `size`; return the full tensors they then hold.
 
-    Fails where ranks hold different values of the same place, or none.
+    Fails if ranks hold different values of the same element, or if no rank holds it.
     """
-    from qurl_megatron.sglang_plugin.verify import parts
+    from qurl_megatron.sglang_plugin.verify import held_parts
 
     whole = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in sent.items()}
     seen = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in sent.items()}
@@ -80,15 +80,17 @@ def held(
         with as_rank(rank, size):
             model = build(model_dir, weight_format)
             model.load_weights((name, tensor.clone()) for name, tensor in sent.items())
-        for name, tensor, row, column in parts(model):
+        for name, tensor, row, column in held_parts(model):
             index = (slice(row, row + tensor.shape[0]),)
             if tensor.dim() == 2:
                 index = (*index, slice(column, column + tensor.shape[1]))
-            place, again = whole[name][index], seen[name][index]
-            assert place.shape == tensor.shape, f"{name} reaches beyond its end on rank {rank}"
-            assert torch.equal(place[again].view(torch.uint8), tensor[again].view(torch.uint8))
-            place.copy_(tensor)
-            again.fill_(True)
-    for name, places in seen.items():
-        assert places.all(), f"no rank holds all of {name}"
+            target, is_seen = whole[name][index], seen[name][index]
+            assert target.shape == tensor.shape, f"{name} reaches beyond its end on rank {rank}"
+            assert torch.equal(
+                target[is_seen].view(torch.uint8), tensor[is_seen].view(torch.uint8)
+            ), f"{name} differs between ranks"
+            target.copy_(tensor)
+            is_seen.fill_(True)
+    for name, is_seen in seen.items():
+        assert is_seen.all(), f"no rank holds some elements of {name}"
     return whole

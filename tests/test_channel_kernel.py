@@ -1,4 +1,7 @@
-"""The GPU's quantizing kernel, byte for byte, in Triton's interpreter where there is no GPU."""
+"""The channel kernel's codes and scales are those of `quantize`, byte for byte.
+
+Without a GPU, the kernel runs in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 import triton_program
 from hopper import compiled_usage
 
-# The interpreter must be chosen before Triton is imported, so the comparison has its own process.
+# The interpreter must be chosen before Triton is imported, so the comparison runs in a new process.
 COMPARISON = """
 import torch
 from qurl_megatron.quantization.channel_kernel import quantize_channels
@@ -31,20 +34,20 @@ for weight_format, dtype, largest in (
             halves = torch.arange(shape[1]) % 253 - 126.5
             weight[-1] = torch.cat([torch.tensor([127.0]), halves])[: shape[1]]
             for absmax in (None, block_absmax(weight, weight_format) * 3):
-                wanted = quantize(weight, weight_format, absmax)
+                expected = quantize(weight, weight_format, absmax)
                 codes = torch.empty(shape, dtype=dtype, device=device)
                 given = None if absmax is None else absmax.to(device)
-                found, scale = quantize_channels(weight.to(device), given, codes, largest)
+                _, scale = quantize_channels(weight.to(device), given, codes, largest)
                 case = weight_format, weight_dtype, shape, absmax is None
-                assert torch.equal(scale.cpu(), wanted.scale), case
+                assert torch.equal(scale.cpu(), expected.scale), case
                 assert torch.equal(
-                    codes.cpu().view(torch.uint8), wanted.codes.view(torch.uint8)
+                    codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8)
                 ), case
 bad = torch.ones(4, 8)
 bad[1, 2], bad[2, 3], bad[3, 4] = float("nan"), float("inf"), -float("inf")
 codes = torch.empty(4, 8, dtype=torch.int8, device=device)
-found, _ = quantize_channels(bad.to(device), None, codes, 127.0)
-assert found.isfinite().flatten().tolist() == [True, False, False, False]
+absmax, _ = quantize_channels(bad.to(device), None, codes, 127.0)
+assert absmax.isfinite().flatten().tolist() == [True, False, False, False]
 print("equal")
 """
 
@@ -54,7 +57,7 @@ def test_codes_and_scales_are_those_of_quantize() -> None:
     assert ran.stdout.strip() == "equal", ran.stderr[-3000:]
 
 
-def test_rows_the_kernel_cannot_hold_are_refused() -> None:
+def test_rows_longer_than_the_kernel_holds_are_an_error() -> None:
     from qurl_megatron.quantization.channel_kernel import LONGEST_ROW, quantize_channels
 
     weight = torch.zeros(1, LONGEST_ROW + 1)
@@ -64,13 +67,13 @@ def test_rows_the_kernel_cannot_hold_are_refused() -> None:
 
 @pytest.mark.parametrize("codes", ["*i8", "*fp8e4nv"])
 @pytest.mark.parametrize("columns", [128, 5120, 18944, 27648])
-def test_it_compiles_for_a_hopper_gpu_and_holds_a_row_in_registers(
+def test_the_kernel_compiles_for_hopper_and_holds_a_row_in_registers(
     codes: str, columns: int, tmp_path: Path
 ) -> None:
-    """The longest is a 32B model's; a longer row would go through memory, and stays right."""
-    from qurl_megatron.quantization.channel_kernel import _quantize_row, launch
+    """The longest row is that of a 32B model; a longer one would spill to memory."""
+    from qurl_megatron.quantization.channel_kernel import _quantize_row, launch_size
 
-    block, warps = launch(columns)
+    block, warps = launch_size(columns)
     signature = {
         "weight": "*bf16",
         "absmax": "*fp32",

@@ -1,4 +1,4 @@
-"""The checksum adds up over shards and sees every way a tensor has been known to arrive wrong."""
+"""Checksums of shards add up, and a tensor that arrived wrong has another checksum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_shards_of_rows_and_of_columns_add_up_to_the_whole(
 
 
 @given(SIZES, SIZES, st.sampled_from(DTYPES), st.data())
-def test_one_flipped_bit_changes_it(
+def test_one_flipped_bit_changes_the_checksum(
     rows: int, columns: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     tensor = random_tensor(rows, columns, dtype)
@@ -47,30 +47,30 @@ def test_one_flipped_bit_changes_it(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_misplaced_elements_change_it(dtype: torch.dtype) -> None:
+def test_misplaced_elements_change_the_checksum(dtype: torch.dtype) -> None:
     exact = random_tensor(6, 6, torch.float32)
     tensor = exact.to(dtype)
-    right = checksum(tensor)
+    expected = checksum(tensor)
     for moved in (exact.t(), exact.flip(0), exact.flip(1), exact.roll(1, 0), exact[:5]):
-        assert checksum(moved.to(dtype)) != right
-    assert checksum(tensor, row_offset=1) != right
-    assert checksum(tensor, column_offset=1) != right
+        assert checksum(moved.to(dtype)) != expected
+    assert checksum(tensor, row_offset=1) != expected
+    assert checksum(tensor, column_offset=1) != expected
 
 
-def test_it_does_not_depend_on_strides_or_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strides_and_chunk_size_do_not_change_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_tensor(9, 7, torch.float32)
-    right = checksum(tensor)
-    assert checksum(tensor.t().contiguous().t()) == right
+    expected = checksum(tensor)
+    assert checksum(tensor.t().contiguous().t()) == expected
     monkeypatch.setattr("qurl_megatron.quantization.checksum.CHUNK_ELEMENTS", 10)
-    assert checksum(tensor) == right
+    assert checksum(tensor) == expected
 
 
-def test_vectors_count_as_one_column() -> None:
+def test_a_vector_has_the_checksum_of_a_column() -> None:
     vector = random_tensor(8, 1, torch.bfloat16)
     assert checksum(vector.squeeze(1)) == checksum(vector)
 
 
-def test_parts_are_added_and_copies_of_a_part_compared() -> None:
+def test_parts_add_up_and_different_copies_of_a_part_are_an_error() -> None:
     first = {part_key("norm", 0, 0): 5, part_key("w", 0, 0): 1}
     second = {part_key("norm", 0, 0): 5, part_key("w", 8, 0): 2}
     assert combine([first, second]) == {"norm": 5, "w": 3}

@@ -1,4 +1,7 @@
-"""The GPU's checksum: that of the CPU, in Triton's interpreter where there is no GPU."""
+"""The checksum kernel computes the same sum as the CPU.
+
+Without a GPU, the kernel runs in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import triton_program
 from hopper import compiled_usage
 
-# The interpreter must be chosen before Triton is imported, so the comparison has its own process.
+# The interpreter must be chosen before Triton is imported, so the comparison runs in a new process.
 COMPARISON = """
 import torch
 from qurl_megatron.quantization import checksum
@@ -26,19 +29,19 @@ for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32):
             for start, count, factor in ((7, rows, 3), (100, columns, 5))
         ]
         wide = bits.cpu().to(torch.int64)
-        wanted = (wide * weights[0].cpu()[:, None] * weights[1].cpu()).sum()
-        assert weighted_sum(bits, *weights).cpu() == wanted, (dtype, rows, columns)
+        expected = (wide * weights[0].cpu()[:, None] * weights[1].cpu()).sum()
+        assert weighted_sum(bits, *weights).cpu() == expected, (dtype, rows, columns)
 print("equal")
 """
 
 
-def test_the_kernel_adds_up_what_the_cpu_does() -> None:
+def test_the_kernel_computes_the_sum_that_the_cpu_does() -> None:
     ran = triton_program.run(COMPARISON)
     assert ran.stdout.strip() == "equal", ran.stderr[-3000:]
 
 
 @pytest.mark.parametrize("bits", ["*i8", "*i16", "*i32"])
-def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(
+def test_the_kernel_compiles_for_hopper_and_keeps_its_sums_in_registers(
     bits: str, tmp_path: Path
 ) -> None:
     from qurl_megatron.quantization.checksum_kernel import BLOCK, NUM_WARPS, ROWS, _sum_rows

@@ -1,9 +1,9 @@
-"""A learner's policy as a Hugging Face directory: what the learner computes, transformers does."""
+"""A policy exported to a Hugging Face directory computes in transformers what the learner does."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,29 +16,34 @@ from tiny import build_tiny_model
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
-def load_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> None:
-    """Under a UAQ whose scales are powers of two, which are undone exactly."""
+def load_and_export(source: Path, destination: Path, config: LearnerConfig) -> None:
+    """Load and export under a UAQ whose scales are powers of two, which are undone exactly."""
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.quantization import uaq
     from qurl_megatron.weight_sync.export import export
 
-    config = UaqConfig(2.0, layer_scales={1: 4.0}, through_value=True, through_up=True)
-    learner = Learner(
-        source, LearnerConfig(*layout), OptimizerConfig(), transform=uaq.transform(config)
-    )
-    export(learner, source, destination, config)
+    scaling = UaqConfig(2.0, layer_scales={1: 4.0}, through_value=True, through_up=True)
+    learner = Learner(source, config, OptimizerConfig(), transform=uaq.transform(scaling))
+    export(learner, source, destination, scaling)
     learner.close()
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("layout", [(4, 1), (2, 1, 2), (1, 2, 1, 2)], ids=["TP4", "TP2xDP2", "VPP"])
-def test_what_was_loaded_comes_back_bit_for_bit(
-    architecture: str, layout: tuple[int, ...], tmp_path: Path
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("qwen2", LearnerConfig(tensor_parallel_size=4)),
+        ("qwen3", LearnerConfig(tensor_parallel_size=2, data_parallel_size=2)),
+        ("llama", LearnerConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)),
+    ],
+    ids=["qwen2, TP4", "qwen3, TP2xDP2", "llama, PP2 in 2 parts"],
+)
+def test_an_export_of_loaded_weights_is_the_source_bit_for_bit(
+    architecture: Literal["qwen2", "qwen3", "llama"], config: LearnerConfig, tmp_path: Path
 ) -> None:
     source = build_tiny_model(
         tmp_path / "model", architecture, vocab_size=251, num_hidden_layers=4, dtype=torch.float32
     )
-    run_ranks(load_and_export, math.prod(layout[:3]), source, tmp_path / "exported", layout)
+    run_ranks(load_and_export, config.world_size, source, tmp_path / "exported", config)
     stored = load_file(source / "model.safetensors")
     exported: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "exported").glob("*.safetensors"):
@@ -48,8 +53,8 @@ def test_what_was_loaded_comes_back_bit_for_bit(
         assert torch.equal(exported[name], tensor), name
 
 
-def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -> torch.Tensor:
-    """One update under UAQ, then an export; the learner's log-probs of TOKENS afterwards."""
+def train_and_export(source: Path, destination: Path, config: LearnerConfig) -> torch.Tensor:
+    """Update once under UAQ and export; return the learner's log-probs of TOKENS afterwards."""
     from qurl_megatron.algorithm.batch import TrainBatch
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.loop.warmup import negative_log_likelihood
@@ -58,13 +63,13 @@ def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -
 
     learner = Learner(
         source,
-        LearnerConfig(*layout, dtype="float32"),
+        config,
         OptimizerConfig(learning_rate=1e-2),
         transform=uaq.transform(UaqConfig(1.5)),
     )
-    nothing = torch.zeros(TOKENS.shape)
+    zeros = torch.zeros(TOKENS.shape)
     mask = torch.ones_like(TOKENS, dtype=torch.bool)
-    batch = TrainBatch(TOKENS, mask, nothing, nothing, nothing)
+    batch = TrainBatch(TOKENS, mask, zeros, zeros, zeros)
     learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
     export(learner, source, destination, UaqConfig(1.5))
     logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)
@@ -73,18 +78,30 @@ def train_and_export(source: Path, destination: Path, layout: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied"),
-    [((1, 1), True), ((2, 2), False), ((1, 2, 1, 1, 1), True)],
+    ("config", "tied"),
+    [
+        (LearnerConfig(dtype="float32"), True),
+        (
+            LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2, dtype="float32"),
+            False,
+        ),
+        (
+            LearnerConfig(
+                pipeline_parallel_size=2, layers_in_last_pipeline_stage=1, dtype="float32"
+            ),
+            True,
+        ),
+    ],
     ids=["one rank, tied", "TP2xPP2", "PP2 uneven, tied"],
 )
 def test_transformers_computes_what_the_learner_does(
-    layout: tuple[int, ...], tied: bool, tmp_path: Path
+    config: LearnerConfig, tied: bool, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = build_tiny_model(tmp_path / "model", "qwen2", tied=tied, dtype=torch.float32)
     destination = tmp_path / "exported"
-    logprobs, *_ = run_ranks(train_and_export, layout[0] * layout[1], source, destination, layout)
+    logprobs, *_ = run_ranks(train_and_export, config.world_size, source, destination, config)
     model = AutoModelForCausalLM.from_pretrained(destination)
     assert model.dtype == torch.float32
     with torch.no_grad():

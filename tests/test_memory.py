@@ -15,7 +15,7 @@ from qurl_megatron.config.schema import Config, LearnerConfig, RolloutConfig
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory
 from qurl_megatron.planning.memory import Savings
-from qurl_megatron.weight_sync import reshard
+from qurl_megatron.weight_sync import drift
 from recipes.scaling_32b import ARCHITECTURES, study
 from test_scale import MODELS, PARAMETERS
 from tiny import build_tiny_model
@@ -169,4 +169,4 @@ def test_a_tied_model_keeps_a_second_embedding_on_its_last_stage(tmp_path: Path)
 def test_constants_of_other_rooms_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     assert device.logit_chunk_elements(QWEN2.vocab_size) == memory.LOGIT_CHUNK_ELEMENTS
-    assert reshard.MEASURED_ROWS == memory.MEASURED_ROWS
+    assert drift.MEASURED_ROWS == memory.MEASURED_ROWS

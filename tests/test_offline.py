@@ -1,4 +1,4 @@
-"""Directories rewritten offline: what is in them, and that no half-written one looks whole."""
+"""Rewritten directories hold the right tensors, and an incomplete one never looks complete."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
-from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model
 
 torch.set_num_threads(1)
-FORMATS = ("int8", "fp8", "fp8-tensor", "fp8-block")
+FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block")
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A tiny Qwen2 in two files, as large models come."""
+    """Build a tiny Qwen2 in two files, as large models are stored."""
     directory = build_tiny_model(tmp_path / "model", intermediate_size=256, head_dim=64)
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
@@ -55,7 +55,7 @@ def no_progress(done: int, total: int) -> None:
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_quantized_directory_holds_what_a_publish_sends(
-    source: Path, weight_format: str, tmp_path: Path
+    source: Path, weight_format: WeightFormat, tmp_path: Path
 ) -> None:
     destination = tmp_path / "quantized"
     steps: list[tuple[int, int]] = []
@@ -63,7 +63,7 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
         source,
         destination,
         weight_format,
-        lambda *step: steps.append(step),  # type: ignore[arg-type]
+        lambda done, total: steps.append((done, total)),
     )
     written = tensors_of(destination)
     for name, tensor in tensors_of(source).items():
@@ -86,9 +86,7 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     assert not leftovers & {path.name for path in destination.iterdir()}
 
 
-def test_a_block_directory_is_what_sglang_s_own_fp8_layers_hold(
-    source: Path, tmp_path: Path
-) -> None:
+def test_sglangs_own_fp8_method_reads_an_fp8_block_directory(source: Path, tmp_path: Path) -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
     offline.quantize_directory(source, tmp_path / "block", "fp8-block", no_progress)
@@ -101,12 +99,14 @@ def test_a_block_directory_is_what_sglang_s_own_fp8_layers_hold(
     assert written[f"{DOWN}_scale_inv"].shape == (1, 2)  # [64, 256] in blocks of 128
 
 
-def test_a_large_file_is_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_written_as_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = build_tiny_model(tmp_path / "model")
     stored = load_file(source / "model.safetensors")
     offline.quantize_directory(source, tmp_path / "whole", "bf16", no_progress)
     limit = 4 * max(tensor.numel() for tensor in stored.values())
-    monkeypatch.setattr(offline, "PIECE_BYTES", limit)
+    monkeypatch.setattr(offline, "MAX_PIECE_BYTES", limit)
     offline.quantize_directory(source, tmp_path / "cut", "bf16", no_progress)
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     assert len(files) > 2
@@ -122,7 +122,7 @@ class Killed(BaseException):
     pass
 
 
-def test_after_a_kill_it_goes_on_and_the_result_is_the_same(source: Path, tmp_path: Path) -> None:
+def test_a_killed_call_resumes_and_gives_the_same_result(source: Path, tmp_path: Path) -> None:
     def die(done: int, total: int) -> None:
         raise Killed
 
@@ -132,7 +132,7 @@ def test_after_a_kill_it_goes_on_and_the_result_is_the_same(source: Path, tmp_pa
     assert not destination.exists()
     (first,) = (tmp_path / "quantized.partial").glob("*.safetensors")
     written_at = first.stat().st_mtime_ns
-    # A file the kill left half-written has another name.
+    # A file that the kill interrupted has another name.
     (tmp_path / "quantized.partial" / "model-1.safetensors.unfinished").write_bytes(b"half")
 
     offline.quantize_directory(source, destination, "int8", no_progress)
@@ -146,7 +146,7 @@ def test_after_a_kill_it_goes_on_and_the_result_is_the_same(source: Path, tmp_pa
     }
 
 
-def test_what_another_job_left_is_not_gone_on_with(source: Path, tmp_path: Path) -> None:
+def test_a_call_does_not_resume_another_job(source: Path, tmp_path: Path) -> None:
     def die(done: int, total: int) -> None:
         raise Killed
 
@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_no_directory_that_looks_complete(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["quantize", "nowhere", "out"], "'nowhere' does not exist"),
         (["quantize", "SOURCE", "out", "--format", "int3"], "int8, int4, fp8, fp8-tensor"),
@@ -181,19 +181,23 @@ def test_a_full_disk_leaves_no_directory_that_looks_complete(
         (["uaq", "SOURCE", "out", "--scale", "0"], "--scale 0.0: must be a positive"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    source: Path, tmp_path: Path, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+def test_bad_arguments_give_one_line(
+    source: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = [str(source) if word == "SOURCE" else word for word in arguments]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("qurl: ") and words in line
+    assert line.startswith("qurl: ") and message in line
     assert not (tmp_path / "out").exists()
 
 
-def test_nan_stops_it_naming_the_tensor(source: Path, tmp_path: Path) -> None:
+def test_nan_is_an_error_that_names_the_tensor(source: Path, tmp_path: Path) -> None:
     for file in source.glob("*.safetensors"):
         tensors = load_file(file)
         if DOWN in tensors:
@@ -204,7 +208,7 @@ def test_nan_stops_it_naming_the_tensor(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_uaq_leaves_the_model_what_it_was_but_for_rounding(source: Path, tmp_path: Path) -> None:
+def test_uaq_changes_logits_by_rounding_only(source: Path, tmp_path: Path) -> None:
     invariance = offline.scale_directory(source, tmp_path / "scaled", UaqConfig(1.5), no_progress)
     assert invariance.largest_logit > 1
     assert invariance.float32_difference < 1e-4 < invariance.stored_difference < 0.5
@@ -214,13 +218,13 @@ def test_uaq_leaves_the_model_what_it_was_but_for_rounding(source: Path, tmp_pat
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
             for path in (source, tmp_path / "scaled")
         )
-    assert 1e-4 < (after - before).abs().max() < 0.5  # its weights are rounded to BF16
+    assert 1e-4 < (after - before).abs().max() < 0.5  # weights are rounded to BF16
     with pytest.raises(offline.OfflineError, match="is scaled already"):
         offline.scale_directory(tmp_path / "scaled", tmp_path / "twice", UaqConfig(), no_progress)
 
 
 @pytest.mark.parametrize(("scale", "ulps"), [(2.0, 0), (0.25, 0), (1.5, 1)])
-def test_undo_is_exact_for_powers_of_two_and_else_within_a_bf16_rounding(
+def test_undo_is_exact_for_powers_of_two_and_within_a_bf16_rounding_otherwise(
     source: Path, tmp_path: Path, scale: float, ulps: int
 ) -> None:
     offline.scale_directory(source, tmp_path / "scaled", UaqConfig(scale), no_progress)

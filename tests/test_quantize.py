@@ -1,4 +1,4 @@
-"""Codes and scales of QuRL Eq. 2: what holds of every tensor, and single numbers by hand."""
+"""Codes and scales of QuRL Eq. 2: properties of every tensor, and numbers worked out by hand."""
 
 import math
 
@@ -42,7 +42,7 @@ def same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_itself_stays_as_it_was(weight_format: str, dtype: torch.dtype) -> None:
+def test_quantizing_does_not_change_the_weight(weight_format: str, dtype: torch.dtype) -> None:
     weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = weight.clone()
     dequantize(quantize(weight, weight_format))
@@ -52,7 +52,7 @@ def test_weight_itself_stays_as_it_was(weight_format: str, dtype: torch.dtype) -
 @pytest.mark.parametrize(("weight_format", "largest"), [("int8", 127), ("int4", 7)])
 @given(weight=weights)
 @settings(deadline=None)
-def test_integers_are_within_half_a_step_of_the_weight(
+def test_integer_codes_are_within_half_a_step_of_the_weight(
     weight_format: str, largest: int, weight: torch.Tensor
 ) -> None:
     quantized = quantize(weight, weight_format)
@@ -74,7 +74,9 @@ def test_fp8_codes_are_the_saturated_cast_of_the_scaled_weight(weight: torch.Ten
 @pytest.mark.parametrize("weight_format", FORMATS)
 @given(weight=weights)
 @settings(deadline=None)
-def test_scale_is_absmax_by_the_largest_code(weight_format: str, weight: torch.Tensor) -> None:
+def test_scale_is_absmax_divided_by_the_largest_code(
+    weight_format: str, weight: torch.Tensor
+) -> None:
     scale = quantize(weight, weight_format).scale
     expected = weight.float().abs().amax(dim=1, keepdim=True) / LARGEST[weight_format]
     expected[expected < SMALLEST_NORMAL] = 1
@@ -99,7 +101,7 @@ def test_codes_of_the_negative_are_the_negative_codes(
 def test_quantizing_again_changes_no_code(weight_format: str, weight: torch.Tensor) -> None:
     once = quantize(weight, weight_format)
     twice = quantize(dequantize(once), weight_format)
-    # -0 comes back as +0 or -0 depending on nothing that matters: values, not bytes.
+    # Zeros may come back with another sign, so compare values and not bytes.
     assert torch.equal(once.codes.float(), twice.codes.float())
     # 127 * scale / 127 may round to the neighbouring float32.
     one_ulp = 2.0**-23 * once.scale
@@ -113,7 +115,7 @@ def test_shards_with_the_absmax_of_the_row_give_the_bytes_of_the_whole(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(37, 96, generator=generator).to(dtype)
-    weight[:, 90] *= 20  # the absmax of most rows sits in the last shard
+    weight[:, 90] *= 20  # the absmax of most rows is in the last shard
     whole = quantize(weight, weight_format)
     shards = weight.chunk(4, dim=1)
     absmax = torch.stack([block_absmax(shard, weight_format) for shard in shards]).amax(dim=0)
@@ -122,7 +124,7 @@ def test_shards_with_the_absmax_of_the_row_give_the_bytes_of_the_whole(
         quantized = quantize(shard, weight_format, absmax)
         assert code_flips(quantized.codes, codes) == 0
         assert torch.equal(quantized.scale, whole.scale)
-        # Without it they would not be: the absmax is what makes the difference.
+        # Without the row's absmax the codes are others.
         assert code_flips(quantize(shard, weight_format).codes, codes) > 0
     for rows in (slice(0, 5), slice(5, 37)):
         quantized = quantize(weight[rows], weight_format)
@@ -157,7 +159,7 @@ def test_fp8_rounds_halves_to_even_and_saturates() -> None:
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-40, 1e-37])
-def test_rows_of_zeros_or_next_to_it_get_scale_1_and_codes_0(
+def test_rows_of_zeros_and_tiny_numbers_get_scale_1_and_codes_0(
     weight_format: str, magnitude: float
 ) -> None:
     weight = torch.tensor([[magnitude, -magnitude, 0.0], [1.0, 2.0, 3.0]])
@@ -168,7 +170,7 @@ def test_rows_of_zeros_or_next_to_it_get_scale_1_and_codes_0(
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_largest_float32_survives(weight_format: str) -> None:
+def test_the_largest_float32_gets_the_largest_code(weight_format: str) -> None:
     largest = torch.finfo(torch.float32).max
     quantized = quantize(torch.tensor([[largest, -largest]]), weight_format)
     assert quantized.codes.float().tolist() == [[LARGEST[weight_format], -LARGEST[weight_format]]]
@@ -177,12 +179,12 @@ def test_largest_float32_survives(weight_format: str) -> None:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_or_infinity_is_refused_with_its_row(
+def test_nan_or_infinity_is_an_error_that_names_the_row(
     weight_format: str, value: float, dtype: torch.dtype
 ) -> None:
     weight = torch.ones(5, 7, dtype=dtype)
     weight[3, 2] = value
-    with pytest.raises(NonFiniteWeight, match="row 3"):  # before a maximum over shards hides it
+    with pytest.raises(NonFiniteWeight, match="row 3"):  # also before a maximum over shards
         block_absmax(weight, weight_format)
     with pytest.raises(NonFiniteWeight, match="row 3"):
         quantize(weight, weight_format)
@@ -190,7 +192,7 @@ def test_nan_or_infinity_is_refused_with_its_row(
         quantize(torch.ones(5, 7), weight_format, absmax=weight[:, 2:3].float())
 
 
-def test_views_that_are_not_contiguous_quantize_like_their_copies() -> None:
+def test_views_that_are_not_contiguous_are_quantized_like_their_copies() -> None:
     weight = torch.randn(12, 30, generator=torch.Generator().manual_seed(2))
     for view in (weight.t(), weight[:, ::3], weight[::2, 5:]):
         quantized = quantize(view, "int8")
@@ -207,7 +209,7 @@ def test_code_flips_counts_changed_codes(weight_format: str) -> None:
     assert code_flips(old, new) == 2
 
 
-def test_unknown_format_and_misshapen_absmax_are_refused() -> None:
+def test_an_unknown_format_and_an_absmax_of_the_wrong_shape_are_errors() -> None:
     weight = torch.ones(3, 4)
     with pytest.raises(ValueError, match="'int3'.*int8, int4, fp8"):
         quantize(weight, "int3")
@@ -218,14 +220,16 @@ def test_unknown_format_and_misshapen_absmax_are_refused() -> None:
 # Transformer Engine's formats
 
 
-def by_transformer_engine(weight: torch.Tensor, block: int | None) -> tuple[list, list]:
-    """Codes' values and scales of `weight`, block by block, in numpy; `block` None: one block."""
+def quantize_as_transformer_engine(
+    weight: torch.Tensor, block: int | None
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the codes' values and the scales, computed in numpy; `block` None: one block."""
     rows, columns = weight.shape
     exact = weight.float().numpy()
     largest = np.float32(torch.finfo(weight.dtype).max)
     codes = np.zeros((rows, columns), np.float32)
     height, width = (block, block) if block else (rows, columns)
-    scales = []
+    scales: list[list[float]] = []
     for top in range(0, rows, height):
         scales.append([])
         for left in range(0, columns, width):
@@ -241,7 +245,7 @@ def by_transformer_engine(weight: torch.Tensor, block: int | None) -> tuple[list
                 factor = np.float32(2.0 ** math.floor(math.log2(factor)))
             codes[top : top + height, left : left + width] = np.clip(part * factor, -448, 448)
             scales[-1].append(float(np.float32(1) / factor))
-    # The cast to E4M3 is checked by itself, in the tests above.
+    # The tests above check the cast to E4M3 by itself.
     return torch.from_numpy(codes).to(torch.float8_e4m3fn).float().tolist(), scales
 
 
@@ -249,7 +253,7 @@ def by_transformer_engine(weight: torch.Tensor, block: int | None) -> tuple[list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 300), (300, 129)])
 @pytest.mark.parametrize("magnitude", [0.0, 1e-39, 1e-5, 0.02, 3e37])
-def test_fp8_of_blocks_is_transformer_engines_bit_for_bit(
+def test_fp8_tensor_and_fp8_block_are_transformer_engines_formats_bit_for_bit(
     weight_format: str,
     block: int | None,
     dtype: torch.dtype,
@@ -258,14 +262,14 @@ def test_fp8_of_blocks_is_transformer_engines_bit_for_bit(
 ) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).double() * magnitude
     weight = weight.to(dtype)
-    codes, scales = by_transformer_engine(weight, block)
+    codes, scales = quantize_as_transformer_engine(weight, block)
     quantized = quantize(weight, weight_format)
     assert quantized.codes.float().tolist() == codes
     assert quantized.scale.tolist() == scales
 
 
-def test_multiplying_by_the_factor_is_not_dividing_by_the_scale() -> None:
-    """It is Transformer Engine's rule, and a few codes in a million tell the two apart."""
+def test_multiplying_by_the_factor_differs_from_dividing_by_the_scale() -> None:
+    """Transformer Engine multiplies; a few codes in a million differ."""
     weight = torch.randn(2000, 1000, generator=torch.Generator().manual_seed(4))
     absmax = weight.abs().max()
     divided = (weight / (absmax / 448)).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -281,11 +285,11 @@ def test_block_scales_are_powers_of_two() -> None:
 
 @pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-tensor", "fp8-block"])
 @pytest.mark.parametrize("offset", [(0, 0), (128, 256), (40, 0), (0, 100), (130, 70)])
-def test_a_part_with_the_absmax_of_whole_blocks_has_the_bytes_of_the_whole(
+def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
     weight_format: str, offset: tuple[int, int]
 ) -> None:
     weight = torch.randn(400, 500, generator=torch.Generator().manual_seed(6))
-    weight *= torch.arange(1, 501)  # every block has an absmax of its own
+    weight *= torch.arange(1, 501)  # every block has its own absmax
     whole = quantize(weight, weight_format)
     absmax = block_absmax(weight, weight_format)
     rows, columns = (slice(start, start + 150) for start in offset)
@@ -300,11 +304,13 @@ def test_a_part_with_the_absmax_of_whole_blocks_has_the_bytes_of_the_whole(
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "words"),
+    ("weight_format", "message"),
     [("fp8-tensor", "the weight holds NaN"), ("fp8-block", "a block from row 256 of the weight")],
 )
-def test_nan_in_a_block_is_refused_with_its_place(weight_format: str, words: str) -> None:
+def test_nan_in_a_block_is_an_error_that_names_the_blocks_first_row(
+    weight_format: str, message: str
+) -> None:
     weight = torch.ones(300, 200)
     weight[290, 150] = math.nan
-    with pytest.raises(NonFiniteWeight, match=words):
+    with pytest.raises(NonFiniteWeight, match=message):
         quantize(weight, weight_format)

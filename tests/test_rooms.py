@@ -48,6 +48,9 @@ PURE = {
     "quantization/checksum_kernel",
     "quantization/quantize",
     "quantization/uaq",
+    "weight_sync/bucket",
+    "weight_sync/drift",
+    "weight_sync/layout",
     "weight_sync/shared_memory",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}

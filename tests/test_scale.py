@@ -1,7 +1,7 @@
-"""Whole models of 32B, on paper: what every rank of a large layout would hold and send.
+"""Shapes of whole 32B models: what every rank of a large layout would hold and send.
 
-Megatron builds each stage's model on the meta device, in one process that stands for one rank after
-another, so every shape and name is Megatron's own.
+Megatron builds each pipeline stage's model on the meta device, in one process that takes the place
+of one rank after another. So every shape and name is Megatron's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 
-# The fields of the published config.json that make the shape.
+# The fields of the published config.json that determine shapes.
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -39,8 +39,7 @@ QWEN2 = {
     "use_sliding_window": False,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-32B": QWEN2,
-    "DeepSeek-R1-Distill-Qwen-32B": QWEN2,
+    "Qwen2.5-32B": QWEN2,  # and DeepSeek-R1-Distill-Qwen-32B
     "Qwen3-32B": {
         **QWEN2,
         "architectures": ["Qwen3ForCausalLM"],
@@ -55,14 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARAMETERS = {
     "Qwen2.5-32B": 32_763_876_352,
-    "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
 }
 LEARNER = LearnerConfig(tensor_parallel_size=8, pipeline_parallel_size=4)
 
 
 def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
-    """By model and pipeline stage: rule, layer and shape of every parameter of a rank."""
+    """Return, by model and pipeline stage, each parameter's Megatron name, layer and shape."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -109,15 +107,15 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
-    (built,) = run_ranks(stage_shapes, 1, model_dirs)
-    return built
+    (shapes,) = run_ranks(stage_shapes, 1, model_dirs)
+    return shapes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
     name: str, model_dirs: dict[str, Path], shapes: dict[str, list[list[tuple]]]
 ) -> None:
-    """TP8 x PP4: the runs of all 32 ranks tile the checkpoint, none missing and none twice."""
+    """With TP8 and PP4, the parts of all 32 ranks tile the checkpoint without gap or overlap."""
     architecture = Architecture.from_directory(model_dirs[name])
     size = LEARNER.tensor_parallel_size
     sent: dict[str, int] = {}
@@ -148,14 +146,20 @@ def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
     assert sum(sent.values()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-32B", "Qwen3-32B"])
-@pytest.mark.parametrize("server_size", [2, 4])
-@pytest.mark.parametrize("weight_format", ["int8", "fp8-block"])
+@pytest.mark.parametrize(
+    ("name", "server_size", "weight_format"),
+    [
+        ("Qwen2.5-32B", 2, "int8"),
+        ("Qwen2.5-32B", 4, "fp8-block"),
+        ("Qwen3-32B", 2, "fp8-block"),
+        ("Qwen3-32B", 4, "int8"),
+    ],
+)
 def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
     name: str, server_size: int, weight_format: str, model_dirs: dict[str, Path], engine: None
 ) -> None:
-    """SGLang's own loaders take every tensor; its ranks hold all of each, and nothing else."""
-    from qurl_megatron.sglang_plugin.verify import parts
+    """SGLang's own loaders accept every tensor, and its ranks hold all of each and nothing else."""
+    from qurl_megatron.sglang_plugin.verify import held_parts
 
     architecture = Architecture.from_directory(model_dirs[name])
     sent: dict[str, torch.Tensor] = {}
@@ -176,11 +180,11 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
         with sglang_loader.as_rank(rank, server_size), torch.device("meta"):
             model = sglang_loader.build(model_dirs[name], weight_format)
             model.load_weights(sent.items())
-        for tensor_name, tensor, row, column in parts(model):
+        for tensor_name, tensor, row, column in held_parts(model):
             assert tensor.dtype == sent[tensor_name].dtype
             places[tensor_name].add((row, column, *tensor.shape))
     assert places.keys() == sent.keys()
     for tensor_name, tensor in sent.items():
-        # Ranks hold the same place or another: their sizes add up to the tensor's.
+        # Ranks hold the same part or disjoint parts, so the sizes of distinct parts add up.
         held = sum(math.prod(shape) for _, _, *shape in places[tensor_name])
         assert held == tensor.numel(), tensor_name

@@ -1,4 +1,4 @@
-"""What is sent is what SGLang's own loaders then hold, on any number of server ranks."""
+"""After SGLang's own loaders, a server's ranks hold what was sent, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FORMATS = ("bf16", "int8", "fp8", "fp8-tensor", "fp8-block")
 
 @st.composite
 def models(draw: st.DrawFn, weight_format: str) -> dict[str, Any]:
-    """Fields of small models that four ranks can share, all their dimensions unequal."""
+    """Draw the config of a small model that four ranks can share; all its widths differ."""
     blocks = weight_format == "fp8-block"
     key_value_heads = draw(st.sampled_from([4] if blocks else [1, 2, 4]))
     head_dim = 128 if blocks else draw(st.sampled_from([8, 16, 24]))
-    fields = {
+    fields: dict[str, Any] = {
         "architecture": draw(st.sampled_from(["qwen2", "qwen3"] + ["llama"] * (not blocks))),
         "tied": draw(st.booleans()),
         "num_hidden_layers": draw(st.integers(1, 2)),
@@ -52,6 +52,6 @@ def test_every_server_size_holds_the_checkpoint_quantized_directly(
         model_dir = build_tiny_model(Path(directory), **data.draw(models(weight_format)))
         sent = quantized(model_dir, weight_format)
         for size in SERVER_SIZES:
-            held = sglang_loader.held(model_dir, weight_format, sent, size)
+            held = sglang_loader.load_on_all_ranks(model_dir, weight_format, sent, size)
             for name, tensor in sent.items():
                 assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name

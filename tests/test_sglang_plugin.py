@@ -1,6 +1,8 @@
-"""The plugin's arithmetic on its own; tests/e2e/test_server.py has it in a real server."""
+"""The plugin's arithmetic without a server; tests/e2e/test_server.py runs it in a real one."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ def torch_native(
     lengths: torch.Tensor,
     num_new: torch.Tensor,
 ) -> torch.Tensor:
-    """SGLang's loop over sequences, which this package's batched attention replaces."""
-    backend = object.__new__(TorchNativeAttnBackend)  # these methods use none of its state
+    """Compute attention by SGLang's loop over sequences, which batched attention replaces."""
+    backend = object.__new__(TorchNativeAttnBackend)  # the method called uses no state
     return backend._run_sdpa_forward_extend(
         query,
         torch.empty_like(query),
@@ -52,39 +54,39 @@ def torch_native(
     [[1, 1, 1, 1, 1], [31, 7, 64, 1, 12], [3, 1, 20, 1, 12]],
     ids=["decode", "prefill", "behind a cached prefix"],
 )
-@pytest.mark.parametrize("largest_run", [1 << 20, 2000, 1])
+@pytest.mark.parametrize("max_pairs", [1 << 20, 2000, 1])
 def test_batched_attention_equals_a_loop_over_sequences(
-    num_heads: int, num_new: list[int], largest_run: int, monkeypatch: pytest.MonkeyPatch
+    num_heads: int, num_new: list[int], max_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "LARGEST_RUN", largest_run)
+    monkeypatch.setattr(attention, "MAX_GROUP_PAIRS", max_pairs)
     torch.manual_seed(0)
     lengths, new = torch.tensor([31, 7, 64, 1, 12]), torch.tensor(num_new)
     slots = torch.randperm(NUM_SLOTS)[: 5 * 64].view(5, 64)
     keys, values = torch.randn(2, NUM_SLOTS, KEY_HEADS, HEAD_SIZE)
     query = torch.randn(sum(num_new), num_heads, HEAD_SIZE)
 
-    runs = attention.plan_runs(slots, lengths, new)
-    assert (len(runs) == 1) == (largest_run == 1 << 20 or new.max() * 64 * 5 <= largest_run)
+    groups = attention.group_sequences(slots, lengths, new)
+    assert (len(groups) == 1) == (max_pairs == 1 << 20 or new.max() * 64 * 5 <= max_pairs)
     out = torch.cat(
-        [attention.attend(query[run.tokens], keys, values, run, HEAD_SIZE**-0.5) for run in runs]
+        [attention.attend(query[g.tokens], keys, values, g, HEAD_SIZE**-0.5) for g in groups]
     )
     expected = torch_native(query, keys, values, slots, lengths, new)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [1, 63, 1024, 1025, 5000])
-def test_int8_products_are_those_of_the_integers(width: int) -> None:
+def test_int8_products_are_exact(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     codes = torch.randint(-127, 128, (5, width), generator=generator)
     weight = torch.randint(-127, 128, (7, width), generator=generator)
-    codes[0], weight[0] = 127, 127  # the largest sum there is
+    codes[0], weight[0] = 127, 127  # the largest possible sum
     weight[1] = 127
-    weight[1, ::2] = 126  # odd sums, which float32 loses first
+    weight[1, ::2] = 126  # odd sums are the first to be rounded in float32
     sums = Int8LinearMethod(Int8Config()).sum_products(codes.float(), weight.to(torch.int8))
     assert torch.equal(sums, (codes @ weight.t()).float())
 
 
-def test_tokens_are_quantized_one_by_one_half_to_even() -> None:
+def test_each_token_has_its_own_scale_and_codes_round_half_to_even() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [-1.27, 0.4, 0.0, 1.0]])
     codes, scale = quantize_tokens(x, torch.int8)
     assert codes.tolist()[0] == [127, 0, 2, -2]
@@ -93,9 +95,9 @@ def test_tokens_are_quantized_one_by_one_half_to_even() -> None:
     assert scale[0] == 1
 
 
-def built(config: QurlConfig, input_size: int, output_sizes: list[int]) -> torch.nn.Module:
-    """A layer of these widths and its method, as SGLang builds it."""
-    layer = torch.nn.Module()
+def build_layer(config: QurlConfig, input_size: int, output_sizes: list[int]) -> Any:
+    """Build a layer of these widths with its method, as SGLang does."""
+    layer: Any = torch.nn.Module()
     layer.method = config.linear_method(config)
     layer.method.create_weights(
         layer,
@@ -118,10 +120,10 @@ def built(config: QurlConfig, input_size: int, output_sizes: list[int]) -> torch
         (Fp8BlockConfig(), "weight_scale_inv", (3, 2)),
     ],
 )
-def test_a_layer_starts_with_weights_of_zero_and_never_replaces_a_parameter(
+def test_a_layer_starts_with_zero_weights_and_never_replaces_a_parameter(
     config: QurlConfig, scale_name: str, scale_shape: tuple[int, int]
 ) -> None:
-    layer = built(config, 200, [256, 128])
+    layer = build_layer(config, 200, [256, 128])
     before = dict(layer.named_parameters())
     bias = torch.arange(384.0)
     out = layer.method.apply(layer, torch.ones(2, 3, 200, dtype=torch.bfloat16), bias)
@@ -135,12 +137,12 @@ def test_a_layer_starts_with_weights_of_zero_and_never_replaces_a_parameter(
     }
 
 
-def test_blocks_that_end_short_multiply_as_their_dequantized_weight() -> None:
+def test_a_layer_with_partial_blocks_multiplies_by_its_dequantized_weight() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(300, 200, generator=generator), torch.ones(1, 200)
-    x[0, 150] = 3.0  # 1 and 3 are codes of a scale of 3 / 448 but for rounding; 1 alone is exact
+    x[0, 150] = 3.0  # in x's second block, 1 is then rounded; the first block, of ones, is exact
     quantized = quantize(weight, "fp8-block")
-    layer = built(Fp8BlockConfig(), 200, [300])
+    layer = build_layer(Fp8BlockConfig(), 200, [300])
     layer.weight.data.copy_(quantized.codes)
     layer.weight_scale_inv.data.copy_(quantized.scale)
     out = layer.method.apply(layer, x.bfloat16()).float()
@@ -149,6 +151,6 @@ def test_blocks_that_end_short_multiply_as_their_dequantized_weight() -> None:
     torch.testing.assert_close(out, rounded @ dequantize(quantized).t(), rtol=4e-3, atol=1e-3)
 
 
-def test_a_block_that_would_belong_to_two_fused_layers_is_refused() -> None:
+def test_a_block_that_would_belong_to_two_fused_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"\[256, 64\].*multiples of 128"):
-        built(Fp8BlockConfig(), 128, [256, 64])
+        build_layer(Fp8BlockConfig(), 128, [256, 64])

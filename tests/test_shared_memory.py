@@ -1,4 +1,4 @@
-"""A buffer told to another process is the same memory there."""
+"""A process that attaches to a described buffer has the same memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def add_one(connection: Connection) -> None:
-    """In a process that shares nothing with the test but what it is told."""
+    """Receive a header, attach to its buffer and add one to it; runs in a process of its own."""
     header = torch.frombuffer(bytearray(connection.recv_bytes()), dtype=torch.uint8)
     attach(header).add_(1)
     if torch.cuda.is_available():
@@ -24,7 +24,7 @@ def add_one(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_reader_has_the_memory_itself(device: str) -> None:
+def test_a_reader_writes_to_the_owners_memory(device: str) -> None:
     buffer = torch.arange(200, dtype=torch.uint8, device=device)
     context = multiprocessing.get_context("spawn")
     own, theirs = context.Pipe()
@@ -37,51 +37,52 @@ def test_a_reader_has_the_memory_itself(device: str) -> None:
     assert torch.equal(buffer.cpu(), torch.arange(1, 201, dtype=torch.uint8))
 
 
-def receive_or_send() -> dict[str, torch.Tensor]:
-    """Rank 0 tells rank 1 of its buffer; rank 1 loads from it as a server does."""
+def send_or_load() -> dict[str, torch.Tensor]:
+    """Rank 0 describes a bucket to rank 1, which loads it as a server does; return the tensors."""
     from types import SimpleNamespace
 
     import torch.distributed as dist
 
     from qurl_megatron import device
     from qurl_megatron.sglang_plugin.receive import update_bucket
-    from qurl_megatron.weight_sync.shared_memory import SHARED
+    from qurl_megatron.weight_sync.bucket import Bucket
+    from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX
 
     device.initialize_distributed()
     loaded: dict[str, torch.Tensor] = {}
     tensors = {"a": torch.randn(3, 5), "b": torch.arange(-60, 60, dtype=torch.int8).view(8, 15)}
     if device.rank() == 0:
-        flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors.values()])
-        flat = flat.to(device.device())
-        dist.broadcast(describe(flat), src=0)
+        bucket = Bucket.pack({name: t.to(device.device()) for name, t in tensors.items()})
+        dist.broadcast(describe(bucket.flat), src=0)
         loaded = tensors
     else:
         model = SimpleNamespace(load_weights=lambda named: loaded.update(named))
-        name = f"learner{SHARED}"
+        name = f"learner{GROUP_SUFFIX}"
         updater = SimpleNamespace(
             _model_update_group={name: dist.group.WORLD}, get_model=lambda: model
         )
         answer = update_bucket(
-            refused, updater, list(tensors), ["float32", "int8"], [[3, 5], [8, 15]], name
+            fail, updater, list(tensors), ["float32", "int8"], [[3, 5], [8, 15]], name
         )
         assert answer == (True, "Succeeded to update parameter online."), answer
-        assert (
-            update_bucket(lambda *_: (True, "SGLang's"), updater, [], [], [], "x")[1] == "SGLang's"
-        )
+        answer = update_bucket(lambda *_: (True, "SGLang's"), updater, [], [], [], "other group")
+        assert answer == (True, "SGLang's")
     results = {name: tensor.clone() for name, tensor in loaded.items()}
-    dist.barrier()  # the buffer stays until its reader is done
+    dist.barrier()  # rank 0 keeps the bucket until rank 1 has loaded it
     dist.destroy_process_group()
     return results
 
 
-def refused(*_: object) -> tuple[bool, str]:
-    raise AssertionError("SGLang's own way was taken")
+def fail(*_: object) -> tuple[bool, str]:
+    raise AssertionError("SGLang received the bucket itself")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the header goes over gloo alone")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the header needs gloo, and ranks use NCCL on a GPU"
+)
 def test_a_server_loads_the_senders_tensors_bit_for_bit() -> None:
-    sent, received = run_ranks(receive_or_send, 2)
+    sent, received = run_ranks(send_or_load, 2)
     assert received.keys() == sent.keys()
-    # Each rank drew its own random tensor: what was received is the sender's.
+    # Each rank drew its own random tensor, so these are the sender's.
     for name, tensor in sent.items():
         assert torch.equal(received[name], tensor)

@@ -1,4 +1,4 @@
-"""Invariant scaling (QuRL Eq. 11) on real transformers models; what it does to codes (Eq. 12)."""
+"""UAQ, update-aware quantization: its invariance (QuRL Eq. 11) and its effect on codes (Eq. 12)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ SCALED_UP = ("input_layernorm", "post_attention_layernorm")
 
 
 def tiny_model(architecture: str) -> Any:
-    """Two layers, hidden 64, float32; biases and norms are random, so that a wrong one is seen."""
+    """Build two float32 layers; biases and norms are random too, so that a wrong one is noticed."""
     config = AutoConfig.for_model(
         architecture,
         vocab_size=97,
@@ -55,7 +55,7 @@ def apply(model: Any, transform: Callable[[str, torch.Tensor], torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_exactly_the_norm_fed_weights_and_their_norms_change(architecture: str) -> None:
+def test_only_norm_fed_weights_and_their_norms_change(architecture: str) -> None:
     for name, weight in tiny_model(architecture).state_dict().items():
         module, kind = name.split(".")[-2:]
         factor = 1.0
@@ -64,7 +64,7 @@ def test_exactly_the_norm_fed_weights_and_their_norms_change(architecture: str) 
         assert torch.equal(uaq.transform(UaqConfig(2.0))(name, weight), weight * factor), name
 
 
-def test_every_kind_of_weight_was_there_to_be_tested() -> None:
+def test_the_models_have_every_kind_of_weight() -> None:
     names = [name for kind in ARCHITECTURES for name in tiny_model(kind).state_dict()]
     for module in (*SCALED_DOWN, *SCALED_UP, "o_proj", "down_proj", "q_norm", "k_norm"):
         assert any(f".{module}.weight" in name for name in names), module
@@ -73,12 +73,12 @@ def test_every_kind_of_weight_was_there_to_be_tested() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("scale", [1.5, 3.0, 0.7])
-def test_logits_are_invariant_to_rounding(architecture: str, scale: float) -> None:
+def test_logits_are_the_same_up_to_rounding(architecture: str, scale: float) -> None:
     model = tiny_model(architecture)
     before = logits(model)
     apply(model, uaq.transform(UaqConfig(scale)))
     after = logits(model)
-    assert before.abs().max() > 1  # a model with opinions
+    assert before.abs().max() > 1  # not trivially equal
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
@@ -92,27 +92,25 @@ def test_logits_are_invariant_to_rounding(architecture: str, scale: float) -> No
         UaqConfig(1.5, layer_scales={0: 3.0, 1: 0.7}),
     ],
 )
-def test_logits_are_invariant_whatever_is_scaled_through(
-    architecture: str, config: UaqConfig
-) -> None:
+def test_logits_are_the_same_with_every_option(architecture: str, config: UaqConfig) -> None:
     model = tiny_model(architecture)
     before = logits(model)
     apply(model, uaq.transform(config))
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
 
 
-def test_what_feeds_them_gives_up_what_o_proj_and_down_proj_gain() -> None:
+def test_v_proj_and_up_proj_lose_what_o_proj_and_down_proj_gain() -> None:
     config = UaqConfig(2.0, through_value=True, through_up=True)
     for name, weight in tiny_model("qwen2").state_dict().items():
         module, kind = name.split(".")[-2:]
         factor = {"o_proj": 0.5, "down_proj": 0.5, "q_proj": 0.5, "k_proj": 0.5, "gate_proj": 0.5}
-        wanted = factor.get(module, 2.0 if module in SCALED_UP else 1.0)
+        expected = factor.get(module, 2.0 if module in SCALED_UP else 1.0)
         if kind == "bias":
-            wanted = 2.0 if module == "v_proj" else 1.0
-        assert torch.equal(uaq.transform(config)(name, weight), weight * wanted), name
+            expected = 2.0 if module == "v_proj" else 1.0
+        assert torch.equal(uaq.transform(config)(name, weight), weight * expected), name
 
 
-def test_a_layer_may_have_a_scale_of_its_own() -> None:
+def test_a_layer_can_have_its_own_scale() -> None:
     scale = uaq.transform(UaqConfig(2.0, layer_scales={1: 4.0}))
     weight = torch.ones(2, 2)
     assert scale("model.layers.0.mlp.up_proj.weight", weight)[0, 0] == 1 / 2
@@ -129,14 +127,14 @@ def test_logits_are_bit_equal_for_a_power_of_two(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0, 0.25])
-def test_undo_returns_the_original_exactly_for_powers_of_two(scale: float) -> None:
+def test_the_inverse_is_exact_for_powers_of_two(scale: float) -> None:
     model = tiny_model("qwen2")
     transform, inverse = uaq.transform(UaqConfig(scale)), uaq.inverse(UaqConfig(scale))
     for name, weight in model.state_dict().items():
         assert torch.equal(inverse(name, transform(name, weight)), weight), name
 
 
-def test_undo_is_within_a_rounding_for_any_other_scale() -> None:
+def test_the_inverse_is_within_a_rounding_for_any_other_scale() -> None:
     transform, inverse = uaq.transform(UaqConfig(1.5)), uaq.inverse(UaqConfig(1.5))
     for name, weight in tiny_model("qwen2").state_dict().items():
         error = (inverse(name, transform(name, weight)) - weight).abs()
@@ -153,12 +151,12 @@ def matrix(dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_codes_of_the_scaled_weight_are_those_of_the_weight() -> None:
-    """In exact arithmetic all of them; in float32 all but those a rounding carries over a half."""
-    for_float64 = [
+    """All codes in exact arithmetic; in float32, rounding moves a few across a boundary."""
+    float64_codes = [
         (weight / (weight.abs().amax(dim=1, keepdim=True) / 127)).round()
         for weight in (matrix(torch.float64), matrix(torch.float64) / 1.5)
     ]
-    assert torch.equal(*for_float64)
+    assert torch.equal(*float64_codes)
 
     weight = matrix(torch.float32)
     plain, scaled = quantize(weight, "int8"), quantize(weight / 1.5, "int8")
@@ -166,8 +164,8 @@ def test_codes_of_the_scaled_weight_are_those_of_the_weight() -> None:
     torch.testing.assert_close(scaled.scale, plain.scale / 1.5, rtol=2.0**-22, atol=0)
 
 
-def test_same_update_flips_more_codes_of_the_scaled_weight() -> None:
-    """Eq. 12: steps of the same size, as Adam's are, cross 1.5 times as many code boundaries."""
+def test_the_same_update_flips_more_codes_of_the_scaled_weight() -> None:
+    """Steps of the same size, like Adam's, cross 1.5 times as many code boundaries (Eq. 12)."""
     weight = matrix(torch.float32)
     generator = torch.Generator().manual_seed(4)
     step = 1e-6 * torch.randn(weight.shape, generator=generator).sign()
@@ -179,8 +177,8 @@ def test_same_update_flips_more_codes_of_the_scaled_weight() -> None:
     assert flips(1.5) / flips(1.0) == pytest.approx(1.5, rel=0.1)
 
 
-def test_the_relative_update_grows_by_the_square_of_s_and_the_error_not_at_all() -> None:
-    """Eq. 13 of a step of the same size, and Eq. 14, in exact arithmetic."""
+def test_the_relative_update_grows_by_s_squared_and_the_quantization_error_stays() -> None:
+    """Eq. 13 for a step of the same size, and Eq. 14."""
     weight = matrix(torch.float64)
     step = 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)).sign()
 
@@ -196,8 +194,8 @@ def test_the_relative_update_grows_by_the_square_of_s_and_the_error_not_at_all()
     assert quant_error(1.5) / quant_error(1.0) == pytest.approx(1, rel=1e-4)
 
 
-def test_weight_to_be_scaled_must_be_float32() -> None:
-    """A BF16 weight divided by 1.5 would be rounded a second time."""
+def test_a_weight_to_be_scaled_must_be_float32() -> None:
+    """A BF16 weight divided by 1.5 would be rounded again."""
     weight = torch.ones(4, 4, dtype=torch.bfloat16)
     name = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=rf"{name} is torch.bfloat16"):

@@ -1,4 +1,4 @@
-"""Programs that call Triton kernels, in a process of their own: Triton reads its setting once."""
+"""Run programs that call Triton kernels, in a new process: Triton reads its setting once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """On a GPU, or else in Triton's interpreter."""
+    """Run Python source on the GPU, or without one in Triton's interpreter."""
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"

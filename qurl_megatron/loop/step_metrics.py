@@ -56,9 +56,9 @@ def step_metrics(
         grad_norm=fmean(update.grad_norm for update in updates),
         learning_rate=updates[-1].learning_rate,
         current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
-        weight_update_norm=published.conversion.total.update_norm,
-        weight_quant_error=published.conversion.total.quant_error,
-        code_flip_fraction=published.conversion.total.code_flip_fraction,
+        weight_update_norm=published.conversion.total_drift.update_norm,
+        weight_quant_error=published.conversion.total_drift.quant_error,
+        code_flip_fraction=published.conversion.total_drift.code_flip_fraction,
         time_rollout_s=clock.seconds["rollout"],
         time_proximal_s=clock.seconds["proximal"],
         time_critic_s=clock.seconds["critic"],
@@ -78,9 +78,9 @@ def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:
     """
     return {
         name: {
-            "weight_update_norm": sums.update_norm,
-            "weight_quant_error": sums.quant_error,
-            "code_flip_fraction": sums.code_flip_fraction,
+            "weight_update_norm": drift.update_norm,
+            "weight_quant_error": drift.quant_error,
+            "code_flip_fraction": drift.code_flip_fraction,
         }
-        for name, sums in conversion.sums.items()
+        for name, drift in conversion.drift.items()
     }

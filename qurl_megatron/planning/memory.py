@@ -58,7 +58,7 @@ GPU_BYTES = int(79.1 * GIB)  # what PyTorch reports of an H100 80GB
 RUNTIME_BYTES = 4 * GIB
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
-MEASURED_ROWS = 128  # `reshard.MEASURED_ROWS`
+MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Weight formats, UAQ and checksums. Pure PyTorch, with Triton kernels for a GPU."""
+"""Weight formats, UAQ (update-aware quantization) and checksums of tensors."""

@@ -1,8 +1,8 @@
-"""Quantizing by output channel on a GPU in one pass over the weight, as a Triton kernel.
+"""Quantization by output channel on a GPU, in one pass over the weight, as a Triton kernel.
 
-A program takes one row, holds it in registers, finds its absmax (unless that of a longer row is
-given) and writes codes and scale: each weight is read once and each code written once. The codes
-are `quantize.quantize`'s, byte for byte.
+Each program holds one row in registers, finds its absmax and writes its codes and scale. So each
+weight is read once and each code is written once. The absmax can be given instead, for a shard that
+holds a part of each row. The codes are those of `quantize.quantize`, byte for byte.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LONGEST_ROW = 65536  # elements a program can hold
-# Adding it pushes a float32's fraction out of its mantissa, which rounds halves to even.
+LONGEST_ROW = 65536  # elements that a program can hold
+# Adding this to a float32 shifts the fraction out of its mantissa, which rounds half to even.
 ROUNDING = tl.constexpr(1.5 * 2**23)
 SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -38,7 +38,8 @@ def _quantize_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     values = tl.load(weight + row * weight_stride + offsets, mask=inside, other=0.0)
     values = values.to(tl.float32)
     if FINDS_ABSMAX:
-        # As integers, magnitudes are ordered as numbers are, with infinity and NaN above them all.
+        # The bits of magnitudes, read as integers, are in the order of the numbers, with infinity
+        # and NaN above all others.
         magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
         tl.store(absmax + row, largest)
@@ -49,11 +50,11 @@ def _quantize_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
     scaled = tl.div_rn(values, scale)
     scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
     if IS_INTEGER:
-        # The fraction that is left is the code in two's complement, in its lowest byte.
+        # The lowest byte of the sum's mantissa is the code in two's complement.
         rounded = (scaled + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        # Rounded here, so that the cast has nothing left to round: E4M3 has 3 bits of fraction, and
-        # steps of 2^-9 below 2^-6.
+        # Round here, so that the cast has nothing to round. E4M3 has 3 bits of fraction, and steps
+        # of 2^-9 below 2^-6.
         bits = scaled.to(tl.int32, bitcast=True)
         power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
         shift = tl.maximum(power, 0.015625) * 0.125 * ROUNDING
@@ -66,26 +67,32 @@ def _quantize_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
 def quantize_channels(
     weight: Tensor, absmax: Tensor | None, codes: Tensor, largest: float
 ) -> tuple[Tensor, Tensor]:
-    """Write the codes of `weight` [out, in] into `codes`, int8 or float8_e4m3fn of the same shape.
+    """Quantize `weight` into `codes`, with one scale per row.
 
     Args:
-        absmax: [out, 1] float32 of whole rows, or None to find it; not checked for NaN or infinity.
+        weight: [out, in], any floating dtype, rows contiguous.
+        absmax: [out, 1] float32, of whole rows, not checked for NaN or infinity; None: computed.
+        codes: [out, in] int8 or float8_e4m3fn, rows contiguous; written.
         largest: the largest code.
 
     Returns:
-        absmax, infinite or NaN where a row holds NaN or infinity, and scale; [out, 1] float32.
+        absmax and scale, [out, 1] float32. A computed absmax is infinity or NaN where the row holds
+        either.
+
+    Raises:
+        ValueError: rows are longer than LONGEST_ROW, or not contiguous.
     """
     rows, columns = weight.shape
     if columns > LONGEST_ROW or weight.stride(1) != 1 or codes.stride(1) != 1:
         raise ValueError(
             f"rows of {columns} with strides {weight.stride()} and {codes.stride()}; the kernel "
-            f"wants at most {LONGEST_ROW} elements next to each other"
+            f"needs contiguous rows of at most {LONGEST_ROW} elements"
         )
     finds_absmax = absmax is None
     if absmax is None:
         absmax = torch.empty(rows, 1, dtype=torch.float32, device=weight.device)
     scale = torch.empty_like(absmax)
-    block, warps = launch(columns)
+    block, warps = launch_size(columns)
     if rows:
         _quantize_row[(rows,)](
             weight,
@@ -104,7 +111,7 @@ def quantize_channels(
     return absmax, scale
 
 
-def launch(columns: int) -> tuple[int, int]:
-    """Elements a program has room for, and its warps, when rows have so many columns."""
+def launch_size(columns: int) -> tuple[int, int]:
+    """Return the elements and the warps of a program, for rows of `columns` elements."""
     block = triton.next_power_of_2(columns)
     return block, min(32, max(4, block // 1024))

@@ -1,11 +1,23 @@
-"""A checksum of a tensor that its shards' checksums add up to.
+"""A tensor's checksum, which is the sum of its shards' checksums.
+
+The learner and the servers split tensors differently, and neither holds a full tensor. Both must
+still be able to tell whether the servers hold what the learner sent. So the checksum is a sum over
+elements, each weighted by its position in the full tensor:
 
     checksum = sum over i, j of bits[i, j] * row_weight(i) * column_weight(j)    modulo 2^64
 
-`bits` is the element's memory as a signed integer, `i` and `j` its position in the full tensor, and
-the weights are odd 64-bit hashes. So the learner can sum over its shards, a server over its own,
-and the two agree whatever both layouts are; a transposed, permuted, shifted or partly lost tensor,
-or a single flipped bit, does not. On a GPU it is one pass of `checksum_kernel.py`.
+`bits` is an element's memory as a signed integer, i and j are its row and column in the full
+tensor, and the weights are odd 64-bit hashes of i and j.
+
+Invariants:
+- The checksums of a tensor's shards add up to the tensor's checksum, for any layout.
+- It changes if one bit flips, and if a tensor is transposed, permuted, shifted or partly lost.
+- CPU and GPU compute the same number. On a GPU it is one pass of `checksum_kernel.py`.
+
+Example:
+
+    top, bottom = checksum(w[:8]), checksum(w[8:], row_offset=8)
+    combine([{part_key("w", 0, 0): top}, {part_key("w", 8, 0): bottom}]) == {"w": checksum(w)}
 """
 
 from __future__ import annotations
@@ -15,15 +27,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**18  # widened to int64 at once: 2 MiB, within a core's cache
+CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> int:
-    """Checksum of `tensor` [rows, columns] or [rows], of 1, 2 or 4 bytes an element; signed 64 bit.
+    """Return the checksum of a tensor, or of the part of one that begins at the offsets.
 
-    The offsets say where in the full tensor this part's first row and column lie.
+    Args:
+        tensor: [rows, columns] or [rows], with 1, 2 or 4 bytes per element.
+        row_offset, column_offset: position of the part's first element in the full tensor.
+
+    Returns:
+        A signed 64-bit integer.
     """
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
     bits = bits.unsqueeze(1) if bits.dim() == 1 else bits
@@ -43,17 +60,17 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
 
 
 def part_key(name: str, row_offset: int, column_offset: int) -> str:
-    """Name of the part of tensor `name` that begins at these offsets, for `combine`."""
+    """Return the key by which `combine` knows the part of a tensor that begins at these offsets."""
     return f"{name}@{row_offset},{column_offset}"
 
 
 def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Full tensors' checksums by name, from those of the parts each rank holds, by `part_key`.
+    """Add up the checksums of parts, by `part_key`, to those of full tensors, by name.
 
-    Different parts add up; a part that several ranks hold must be the same on all of them.
+    `ranks` has the parts that each rank holds. A part that several ranks hold is counted once.
 
     Raises:
-        ValueError: it is not; the part is named.
+        ValueError: ranks hold different copies of a part; the message names it.
     """
     parts: dict[str, int] = {}
     for held in ranks:
@@ -68,7 +85,7 @@ def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _weights(start: int, count: int, factor: int, device: torch.device) -> Tensor:
-    """Odd hashes of start, start + 1, ...: a row or column keeps its weight in every shard."""
+    """Return odd hashes of start, start + 1, ...: the weights of these rows or columns."""
     hashed = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
     for shift in (29, 31):
         hashed = hashed * _wrap(factor)
@@ -77,5 +94,5 @@ def _weights(start: int, count: int, factor: int, device: torch.device) -> Tenso
 
 
 def _wrap(value: int) -> int:
-    """`value` modulo 2^64, as the signed integer int64 arithmetic leaves it."""
+    """Return `value` modulo 2^64 as a signed integer, as int64 arithmetic does."""
     return (value + 2**63) % 2**64 - 2**63

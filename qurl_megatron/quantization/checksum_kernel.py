@@ -1,8 +1,8 @@
-"""The sum of `checksum.py` on a GPU in one pass over the tensor, as a Triton kernel.
+"""The sum of `checksum.py` on a GPU, in one pass over the tensor, as a Triton kernel.
 
-In plain PyTorch every element would be widened to 64 bits in memory, multiplied there and read
-again. Here a program takes a few rows and adds up its products in registers. Integers wrap around,
-so the order of the sum does not matter.
+Plain PyTorch would write every element to memory as 64 bits, and read it again. Here each program
+takes a few rows and adds up the products in registers. Integer sums wrap around, so their order
+does not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, BLOCK, NUM_WARPS = 4, 512, 4  # of one program: 16 sums a thread
+ROWS, BLOCK, NUM_WARPS = 4, 512, 4  # of one program: 16 sums per thread
 
 
 @triton.jit
@@ -39,9 +39,15 @@ def _sum_rows(  # type: ignore[no-untyped-def]  # Triton reads annotations its o
 
 
 def weighted_sum(bits: Tensor, row_weights: Tensor, column_weights: Tensor) -> Tensor:
-    """Sum of bits[i, j] * row_weights[i] * column_weights[j] modulo 2^64, an int64 scalar.
+    """Return the sum of bits[i, j] * row_weights[i] * column_weights[j] modulo 2^64.
 
-    `bits` [rows, columns], contiguous integers; weights int64.
+    Args:
+        bits: [rows, columns], contiguous integers.
+        row_weights: [rows] int64.
+        column_weights: [columns] int64.
+
+    Returns:
+        An int64 scalar.
     """
     rows, columns = bits.shape
     sums = torch.empty(rows, dtype=torch.int64, device=bits.device)

@@ -1,9 +1,13 @@
-"""Hugging Face directories rewritten tensor by tensor: quantized, or scaled by UAQ and back.
+"""Rewrite a Hugging Face directory: quantize it, scale it by UAQ, or undo the scaling.
 
-A directory appears under its name only when it is whole. Until then it is `<name>.partial`, written
-one safetensors file at a time, each of which appears by a rename; a second call goes on after the
-files that are there. In memory is one piece of the source at a time, as it is written: a file, or
-what a larger file is cut into.
+UAQ is update-aware quantization (QuRL Eq. 11), see `uaq.py`.
+
+Invariants:
+- A directory has its name only when it is complete. Until then it is `<name>.partial`.
+- A call that was interrupted can be repeated. It keeps the safetensors files that are complete, and
+  refuses a `.partial` directory that another job left.
+- One piece of the source is in memory at a time: a file, or a part of a file that is larger than
+  `MAX_PIECE_BYTES`. Each piece is written as one file.
 """
 
 from __future__ import annotations
@@ -37,34 +41,34 @@ from qurl_megatron.model.huggingface import (
 from qurl_megatron.quantization import quantize, uaq
 
 JOB_FILE = "job.json"
-UAQ_FIELD = "qurl_uaq"  # of config.json: the scaling a directory carries
+UAQ_FIELD = "qurl_uaq"  # of config.json: the UaqConfig that a directory was scaled by
 PROBE_TOKENS = 64
-PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 5 GB of BF16
+MAX_PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 5 GB of BF16
 
 Rewrite = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
-"""(name, tensor as stored) -> what is written for it."""
+"""(name, tensor as stored) -> the tensors written in its place, by name."""
 
 
 class OfflineError(ValueError):
-    """What cannot be rewritten, or not to there; the text is the one line a user sees."""
+    """The source or the destination does not fit; the message is the one line a user sees."""
 
 
 @dataclass(frozen=True)
 class Invariance:
-    """How far a scaled model's logits are from the unscaled one's, over random tokens."""
+    """Differences between a scaled and the unscaled model's logits, over random tokens."""
 
-    largest_logit: float
-    float32_difference: float  # largest, of weights scaled in float32: rounding only
-    stored_difference: float  # largest, of weights rounded to the dtype they are stored in
+    largest_logit: float  # magnitude, of the unscaled model
+    float32_difference: float  # largest, with weights scaled in float32
+    stored_difference: float  # largest, with the scaled weights rounded to the stored dtype
 
 
 def quantize_directory(
     source: Path, destination: Path, weight_format: WeightFormat, progress: Progress
 ) -> None:
-    """Write a directory an SGLang server with this package serves, quantized as a publish is.
+    """Write the tensors that a publish sends, as a directory for SGLang servers to load.
 
-    Linear layers inside blocks become codes and scales, everything else BF16. An `fp8-block`
-    directory is described as SGLang's own `fp8` method reads it.
+    Linear layers inside blocks become codes and scales, everything else becomes BF16. The server
+    needs this package, except for `fp8-block`, which SGLang's own `fp8` method reads.
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination does not fit.
@@ -75,7 +79,7 @@ def quantize_directory(
         if weight_format == "bf16" or not weight_map.find_hugging_face(name)[0].quantized:
             yield name, tensor.to(torch.bfloat16)
             return
-        with quantize.naming(name):
+        with quantize.name_in_errors(name):
             quantized = quantize.quantize(tensor, weight_format)
         yield name, quantized.codes
         yield quantize.scale_name(name, weight_format), quantize.engine_scale(quantized)
@@ -98,19 +102,21 @@ def quantize_directory(
 def scale_directory(
     source: Path, destination: Path, config: UaqConfig, progress: Progress
 ) -> Invariance:
-    """Write a copy scaled by UAQ (QuRL Eq. 11), in the dtype it is stored in, and compare logits.
+    """Write a copy scaled by UAQ (QuRL Eq. 11), in the stored dtype, and compare logits.
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination does not fit.
     """
     if UAQ_FIELD in read_config(source):
-        raise OfflineError(f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo it")
+        raise OfflineError(
+            f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo that first"
+        )
     changes = {UAQ_FIELD: dataclasses.asdict(config)}
     return _scale(source, destination, uaq.transform(config), changes, progress)
 
 
 def unscale_directory(source: Path, destination: Path, progress: Progress) -> Invariance:
-    """Undo `scale_directory`: exact for powers of two, within a rounding of the dtype otherwise.
+    """Undo `scale_directory`: exact for powers of two, else up to a rounding of the stored dtype.
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination does not fit.
@@ -130,6 +136,8 @@ def _scale(
     changes: dict[str, Any],
     progress: Progress,
 ) -> Invariance:
+    """Apply `transform` to every tensor; `changes` are made to config.json."""
+
     def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, transform(name, tensor.float()).to(tensor.dtype)
 
@@ -139,6 +147,7 @@ def _scale(
 
 @torch.no_grad()
 def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
+    """Compare the logits of the model in `source` before and after `transform`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -167,43 +176,38 @@ def _rewrite(
     job: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Rewrite every tensor; `changes` are made to config.json, None removes a field."""
+    """Rewrite every tensor, or resume an interrupted call for the same `job`.
+
+    `changes` are made to config.json; None removes a field.
+    """
     architecture = Architecture.from_directory(source)
     if "quantization_config" in read_config(source):
         raise OfflineError(f"{source} is quantized already; give the directory it was made from")
-    files = Weights(source, architecture).files  # refuses what is missing, unknown or misshapen
+    files = Weights(source, architecture).files  # refuses missing, unknown or misshapen tensors
     if destination.exists():
         raise OfflineError(f"{destination} exists; choose another directory")
     partial = partial_of(destination)
-    _begin(partial, {"source": _fingerprint(source, files), **job})
+    _create_or_resume(partial, {"source": _fingerprint(source, files), **job})
 
     known = weight_map.hugging_face_names(architecture)
-    pieces = list(_pieces(source, files))
-    written: dict[str, str] = {}
+    pieces = [piece for file in files for piece in _cut(source, file)]
+    file_of: dict[str, str] = {}
     done_bytes = 0
     for piece in pieces:
-        if not (partial / piece.target).exists():
-            with safe_open(source / piece.file, "pt") as opened:
-                tensors = {
-                    new_name: new_tensor.contiguous()
-                    for name in piece.names
-                    for new_name, new_tensor in (
-                        rewrite(name, opened.get_tensor(name))
-                        if name in known
-                        else [(name, opened.get_tensor(name))]
-                    )
-                }
-            write_whole(partial / piece.target, functools.partial(_save, tensors))
-        with safe_open(partial / piece.target, "pt") as opened:
-            written |= dict.fromkeys(opened.keys(), piece.target)
+        written = partial / piece.written_file
+        if not written.exists():
+            tensors = _rewrite_piece(source, piece, rewrite, known)
+            write_whole(written, functools.partial(_save, tensors))
+        with safe_open(written, "pt") as opened:
+            file_of |= dict.fromkeys(opened.keys(), piece.written_file)
         done_bytes += piece.num_bytes
         progress(done_bytes, sum(piece.num_bytes for piece in pieces))
 
     copy_beside_weights(source, partial)
     if len(pieces) > 1:
-        write_index(partial, written)
+        write_index(partial, file_of)
     removed = {name for name, value in changes.items() if value is None}
-    removed |= {"torch_dtype"} if "dtype" in changes else set()  # its older spelling
+    removed |= {"torch_dtype"} if "dtype" in changes else set()  # older spelling of "dtype"
     config = {**read_config(source), **changes}
     config = {name: value for name, value in config.items() if name not in removed}
     write_whole(partial / "config.json", json.dumps(config, indent=2) + "\n")
@@ -213,44 +217,60 @@ def _rewrite(
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tensors of one source file that are held in memory together, and written as one file."""
+    """Tensors of one source file that are in memory together, and are written to one file."""
 
-    target: str
-    file: str
+    source_file: str
     names: list[str]
     num_bytes: int  # in float32, as they are rewritten
+    written_file: str
 
 
-def _pieces(source: Path, files: list[str]) -> Iterator[_Piece]:
-    """Every source file as one piece, or cut into several of at most PIECE_BYTES each."""
-    for file in files:
-        groups: list[tuple[list[str], int]] = [([], 0)]
-        with safe_open(source / file, "pt") as opened:
-            for name in opened.keys():
-                num_bytes = 4 * math.prod(opened.get_slice(name).get_shape())
-                names, size = groups[-1]
-                if names and size + num_bytes > PIECE_BYTES:
-                    names, size = [], 0
-                    groups.append((names, size))
-                names.append(name)
-                groups[-1] = names, size + num_bytes
-        for number, (names, num_bytes) in enumerate(groups, start=1):
-            target = file
-            if len(groups) > 1:
-                target = f"{file.removesuffix('.safetensors')}-{number:05}.safetensors"
-            yield _Piece(target, file, names, num_bytes)
+def _cut(source: Path, file: str) -> list[_Piece]:
+    """Cut a source file into pieces of at most MAX_PIECE_BYTES, or of one larger tensor."""
+    groups: list[tuple[list[str], int]] = [([], 0)]
+    with safe_open(source / file, "pt") as opened:
+        for name in opened.keys():
+            num_bytes = 4 * math.prod(opened.get_slice(name).get_shape())
+            names, size = groups[-1]
+            if names and size + num_bytes > MAX_PIECE_BYTES:
+                names, size = [], 0
+                groups.append((names, size))
+            names.append(name)
+            groups[-1] = names, size + num_bytes
+    if len(groups) == 1:
+        return [_Piece(file, *groups[0], written_file=file)]
+    stem = file.removesuffix(".safetensors")
+    return [
+        _Piece(file, names, num_bytes, f"{stem}-{number:05}.safetensors")
+        for number, (names, num_bytes) in enumerate(groups, start=1)
+    ]
+
+
+def _rewrite_piece(
+    source: Path, piece: _Piece, rewrite: Rewrite, known: set[str]
+) -> dict[str, Tensor]:
+    """Return what is written for a piece; tensors that are not `known` are copied."""
+    written: dict[str, Tensor] = {}
+    with safe_open(source / piece.source_file, "pt") as opened:
+        for name in piece.names:
+            tensor = opened.get_tensor(name)
+            for new_name, new_tensor in (
+                rewrite(name, tensor) if name in known else [(name, tensor)]
+            ):
+                written[new_name] = new_tensor.contiguous()
+    return written
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def _begin(partial: Path, job: dict[str, Any]) -> None:
-    """Make the unfinished directory, or go on with one of the same job."""
+def _create_or_resume(partial: Path, job: dict[str, Any]) -> None:
+    """Create the unfinished directory, or accept one that a call for the same job left."""
     job = json.loads(json.dumps(job))
     if partial.exists():
-        found = partial / JOB_FILE
-        if not found.exists() or json.loads(found.read_text()) != job:
+        job_file = partial / JOB_FILE
+        if not job_file.exists() or json.loads(job_file.read_text()) != job:
             raise OfflineError(f"{partial} was left by another conversion; remove it first")
         return
     partial.mkdir(parents=True)
@@ -258,6 +278,7 @@ def _begin(partial: Path, job: dict[str, Any]) -> None:
 
 
 def _fingerprint(source: Path, files: list[str]) -> dict[str, Any]:
+    """Return what identifies the source directory and the content of its files."""
     stats = {file: (source / file).stat() for file in files}
     return {
         "directory": str(source.resolve()),

@@ -1,4 +1,4 @@
-"""Quantized weights (QuRL Eq. 2): codes, and a scale for each block of them.
+"""Quantized weights (QuRL Eq. 2): low-precision codes, and a scale for each block of them.
 
     weight ~ codes * scale
 
@@ -7,31 +7,38 @@
     int4        torch.int8, from -7 to 7     an output channel    absmax / 7
     fp8         torch.float8_e4m3fn (E4M3)   an output channel    absmax / 448
     fp8-tensor  torch.float8_e4m3fn          the whole tensor     1 / (448 / absmax)
-    fp8-block   torch.float8_e4m3fn          128 x 128            1 / power of two under 448/absmax
+    fp8-block   torch.float8_e4m3fn          128 x 128            1 / power of two <= 448 / absmax
 
-`int4` is `int8` of fewer codes, a byte each, in the same layers and no faster: it shows what a
-wider gap does to training.
+`absmax` is the largest magnitude in a block. `int4` stores a byte per code and uses the layers of
+`int8`, so it is no faster; it shows what a coarser grid does to training.
 
-Blocks are those of the full tensor, counted from its first row and column; the last ones may be
-smaller. Rules that make codes a pure function of a weight and its block's absmax, so that a
-tensor-parallel shard quantized with the absmax of whole blocks holds byte for byte its part of the
-full tensor's codes:
+Blocks are those of the full tensor, counted from its first row and column; the last may be smaller.
 
-- The weight is the value the learner computes with (BF16, when it trains in BF16), upcast to
-  float32.
+Invariants:
+- Codes are a function of a weight and the absmax of its block, and of nothing else. So a
+  tensor-parallel shard, quantized with the absmax of whole blocks, holds byte for byte its part of
+  the full tensor's codes.
+- The weight is the value the learner computes with (BF16, if it trains in BF16), upcast to float32.
 - `int8` and `fp8` divide the weight by the float32 scale and round half to even. The engine
-  multiplies by the same scale, so this rounds to the code nearest in what the engine sees. A
-  channel whose scale would be below float32's smallest normal number (absmax under 1.5e-36 for
-  int8; a row of zeros is the common case) gets scale 1 and codes 0: subnormal scales lose their
-  digits here and are flushed to zero on some devices.
-- `fp8-tensor` and `fp8-block` are Transformer Engine's Float8CurrentScaling and Float8BlockScaling,
-  bit for bit: they multiply by 448 / absmax, which gives other codes than dividing by absmax / 448;
-  an absmax of 0 gets scale 1; a factor that overflows becomes the weight dtype's largest number.
-- NaN or infinity in a weight is refused, where the absmax is taken.
+  multiplies by the same scale, so this picks the nearest value that the engine can represent.
+- A channel whose scale would be below float32's smallest normal number gets scale 1 and codes 0.
+  Subnormal scales lose digits, and some devices flush them to zero. This concerns rows of zeros and
+  rows with an absmax below 1.5e-36 (int8).
+- `fp8-tensor` and `fp8-block` are Transformer Engine's Float8CurrentScaling and
+  Float8BlockScaling, bit for bit. They multiply by the factor 448 / absmax, which gives other codes
+  than dividing by absmax / 448. An absmax of 0 gets scale 1. A factor that overflows becomes the
+  largest number of the weight's dtype.
+- A weight that holds NaN or infinity is refused when its absmax is taken.
+- No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
+  float32, 64 MiB on a GPU, or one row if that is larger.
 
-Everything goes over the rows in chunks of 1 MiB of float32, 64 MiB on a GPU (one row where that is
-more), so that quantizing never holds a second, full-precision copy of a tensor. On a GPU the two
-formats of a scale a channel are one pass of `channel_kernel.py`.
+On a GPU, the formats with a scale per channel are one pass of `channel_kernel.py`.
+
+Example:
+
+    quantized = quantize(torch.tensor([[127.0, -3.2], [0.5, 0.25]]), "int8")
+    quantized.codes   # [[127, -3], [127, 64]]
+    quantized.scale   # [[1.0], [0.003937]]
 """
 
 from __future__ import annotations
@@ -44,17 +51,17 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to float32 at once: 1 MiB, within a core's cache
-GPU_CHUNK_ELEMENTS = 2**24  # 64 MiB there: many launches of little work would take longer
+GPU_CHUNK_ELEMENTS = 2**24  # 64 MiB; smaller chunks would spend the time on kernel launches
 _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent of a float32
 
 
 @dataclass(frozen=True)
 class _Format:
     dtype: torch.dtype
-    largest: float
-    block: tuple[int | None, int | None]  # rows and columns of one scale; None: all
-    multiplies: bool = False  # by largest / absmax, as Transformer Engine does
-    power_of_two: bool = False
+    largest: float  # code
+    block: tuple[int | None, int | None]  # rows and columns of one scale; None: all of them
+    multiplies: bool = False  # weights are multiplied by largest / absmax, not divided by a scale
+    power_of_two: bool = False  # the factor is rounded down to a power of two
 
 
 _FORMATS = {
@@ -67,8 +74,9 @@ _FORMATS = {
     ),
 }
 
-
-ENGINE_METHODS = {  # what SGLang calls its layers of a format; one scale a tensor is sent a channel
+# SGLang's names of the layers that hold a format. `fp8-tensor` is sent with its scale repeated for
+# each channel, so it needs no layer of its own.
+ENGINE_METHODS = {
     "int8": "qurl_int8",
     "int4": "qurl_int8",
     "fp8": "qurl_fp8",
@@ -78,12 +86,12 @@ ENGINE_METHODS = {  # what SGLang calls its layers of a format; one scale a tens
 
 
 class NonFiniteWeight(ValueError):
-    """A weight to be quantized holds NaN or infinity."""
+    """A weight holds NaN or infinity and cannot be quantized."""
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Have a refusal say which weight it is of."""
+def name_in_errors(name: str) -> Iterator[None]:
+    """Prefix the message of a NonFiniteWeight with the weight's name."""
     try:
         yield
     except NonFiniteWeight as error:
@@ -92,29 +100,30 @@ def naming(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor `[out, in]`, or the part of one that begins at `offset`."""
+    """A quantized tensor `[out, in]`, or the part of one that begins at `offset`."""
 
     codes: Tensor  # [out, in] int8 or float8_e4m3fn
-    scale: Tensor  # [block rows, block columns] float32, of the blocks the part touches; never 0
+    scale: Tensor  # [block rows, block columns] float32, of the blocks it touches; never 0
     weight_format: str
     offset: tuple[int, int] = (0, 0)  # row and column of the full tensor
 
 
 def code_dtype(weight_format: str) -> torch.dtype:
+    """Return the dtype of a format's codes."""
     return _format(weight_format).dtype
 
 
 def scale_name(weight_name: str, weight_format: str) -> str:
-    """The name under which a weight's scales are sent and stored: what codes are multiplied by."""
+    """Return the name under which a weight's scales are sent and stored."""
     suffix = "scale_inv" if weight_format == "fp8-block" else "scale"  # SGLang's names
     return f"{weight_name}_{suffix}"
 
 
 def engine_scale(quantized: QuantizedTensor) -> Tensor:
-    """The scales of a full tensor as the engine's layer holds them.
+    """Return a full tensor's scales in the shape in which the engine's layer holds them.
 
-    Those of blocks as they are; else one a channel, `[out, 1]`: the layer of one scale a tensor is
-    that of one a channel, with all of them the same.
+    That is `[block rows, block columns]` for `fp8-block` and one per channel, `[out, 1]`, for all
+    other formats; `fp8-tensor` repeats its scale.
     """
     if quantized.weight_format == "fp8-tensor":
         return quantized.scale.expand(quantized.codes.shape[0], 1)
@@ -122,18 +131,21 @@ def engine_scale(quantized: QuantizedTensor) -> Tensor:
 
 
 def block_shape(weight_format: str) -> tuple[int | None, int | None]:
-    """Rows and columns of one scale; None: all of them."""
+    """Return the rows and columns that share a scale; None: all of them."""
     return _format(weight_format).block
 
 
 def block_absmax(weight: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> Tensor:
-    """Largest magnitude in each block: `weight` `[out, in]` -> `[block rows, block columns]`.
+    """Return the largest magnitude in each block of `weight` `[out, in]`.
 
-    float32, of the blocks that the weight touches when it begins at `offset` of the full tensor.
-    Where a block is spread over tensor-parallel shards, take the maximum of theirs.
+    If `weight` is a shard, pass the `offset` at which it begins in the full tensor. The absmax of a
+    block that lies on several shards is the maximum of the shards' values.
+
+    Returns:
+        `[block rows, block columns]` float32, of the blocks that `weight` touches.
 
     Raises:
-        NonFiniteWeight: a block holds NaN or infinity; its first row is named.
+        NonFiniteWeight: a block holds NaN or infinity; the message gives its first row.
     """
     rows_of_block, columns_of_block = block_shape(weight_format)
     absmax = (
@@ -158,17 +170,17 @@ def quantize(
     offset: tuple[int, int] = (0, 0),
     out: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Codes and scales of `weight` `[out, in]`, any floating dtype (QuRL Eq. 2; rules above).
+    """Quantize `weight` `[out, in]`, of any floating dtype, by the rules above (QuRL Eq. 2).
 
     Args:
-        absmax: `[block rows, block columns]` float32, that of whole blocks where `weight` holds
-            only parts of them; left out, the weight's own is taken.
+        absmax: `[block rows, block columns]` float32, of the whole blocks that `weight` touches;
+            None: computed from `weight`, which must then hold whole blocks.
         offset: row and column of the full tensor at which `weight` begins.
-        out: where to write the codes; left out, they get memory of their own.
+        out: tensor `[out, in]` for the codes; None: a new one.
 
     Raises:
-        ValueError: an unknown format, or an `absmax` of another shape.
-        NonFiniteWeight: NaN or infinity in the weight.
+        ValueError: the format is unknown, or `absmax` has another shape or dtype.
+        NonFiniteWeight: `weight` or `absmax` holds NaN or infinity.
     """
     format_ = _format(weight_format)
     if absmax is not None:
@@ -187,10 +199,10 @@ def quantize(
         absmax = block_absmax(weight, weight_format, offset)
     scale, factor = _scales(absmax, format_, weight.dtype)
     for rows in _row_chunks(weight):
-        of_rows = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
-        exact = weight[rows].float()  # the product is a new tensor: .float() of float32 is no copy
-        scaled = exact * of_rows if format_.multiplies else exact / of_rows
-        # The clamp saturates: absmax / scale can round to a hair above the largest code.
+        spread = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
+        exact = weight[rows].float()  # may be a view of the weight: nothing below writes into it
+        scaled = exact * spread if format_.multiplies else exact / spread
+        # absmax / scale can round to slightly more than the largest code.
         scaled.clamp_(-format_.largest, format_.largest)
         codes[rows] = (
             scaled.round_().to(format_.dtype)
@@ -203,31 +215,31 @@ def quantize(
 def _check_absmax(
     absmax: Tensor, weight: Tensor, format_: _Format, offset: tuple[int, int]
 ) -> None:
-    wanted = tuple(
+    expected = tuple(
         1 if block is None else (start + size - 1) // block - start // block + 1
         for block, start, size in zip(format_.block, offset, weight.shape, strict=True)
     )
-    if absmax.shape != wanted or absmax.dtype != torch.float32:
+    if absmax.shape != expected or absmax.dtype != torch.float32:
         raise ValueError(
             f"absmax is {absmax.dtype} {list(absmax.shape)}; a weight of {list(weight.shape)} "
-            f"wants torch.float32 {list(wanted)}"
+            f"needs torch.float32 {list(expected)}"
         )
     _refuse_non_finite(absmax, format_.block[0], offset[0])
 
 
 def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -> Tensor:
-    """What the codes of blocks of these `absmax` are multiplied by; float32, of the same shape."""
+    """Return the scales of blocks with these `absmax`: float32, of the same shape."""
     return _scales(absmax, _format(weight_format), weight_dtype)[0]
 
 
 def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
-    """What the engine computes with: `codes * scale` of these rows, `[rows, in]` float32."""
+    """Return `codes * scale` of these rows, `[rows, in]` float32: what the engine computes with."""
     codes, format_ = quantized.codes, _format(quantized.weight_format)
     return codes[rows].float() * _spread(quantized.scale, format_, quantized.offset, codes, rows)
 
 
 def code_flips(old_codes: Tensor, new_codes: Tensor) -> int:
-    """How many codes of a tensor differ in their byte between two publishes."""
+    """Return how many codes of a tensor differ in at least one bit."""
     return int(torch.count_nonzero(old_codes.view(torch.uint8) != new_codes.view(torch.uint8)))
 
 
@@ -240,11 +252,11 @@ def _format(weight_format: str) -> _Format:
 
 
 def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What codes are multiplied by, and what weights are where the format multiplies them."""
+    """Return the scales, and their inverses, the factors of a format that multiplies."""
     if not format_.multiplies:
         scale = absmax / format_.largest
         return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0), scale
-    # `number / tensor` would be a reciprocal and a product, rounded twice.
+    # `number / tensor` would compute a reciprocal and a product, rounding twice.
     factor = torch.full_like(absmax, format_.largest).div_(absmax)
     factor = factor.masked_fill(absmax == 0, 1.0)
     factor = factor.masked_fill(factor.isinf(), torch.finfo(weight_dtype).max)
@@ -256,7 +268,7 @@ def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tupl
 def _spread(
     values: Tensor, format_: _Format, offset: tuple[int, int], weight: Tensor, rows: slice
 ) -> Tensor:
-    """One value a block -> one an element of these rows of `weight`, or what broadcasts to that."""
+    """Repeat the value of each block for its elements in these rows, unless it broadcasts."""
     for dim, (block, start, run) in enumerate(
         zip(format_.block, offset, (rows, slice(None)), strict=True)
     ):
@@ -267,13 +279,14 @@ def _spread(
 
 
 def _row_absmax(weight: Tensor) -> Tensor:
-    # A chunk's copy stays in cache: six times as fast as aminmax, which makes none.
+    # Six times as fast as aminmax, which makes no copy: a chunk's copy stays in cache.
     return torch.cat(
         [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
     )
 
 
 def _row_blocks(weight: Tensor, rows_of_block: int | None, first_row: int) -> Iterator[Tensor]:
+    """Yield the rows of each block that the weight touches."""
     if rows_of_block is None:
         yield weight
         return
@@ -287,7 +300,7 @@ def _row_blocks(weight: Tensor, rows_of_block: int | None, first_row: int) -> It
 def _column_blocks_absmax(
     weight: Tensor, columns_of_block: int | None, first_column: int
 ) -> Tensor:
-    """Of a weight that is one block of rows: [block columns] float32."""
+    """Return the absmax of a weight that is one block of rows: [block columns] float32."""
     if columns_of_block is None:
         return _row_absmax(weight).amax(0)
     columns = weight.abs().amax(0).float()

@@ -1,30 +1,42 @@
-"""Update-Aware Quantization (QuRL Eq. 11 and 12): invariant scaling of the layers a norm feeds.
+"""Update-aware quantization, UAQ (QuRL Eq. 11 and 12): scale weights down, so updates count more.
 
-    W x = (W / s)(s x)
+The problem: one optimizer step changes a weight by far less than the distance between two codes.
+Most codes stay the same, and the quantized policy does not follow the learner. UAQ divides weights
+by s > 1 once, before training, and multiplies their input by s:
 
-The linear layers fed by a norm (q, k, v, gate, up) are divided by s, and the norm's weight, which
-makes their input x, is multiplied by s. The model computes what it did before; the gradient of
-W / s, being (dL/dy)(s x)^T, grows s-fold.
+    W x = (W / s)(s x)                                                    QuRL Eq. 11
 
-Biases stay as they are: in `W x + b` only the product is rewritten, and the product has not
-changed. The same goes for Qwen3's q_norm and k_norm, which act on that product.
+The rule: the linear layers fed by a norm (q, k, v, gate, up) are divided by s, and the weight of
+that norm, which produces their input x, is multiplied by s. The model computes the same function.
 
-The two linear layers that no norm feeds can be reached through those that feed them, and are not
-by default, because what they gain those lose:
+What it changes and what it does not:
+- The codes of W / s are those of W, and the scales are 1/s of W's, because scales are relative to
+  the absmax. So the relative quantization error (Eq. 14) is the same.
+- An optimizer step of a given size moves W / s across s times as many code boundaries (Eq. 12), and
+  the relative update (Eq. 13) is s^2 times as large. The gradient of W / s, (dL/dy)(s x)^T, is s
+  times as large too.
 
-- `through_value`: o_proj is divided by s, and v_proj, bias included, multiplied by s: attention is
-  linear in its values. With the division above, v_proj is left where it was.
-- `through_up`: down_proj is divided by s, and up_proj multiplied by s: the gated product is linear
-  in up's half, not in gate's. up_proj is left where it was.
+Biases stay as they are: in W x + b only the product is rewritten. Qwen3's q_norm and k_norm stay
+as well, because they act on that product.
 
-What it does and does not do. With absmax scales the codes of W / s are those of W and the scales
-are 1/s of them, so Eq. 14's relative error is the same as before. What changes is the update: an
-optimizer step of the same size moves W / s across s times as many code boundaries (Eq. 12), and
-Eq. 13 grows by s^2.
+Two linear layers in a block are not fed by a norm. Two options, off by default, scale them through
+the layer that feeds them. What they gain, that layer loses:
+- `through_value` divides o_proj by s and multiplies v_proj, bias included, by s, because attention
+  is linear in its values. Together with the rule above, v_proj keeps its values.
+- `through_up` divides down_proj by s and multiplies up_proj by s, because the gated product is
+  linear in up (not in gate). Together with the rule above, up_proj keeps its values.
 
-W / 1.5 is not a BF16 number even where W is: scaling happens once, at load, on FP32 masters.
-A BF16 learner computes with the rounding of that: of a Gaussian matrix, 5 % of the INT8 codes then
-differ from those of W in BF16, by one step (2 % of the FP8 codes), and none where both are FP32.
+Rounding: W / 1.5 is not a BF16 number even if W is, so weights are scaled once, at load, as FP32
+masters. A BF16 learner then computes with W / 1.5 rounded to BF16. For a Gaussian matrix, 5 % of
+the INT8 codes then differ by one step from those of W in BF16 (2 % of the FP8 codes), and none if
+both are FP32. Scaling by a power of two is exact.
+
+Example:
+
+    scale = transform(UaqConfig(scale=2.0))
+    scale("model.layers.0.self_attn.q_proj.weight", weight)        # weight / 2
+    scale("model.layers.0.input_layernorm.weight", weight)         # weight * 2
+    scale("model.layers.0.mlp.down_proj.weight", weight)           # weight
 """
 
 from __future__ import annotations
@@ -41,21 +53,24 @@ from qurl_megatron.model import weight_map
 _NORMS = {rule.fed_by for rule in weight_map.RULES if rule.fed_by}
 
 Transform = Callable[[str, Tensor], Tensor]
+"""(name in a Hugging Face checkpoint, value) -> new value."""
 
 
 def transform(config: UaqConfig) -> Transform:
-    """`f(name, weight) -> weight` that applies Eq. 11 to a Hugging Face parameter.
+    """Return a function that applies QuRL Eq. 11 to one Hugging Face parameter.
 
-    `name` is transformers' (`model.layers.0.self_attn.q_proj.weight`), `weight` any shape,
-    float32; parameters that are left alone are returned as they are, of any dtype. Raises
-    ValueError for a scale that is not a positive finite number, and for a parameter to be scaled
-    that is not float32.
+    It takes the parameter's name in transformers and its value, of any shape. A parameter that UAQ
+    scales must be float32; any other is returned as it is.
+
+    Raises:
+        ValueError: a scale is not a positive finite number; from the returned function: a
+            parameter to be scaled is not float32.
     """
     return _scaling(config, direction=1)
 
 
 def inverse(config: UaqConfig) -> Transform:
-    """The undoing of `transform(config)`: exact for powers of two, within a rounding otherwise."""
+    """Return the inverse of `transform(config)`: exact for powers of two, else up to rounding."""
     return _scaling(config, direction=-1)
 
 
@@ -69,7 +84,7 @@ def _scaling(config: UaqConfig, direction: int) -> Transform:
         if power == 0:
             return weight
         if weight.dtype != torch.float32:
-            raise ValueError(f"UAQ scales float32 weights; {name} is {weight.dtype}: cast it first")
+            raise ValueError(f"UAQ scales float32 weights only; {name} is {weight.dtype}")
         _, layer = weight_map.find_hugging_face(name)
         scale = config.scale if layer is None else config.layer_scales.get(layer, config.scale)
         return weight * scale if power > 0 else weight / scale
@@ -78,7 +93,7 @@ def _scaling(config: UaqConfig, direction: int) -> Transform:
 
 
 def _power(name: str, config: UaqConfig) -> int:
-    """The power of s that the parameter is multiplied by: -1, 0 or 1."""
+    """Return the power of s that the parameter is multiplied by: -1, 0 or 1."""
     rule, layer = weight_map.find_hugging_face(name)
     module = name.split(".")[-2]
     is_weight = name.endswith(".weight")

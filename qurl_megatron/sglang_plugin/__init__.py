@@ -1,14 +1,15 @@
-"""What SGLang loads from this package, in every process of a server, through two entry points.
+"""The SGLang plugin: every process of a server loads it, through two entry points.
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
-SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds the reloadable
-quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block` and the weight
-checksums. Importing this package does nothing.
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds three things:
+the reloadable quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`; checksums of
+the weights a server holds; loading weights from the learner's memory. Importing this package does
+nothing.
 """
 
 
 def activate_cpu_platform() -> str | None:
-    """The platform's class by name, or None where SGLang has a GPU to run on."""
+    """Return the name of the platform's class, or None if this machine has a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -17,7 +18,7 @@ def activate_cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Tell SGLang what this package adds. Called once a process, before a model is built."""
+    """Add this package's layers and hooks to SGLang, once a process, before a model is built."""
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices

@@ -1,9 +1,10 @@
-"""Attention for a machine without a GPU: all sequences of a batch at once.
+"""Attention for machines without a GPU: many sequences of a batch in one call.
 
-SGLang's `torch_native` backend makes one call a sequence and layer, which on a small model is most
-of the server's time. Here the sequences of a batch are padded to the longest and go through one
-call; keys and values come out of SGLang's cache by index, so a cached prefix is simply the part of
-a sequence that has no queries, and decoding is a batch with one query a sequence. Sums are float32.
+SGLang's `torch_native` backend makes one call for each sequence and layer, which takes most of a
+small model's time. Here neighbouring sequences of a batch are padded to the longest and computed
+together. Keys and values are gathered from SGLang's cache by index. A cached prefix is the part of
+a sequence that has keys but no queries; decoding is a batch with one query per sequence. Sums are
+float32.
 """
 
 from __future__ import annotations
@@ -18,39 +19,44 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-# Padding costs time and memory: a run has at most this many query-key pairs, or one sequence.
-LARGEST_RUN = 1 << 20
+# Padding costs time and memory, so a group of several sequences has at most this many query-key
+# pairs, padding included.
+MAX_GROUP_PAIRS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Run:
+class SequenceGroup:
     """Neighbouring sequences of a batch that are computed together."""
 
-    tokens: slice  # theirs among the batch's packed queries
+    tokens: slice  # the group's queries among the batch's packed queries
     is_query: Tensor  # [sequences, queries] bool, False on padding
-    slots: Tensor  # [sequences, keys] int64, places in the key/value cache
+    slots: Tensor  # [sequences, keys] int64, indices into the key/value cache
     mask: Tensor  # [sequences, 1, queries, keys] float32, 0 where a query sees a key, else -inf
 
 
-def plan_runs(slots: Tensor, lengths: Tensor, num_new: Tensor, first: int = 0) -> list[Run]:
-    """Halve a batch until its runs are small enough.
+def group_sequences(
+    slots: Tensor, lengths: Tensor, num_new: Tensor, first: int = 0
+) -> list[SequenceGroup]:
+    """Halve a batch until each group is small enough.
 
-    slots [sequences, max length] int64; lengths and num_new [sequences] int64 count all tokens of
-    a sequence and the new ones at its end, which are the queries. `first` counts the queries before
-    this part of the batch.
+    Args:
+        slots: [sequences, max length] int64, each token's index into the key/value cache.
+        lengths: [sequences] int64, tokens of each sequence.
+        num_new: [sequences] int64, new tokens at the end of each; these are the queries.
+        first: number of queries in the batch before these sequences.
     """
     num_queries, num_keys = int(num_new.max()), int(lengths.max())
-    if len(lengths) > 1 and len(lengths) * num_queries * num_keys > LARGEST_RUN:
+    if len(lengths) > 1 and len(lengths) * num_queries * num_keys > MAX_GROUP_PAIRS:
         half = len(lengths) // 2
         second = first + int(num_new[:half].sum())
-        return plan_runs(slots[:half], lengths[:half], num_new[:half], first) + plan_runs(
-            slots[half:], lengths[half:], num_new[half:], second
+        return group_sequences(slots[:half], lengths[:half], num_new[:half], first) + (
+            group_sequences(slots[half:], lengths[half:], num_new[half:], second)
         )
     query, key = torch.arange(num_queries), torch.arange(num_keys)
-    position = (lengths - num_new)[:, None] + query  # padding lies beyond the end and sees it all
+    position = (lengths - num_new)[:, None] + query  # padding lies beyond the end and sees all keys
     unseen = key > position[..., None]
     return [
-        Run(
+        SequenceGroup(
             tokens=slice(first, first + int(num_new.sum())),
             is_query=query < num_new[:, None],
             slots=slots[:, :num_keys],
@@ -59,32 +65,42 @@ def plan_runs(slots: Tensor, lengths: Tensor, num_new: Tensor, first: int = 0) -
     ]
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, run: Run, scale: float) -> Tensor:
-    """Attention of one run.
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, group: SequenceGroup, scale: float
+) -> Tensor:
+    """Compute the attention of one group.
 
-    query [tokens, heads, head size]; keys and values [slots, key heads, head size], the whole
-    cache. Returns [tokens, heads, head size] float32.
+    Args:
+        query: [tokens, heads, head size], the group's.
+        keys, values: [slots, key heads, head size], the whole cache.
+        scale: factor of the products of queries and keys.
+
+    Returns:
+        [tokens, heads, head size] float32.
     """
-    padded = query.new_zeros(*run.is_query.shape, *query.shape[1:], dtype=torch.float32)
-    padded[run.is_query] = query.float()
+    padded = query.new_zeros(*group.is_query.shape, *query.shape[1:], dtype=torch.float32)
+    padded[group.is_query] = query.float()
 
     def gather(cache: Tensor) -> Tensor:  # -> [sequences, key heads, keys, head size]
-        rows = embedding(run.slots, cache.flatten(1)).float()
+        rows = embedding(group.slots, cache.flatten(1)).float()
         return rows.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
     out = scaled_dot_product_attention(
         padded.transpose(1, 2),
         gather(keys),
         gather(values),
-        attn_mask=run.mask,
+        attn_mask=group.mask,
         scale=scale,
         enable_gqa=query.shape[1] != keys.shape[1],
     )
-    return out.transpose(1, 2)[run.is_query]
+    return out.transpose(1, 2)[group.is_query]
 
 
 class BatchedAttentionBackend(TorchNativeAttnBackend):
-    """`torch_native` for causal self-attention, with its loops over sequences replaced."""
+    """SGLang's `torch_native` backend, with its loops over sequences replaced.
+
+    Cross attention and sliding windows still go through the loops.
+    """
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -92,7 +108,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         decoding = forward_batch.forward_mode.is_decode()
         num_new = torch.ones_like(lengths) if decoding else forward_batch.extend_seq_lens
         slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
-        self.runs = plan_runs(slots[:, : int(lengths.max())].long(), lengths, num_new)
+        self.groups = group_sequences(slots[:, : int(lengths.max())].long(), lengths, num_new)
 
     def _run_sdpa_forward_extend(self, *tensors: Tensor, **options: Any) -> Tensor:
         return self._attend(super()._run_sdpa_forward_extend, *tensors, **options)
@@ -101,13 +117,13 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
         return self._attend(super()._run_sdpa_forward_decode, *tensors, **options)
 
     def _attend(
-        self, one_by_one: Callable[..., Tensor], *tensors: Tensor, **options: Any
+        self, loop_over_sequences: Callable[..., Tensor], *tensors: Tensor, **options: Any
     ) -> Tensor:
         if options["is_cross_attn"] or options["sliding_window_size"] is not None:
-            return one_by_one(*tensors, **options)
+            return loop_over_sequences(*tensors, **options)
         query, output, keys, values, *_ = tensors
-        for run in self.runs:
-            output[run.tokens] = attend(
-                query[run.tokens], keys, values, run, options["scaling"]
+        for group in self.groups:
+            output[group.tokens] = attend(
+                query[group.tokens], keys, values, group, options["scaling"]
             ).to(output.dtype)
         return output

@@ -1,16 +1,23 @@
-"""Linear layers on INT8 or FP8 weight codes that can be reloaded any number of times.
+"""Linear layers on INT8 or FP8 weight codes, whose weights can be loaded any number of times.
 
-A layer holds exactly what the learner sends: `weight` (codes, [out, in]) and `weight_scale`
-(float32, [out, 1]), so that out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias, with the
-activations x quantized per token as they come (QuRL Eq. 2). With a scale for each 128 x 128 block,
-`weight_scale_inv` (float32, [out / 128, in / 128], rounded up), activations are quantized per token
-and 128 channels. SGLang's own W8A8 layers transpose and rebind their weights after the first load
-and so refuse or lose a second one; these multiply by a transposed view and never replace a
-parameter.
+A layer holds exactly what the learner sends:
 
-On a GPU the products are sgl_kernel's, which want exactly that view and divisible sizes (in by 16,
-out by 8). On a CPU they are float32 products of the codes: as exact, and measured 13 to 50 times as
-fast as `torch._int_mm` or a bfloat16 product on a machine with AVX2 only.
+    weight            [out, in]                            codes
+    weight_scale      [out, 1] float32                     one scale per output channel, or
+    weight_scale_inv  [ceil(out/128), ceil(in/128)] float32  one per block of 128 x 128 codes
+
+With one scale per channel, activations x are quantized per token as they come (QuRL Eq. 2):
+
+    out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias
+
+With blocks, activations are quantized per token and 128 channels.
+
+SGLang's own W8A8 layers transpose and rebind their weights after the first load, and then refuse or
+lose a second one. These layers multiply by a transposed view and never replace a parameter.
+
+On a GPU the products are sgl_kernel's, which require that view and divisible sizes (in by 16, out
+by 8). On a CPU they are float32 products of the codes. These are as exact, and measured 13 to 50
+times as fast as `torch._int_mm` or a bfloat16 product on a machine with AVX2 only.
 """
 
 from __future__ import annotations
@@ -28,16 +35,19 @@ from sglang.srt.layers.parameter import (
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from torch import Tensor
 
-# A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them without rounding.
+# A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
 EXACT_TERMS = 1024
 
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
 def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [tokens, in] -> float32 values of its codes [tokens, in], float32 scales [tokens, 1].
+    """Quantize activations `x` [tokens, in] token by token.
 
-    scale = absmax / largest code; codes are x / scale rounded half to even, 0 for a row of zeros.
+    scale = absmax / largest code; codes are x / scale, rounded half to even; 0 for a row of zeros.
+
+    Returns:
+        The codes' values [tokens, in] float32, and the scales [tokens, 1] float32.
     """
     largest = 127.0 if code_dtype == torch.int8 else torch.finfo(code_dtype).max
     x = x.float()
@@ -47,12 +57,12 @@ def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 class QuantizedLinearMethod(LinearMethodBase):
-    """The parameters and the CPU arithmetic that the formats share."""
+    """Base class: the parameters and the CPU arithmetic that the formats share."""
 
     code_dtype: torch.dtype
 
     def __init__(self, quant_config: QurlConfig) -> None:
-        self.quant_config = quant_config  # SGLang's loaders ask it for its block size, if any
+        self.quant_config = quant_config  # SGLang's loaders read its block size, if it has one
 
     def create_weights(
         self,
@@ -66,9 +76,9 @@ class QuantizedLinearMethod(LinearMethodBase):
         weight_loader: Callable[..., None],
         **attributes: Any,
     ) -> None:
-        """Register this rank's shard: codes 0 and scales 1 until weights arrive."""
-        # SGLang hands its older loader to methods it does not know; these parameters are made for
-        # the newer one, and scales of blocks load with no other.
+        """Register this rank's shard, with codes 0 and scales 1 until weights arrive."""
+        # SGLang passes its older loader to methods it does not know. These parameters are written
+        # for the newer one, and block scales load with no other.
         weight_loader = getattr(layer, "weight_loader_v2", weight_loader)
         weight = ModelWeightParameter(
             data=torch.zeros(
@@ -88,6 +98,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         output_sizes: list[int],
         weight_loader: Callable[..., None],
     ) -> None:
+        """Register the scales of this rank's shard."""
         scale = ChannelQuantScaleParameter(
             data=torch.ones(sum(output_sizes), 1, dtype=torch.float32),
             output_dim=0,
@@ -96,32 +107,38 @@ class QuantizedLinearMethod(LinearMethodBase):
         layer.register_parameter("weight_scale", scale)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in] bfloat16 -> [..., out] bfloat16."""
+        """Multiply `x` [..., in] bfloat16 by the weight; return [..., out] bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
         multiply = self.multiply_cuda if x.is_cuda else self.multiply_cpu
         out = multiply(tokens, layer.weight, self.scales_of(layer), bias)
         return out.view(*x.shape[:-1], -1)
 
     def scales_of(self, layer: Any) -> Tensor:
+        """Return the layer's weight scales."""
         return layer.weight_scale
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32."""
         codes, x_scale = quantize_tokens(x, self.code_dtype)
         out = self.sum_products(codes, weight).mul_(x_scale).mul_(scale.t())
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     def sum_products(self, codes: Tensor, weight: Tensor) -> Tensor:
-        """Values of codes [tokens, in], weight codes [out, in] -> float32 [tokens, out]."""
+        """Multiply the values of activation codes [tokens, in] by weight codes [out, in].
+
+        Returns [tokens, out] float32.
+        """
         raise NotImplementedError
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
+        """Multiply as `multiply_cpu` does, by GPU kernels of SGLang."""
         raise NotImplementedError
 
 
 class Int8LinearMethod(QuantizedLinearMethod):
-    """INT8 weights and activations; sums are those of the integers."""
+    """INT8 weights and activations; on a CPU the sums are exact."""
 
     code_dtype = torch.int8
 
@@ -135,7 +152,7 @@ class Int8LinearMethod(QuantizedLinearMethod):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        # Differs from the CPU where x / scale lies half-way: the kernel rounds those away from 0.
+        # Differs from the CPU where x / scale lies half-way: this kernel rounds that away from 0.
         from sgl_kernel import int8_scaled_mm
         from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
 
@@ -144,7 +161,7 @@ class Int8LinearMethod(QuantizedLinearMethod):
 
 
 class Fp8LinearMethod(QuantizedLinearMethod):
-    """FP8 (E4M3) weights and activations; sums are in float32, which holds each product exactly."""
+    """FP8 (E4M3) weights and activations; products are exact in float32, sums are rounded."""
 
     code_dtype = torch.float8_e4m3fn
 
@@ -175,6 +192,11 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
         output_sizes: list[int],
         weight_loader: Callable[..., None],
     ) -> None:
+        """Register the scales of blocks.
+
+        Raises:
+            ValueError: a block would belong to two of the layers fused on this rank.
+        """
         if len(output_sizes) > 1 and any(size % BLOCK for size in output_sizes):
             raise ValueError(
                 f"qurl_fp8_block: the widths {output_sizes} of layers fused on this rank are not "
@@ -219,17 +241,21 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
 def apply_unquantized(
     method: LinearMethodBase, layer: Any, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """x [..., in] -> [..., out] of a layer that is not quantized, on a CPU; summed in float32.
+    """Multiply `x` [..., in] by an unquantized layer's weight on a CPU; return [..., out].
 
-    Stands in for `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten times as slow
-    where the CPU has no instructions for them.
+    Sums are float32. Stands in for `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten
+    times as slow on a CPU without instructions for them.
     """
     out = torch.nn.functional.linear(x.float(), layer.weight.float())
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
 class QurlConfig(QuantizationConfig):
-    """`--quantization qurl_int8`, or `"quantization_config": {"quant_method": "qurl_int8"}`."""
+    """Base class of the quantization configs that SGLang chooses from by name.
+
+    The name is given as `--quantization qurl_int8`, or in a model's config.json as
+    `"quantization_config": {"quant_method": "qurl_int8"}`.
+    """
 
     linear_method: type[QuantizedLinearMethod]
     min_capability: int
@@ -251,7 +277,7 @@ class QurlConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizedLinearMethod | None:
-        """Linear layers are quantized; embeddings, norms and lm_head stay as they are."""
+        """Return the method of a linear layer; None for embeddings, norms and lm_head."""
         return self.linear_method(self) if isinstance(layer, LinearBase) else None
 
     def get_scaled_act_names(self) -> list[str]:
@@ -279,7 +305,7 @@ class Fp8Config(QurlConfig):
 class Fp8BlockConfig(QurlConfig):
     linear_method = Fp8BlockLinearMethod
     min_capability = 90
-    weight_block_size = (BLOCK, BLOCK)  # of SGLang's loaders of fused layers
+    weight_block_size = (BLOCK, BLOCK)  # SGLang's loaders of fused layers read it
 
     @classmethod
     def get_name(cls) -> str:

@@ -1,8 +1,9 @@
-"""SGLang on a machine without a GPU: the real server, with plain PyTorch underneath.
+"""An SGLang platform for machines without a GPU: the real server, computing in plain PyTorch.
 
-SGLang's own CPU engine needs kernels that no package registry carries. As an out-of-tree platform
-it takes the native PyTorch path of every operator instead, which is all a small model needs.
-Nothing here may import, at module level, what itself imports `current_platform`.
+SGLang's own CPU engine needs kernels that no package registry carries. On an out-of-tree platform,
+SGLang takes the native PyTorch path of every operator instead, which is enough for a small model.
+No module that imports `current_platform` may be imported here at module level, because SGLang
+imports this module to define it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 
 class CpuPlatform(SRTPlatform):
-    """One CPU device, its memory the machine's, its collectives gloo."""
+    """One CPU device with the machine's memory, and gloo for collectives."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
 
     def init_backend(self) -> None:
-        """Replace what the native path is slowest at, and keep NCCL out of tensor parallelism."""
+        """Replace the slowest operators, and keep NCCL out of tensor parallelism."""
         from sglang.srt.distributed.device_communicators import pynccl
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -50,7 +51,7 @@ class CpuPlatform(SRTPlatform):
         return torch.device("cpu")
 
     def set_device(self, device: torch.device) -> None:
-        """There is only one."""
+        """Do nothing: there is only one device."""
 
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
@@ -59,7 +60,7 @@ class CpuPlatform(SRTPlatform):
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        return "eager"  # a few helper functions; compiling them takes the first request 40 s
+        return "eager"  # compiling a few helper functions would delay the first request by 40 s
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -71,22 +72,23 @@ class CpuPlatform(SRTPlatform):
 
 
 def build_allocator(size: int, page_size: int, **options: Any) -> Any:
-    """SGLang's allocator for pages of one token; its paged one sorts whatever is freed."""
+    """Return SGLang's allocator for pages of one token; its paged one sorts all freed pages."""
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
     if page_size != 1:
-        raise ValueError(f"page_size {page_size}: the qurl_cpu platform has pages of 1 token")
+        raise ValueError(f"page_size is {page_size}; the qurl_cpu platform requires 1")
     return TokenToKVPoolAllocator(size, **options)
 
 
 def no_nccl(path: str | None = None) -> None:
-    """Stands in for the library, which is installed but of no use; its users then do without."""
+    """Fail to load NCCL, which is installed but useless here; SGLang then does without it."""
     raise OSError("NCCL needs a GPU")
 
 
 def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Stands in for what pads heads and widths that `tp_size` does not divide.
+    """Return the config unchanged; stands in for `adjust_config_with_unaligned_cpu_tp`.
 
-    It runs on every CPU, but only SGLang's own CPU engine can load weights into the padded shapes.
+    SGLang's function pads heads and widths that `tp_size` does not divide. It runs on every CPU,
+    but only SGLang's own CPU engine can load weights into the padded shapes.
     """
     return model_config

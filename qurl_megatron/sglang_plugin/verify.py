@@ -1,15 +1,15 @@
-"""Checksums of what lies in a server's layers now, under the names weights were sent by.
+"""Checksums of the weights a server's layers hold, under the names the weights were sent by.
 
-`POST /weights_checker {"action": "checksum"}` answers, for each tensor-parallel rank, with the
-checksum of every part it holds by `checksum.part_key`; `checksum.combine` makes full tensors' of
-them. They are taken of the very parameters the layers multiply with, after SGLang's own loaders
-have fused and sharded what was sent.
+`POST /weights_checker {"action": "checksum"}` returns, for each tensor-parallel rank, the checksum
+of every part of a tensor that the rank holds, by `checksum.part_key`. `checksum.combine` adds them
+up to full tensors' checksums. They are computed from the parameters that the layers multiply with,
+after SGLang's own loaders have fused and sharded what was sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.linear import (
@@ -23,16 +23,24 @@ from torch import Tensor
 from qurl_megatron.quantization.checksum import checksum, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
 
-Part = tuple[
-    str, Tensor, int, int
-]  # name, its values here, first row and column in the full tensor
+
+class HeldPart(NamedTuple):
+    """The part of one Hugging Face tensor that this rank holds."""
+
+    name: str
+    values: Tensor
+    row_offset: int  # first row and column of the part in the full tensor
+    column_offset: int
 
 
 def compute_checksum(checker: Any) -> dict[str, Any]:
-    """Stands in for SGLang's `WeightChecker._compute_checksum`, which needs a GPU."""
+    """Return this rank's checksums; stands in for `WeightChecker._compute_checksum`.
+
+    SGLang's own needs a GPU.
+    """
     checksums = {
-        part_key(name, row, column): checksum(tensor, row_offset=row, column_offset=column)
-        for name, tensor, row, column in parts(checker._get_model())
+        part_key(name, row, column): checksum(values, row_offset=row, column_offset=column)
+        for name, values, row, column in held_parts(checker._get_model())
     }
     return {
         "checksums": {key: str(value) for key, value in checksums.items()},
@@ -41,40 +49,41 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
     }
 
 
-def parts(model: torch.nn.Module) -> Iterator[Part]:
-    """Every parameter of `model` on this rank, cut into the Hugging Face tensors it is made of."""
+def held_parts(model: torch.nn.Module) -> Iterator[HeldPart]:
+    """Yield this rank's parameters, cut into the Hugging Face tensors they were fused from."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            yield from _parts(module, module_name, name, parameter.detach())
+            yield from _cut(module, module_name, name, parameter.detach())
 
 
-def _parts(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[Part]:
-    rows_of_one = BLOCK if name == "weight_scale_inv" else 1  # a block's scale stands for so many
+def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
+    """Yield the parts of one parameter of a module that is at `path` in the model."""
+    rows_per_entry = BLOCK if name == "weight_scale_inv" else 1  # rows of the weight
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas
         rows = 0
         for projection, size, rank in (
-            ("q_proj", module.q_proj_shard_size // rows_of_one, module.tp_rank),
-            ("k_proj", module.kv_proj_shard_size // rows_of_one, kv_rank),
-            ("v_proj", module.v_proj_shard_size // rows_of_one, kv_rank),
+            ("q_proj", module.q_proj_shard_size // rows_per_entry, module.tp_rank),
+            ("k_proj", module.kv_proj_shard_size // rows_per_entry, kv_rank),
+            ("v_proj", module.v_proj_shard_size // rows_per_entry, kv_rank),
         ):
-            sender = f"{path.removesuffix('qkv_proj')}{projection}.{name}"
-            yield sender, tensor[rows : rows + size], rank * size, 0
+            sent_name = f"{path.removesuffix('qkv_proj')}{projection}.{name}"
+            yield HeldPart(sent_name, tensor[rows : rows + size], rank * size, 0)
             rows += size
     elif isinstance(module, MergedColumnParallelLinear):
         rows = 0
         for projection, full_size in zip(
             ("gate_proj", "up_proj"), module.output_sizes, strict=True
         ):
-            size = full_size // module.tp_size // rows_of_one
-            sender = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
-            yield sender, tensor[rows : rows + size], module.tp_rank * size, 0
+            size = full_size // module.tp_size // rows_per_entry
+            sent_name = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
+            yield HeldPart(sent_name, tensor[rows : rows + size], module.tp_rank * size, 0)
             rows += size
     elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
-        yield f"{path}.{name}", tensor, 0, module.tp_rank * tensor.shape[1]
+        yield HeldPart(f"{path}.{name}", tensor, 0, module.tp_rank * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # without padding
-        yield f"{path}.{name}", tensor[:rows], shard.org_vocab_start_index, 0
+        yield HeldPart(f"{path}.{name}", tensor[:rows], shard.org_vocab_start_index, 0)
     else:
-        yield f"{path}.{name}", tensor, 0, 0
+        yield HeldPart(f"{path}.{name}", tensor, 0, 0)

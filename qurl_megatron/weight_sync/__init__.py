@@ -1,1 +1,1 @@
-"""The learner's weights on their way to the servers, and to Hugging Face directories."""
+"""Sending the learner's weights to the servers, and writing them as Hugging Face directories."""

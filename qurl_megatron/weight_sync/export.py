@@ -1,12 +1,14 @@
-"""The policy as a Hugging Face directory, UAQ undone: from a live learner or from a checkpoint.
+"""The learner's policy as a Hugging Face directory, with UAQ undone.
 
-A directory appears under its name only when it is whole.
+UAQ (update-aware quantization) rescales weights at load; the directory holds the weights as a model
+without it has them. `export` writes a live learner's policy, `export_checkpoint` a checkpoint's.
+The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -21,21 +23,21 @@ from qurl_megatron.model.huggingface import Progress, copy_beside_weights, store
 from qurl_megatron.quantization import uaq
 from qurl_megatron.weight_sync.reshard import Converter
 
-FILE_BYTES = 4 * 1024**3  # of float32, so half as much on disk where the source is BF16
-
-NamedTensors = Iterator[tuple[str, Tensor]]
+FILE_BYTES = 4 * 1024**3  # of float32 values; half as much on disk if the source is BF16
 
 
 def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:
-    """Write the policy to `destination`, in the dtype and with the tokenizer of `source`.
+    """Write the policy to `destination`, replacing an earlier export.
 
-    Collective over all learner ranks; global rank 0 writes, over what an earlier export left.
+    The dtype, the tokenizer and the other files beside the weights are those of `source`.
+    Collective over all learner ranks; global rank 0 writes.
     """
-    partial = from_rank_zero(lambda: _begin(destination))
-    buckets = Converter(learner, "masters", FILE_BYTES).buckets()
-    files = (bucket.tensors() for bucket in buckets)
-    _write(files, source, partial, config)
+    partial = from_rank_zero(lambda: _create_partial(destination))
+    writer = _Writer(source, partial, config)
+    converter = Converter(learner, "masters", FILE_BYTES)
+    converter.convert(lambda bucket: writer.write_file(bucket.tensors()))
     if rank() == 0:
+        writer.finish()
         shutil.rmtree(destination, ignore_errors=True)
         rename_whole(partial, destination)
 
@@ -43,39 +45,52 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
 def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -> None:
     """Write a run's checkpoint to `destination`, holding one layer in memory at a time.
 
-    `progress` is told the bytes read and those to be read. Needs no process group.
+    `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
 
     Raises:
-        CheckpointError: not a checkpoint, or `destination` is there already; one line.
+        CheckpointError: `checkpoint` is not one, or `destination` exists; one line.
     """
     config = checkpoints.read_config(checkpoint)
     if destination.exists():
         raise checkpoints.CheckpointError(f"{destination} exists; choose another")
-    partial = _begin(destination)
-    layers = checkpoints.read_masters(checkpoint, progress)
-    _write(layers, checkpoint / "model", partial, config.quantization.uaq)
+    partial = _create_partial(destination)
+    writer = _Writer(checkpoint / "model", partial, config.quantization.uaq)
+    for layer in checkpoints.read_masters(checkpoint, progress):
+        writer.write_file(layer)
+    writer.finish()
     rename_whole(partial, destination)
 
 
-def _begin(destination: Path) -> Path:
+def _create_partial(destination: Path) -> Path:
     partial = partial_of(destination)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
-def _write(files: Iterable[NamedTensors], source: Path, partial: Path, config: UaqConfig) -> None:
-    """One safetensors file for each of `files`, and what stands beside them in `source`."""
-    unscale = uaq.inverse(config)
-    dtype = stored_dtype(source)
-    file_of: dict[str, str] = {}
-    for number, named in enumerate(files, start=1):
+class _Writer:
+    """Writes the safetensors files of a directory one by one, and then the files beside them."""
+
+    def __init__(self, source: Path, directory: Path, config: UaqConfig) -> None:
+        self._source = source
+        self._directory = directory
+        self._unscale = uaq.inverse(config)
+        self._dtype = stored_dtype(source)
+        self._file_of: dict[str, str] = {}
+        self._num_files = 0
+
+    def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:
+        """Write float32 weights, given by name, to the next file."""
         tensors = {
-            name: unscale(name, tensor.cpu()).to(dtype).contiguous() for name, tensor in named
+            name: self._unscale(name, master.cpu()).to(self._dtype).contiguous()
+            for name, master in masters
         }
-        file = f"model-{number:05}.safetensors"
-        save_file(tensors, partial / file, {"format": "pt"})
-        file_of |= dict.fromkeys(tensors, file)
-    if file_of:  # ranks other than the first have none
-        write_index(partial, file_of)
-        copy_beside_weights(source, partial)
+        self._num_files += 1
+        file = f"model-{self._num_files:05}.safetensors"
+        save_file(tensors, self._directory / file, {"format": "pt"})
+        self._file_of |= dict.fromkeys(tensors, file)
+
+    def finish(self) -> None:
+        """Write the index, and copy the files beside the weights from the source."""
+        write_index(self._directory, self._file_of)
+        copy_beside_weights(self._source, self._directory)

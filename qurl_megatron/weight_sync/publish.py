@@ -1,8 +1,19 @@
-"""Publishing: pause the servers, send them the policy, verify what they hold, resume.
+"""Publishing: bring the learner's policy to the servers as the next weight version.
 
-A publish is all or nothing. The servers answer no prompt between pause and resume, their prefix
-caches are emptied, and they resume under the new version only after every tensor's checksum, taken
-of the learner's shards before they travelled, equals that of what lies in the servers' layers.
+    pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
+
+A publish is all or nothing:
+- Between pause and resume the servers answer no prompt, so no response mixes two versions.
+- Their prefix caches are emptied, so no response uses attention states of older weights.
+- They resume only if every tensor's checksum, computed from the learner's shards before they were
+  sent, equals the checksum of the parameters that the servers' layers multiply with. Otherwise the
+  publish raises `PublishError`.
+
+Example, on every learner rank:
+
+    publisher = Publisher(learner, servers, "int8", bucket_bytes=512 * 2**20, group_name="rollout")
+    published = publisher.publish()
+    publisher.close()
 """
 
 from __future__ import annotations
@@ -22,14 +33,18 @@ from qurl_megatron.process import free_port
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, address_towards
 from qurl_megatron.rollout.server import Server
-from qurl_megatron.weight_sync.reshard import Bucket, Conversion, Converter
-from qurl_megatron.weight_sync.shared_memory import SHARED, describe
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.reshard import Conversion, Converter
+from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 
 T = TypeVar("T")
 
 Carrier = Literal["nccl", "gloo", "shared_memory"]
-"""How buckets reach the servers: by a broadcast over NCCL, or over gloo through host memory; or the
-servers, on this machine, read them where they lie."""
+"""How buckets reach the servers.
+
+"nccl" broadcasts from GPU to GPU, "gloo" broadcasts through host memory. With "shared_memory" the
+servers, on the learner's machine, read the buckets in place.
+"""
 
 
 class PublishError(RuntimeError):
@@ -38,18 +53,18 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True)
 class Published:
-    """One publish, as global rank 0 saw it."""
+    """The result of one publish; only global rank 0's is complete."""
 
-    version: int
-    sent_bytes: int
+    version: int  # the weight version the servers serve
+    sent_bytes: int  # size of all buckets; each server receives that much
     conversion: Conversion
 
 
 class Publisher:
-    """Carries a learner's weights to one set of servers, over one process group made once.
+    """Publishes a learner's weights to a fixed set of servers, over one process group.
 
-    Every learner rank constructs it, publishes and closes it; only global rank 0, which is rank 0
-    of the process group, talks to the servers.
+    Collective: every learner rank constructs it, publishes and closes it. Only global rank 0 talks
+    to the servers; it is rank 0 of the process group.
     """
 
     def __init__(
@@ -61,14 +76,21 @@ class Publisher:
         group_name: str,
         carrier: Carrier | None = None,
     ) -> None:
-        """`carrier` is NCCL where every process has a GPU of its own, or else gloo, if left out."""
+        """Join the servers in a process group.
+
+        Args:
+            weight_format: the format in which the servers were started.
+            bucket_bytes: largest bucket; see `reshard.Converter`.
+            group_name: name of the process group, unique among those of a server.
+            carrier: None: NCCL if every process has its own GPU, else gloo.
+        """
         self.version = 0
         self._carrier = carrier or carrier_towards(
-            [gpu for one in servers if one.here for gpu in one.gpus]
+            [gpu for server in servers if server.here for gpu in server.gpus]
         )
         self._converter = Converter(learner, weight_format, bucket_bytes)
         self._controls = [ServerControl(server) for server in servers] if rank() == 0 else []
-        self._group_name = group_name + (SHARED if self._carrier == "shared_memory" else "")
+        self._group_name = group_name + (GROUP_SUFFIX if self._carrier == "shared_memory" else "")
         self._threads = ThreadPoolExecutor(max_workers=len(servers))
         if rank() == 0:
             self._group = self._join(servers)
@@ -77,19 +99,22 @@ class Publisher:
         """Send the policy as it is now, under the next version.
 
         Raises:
-            PublishError: a server refused the weights, or holds others than were sent.
-            quantize.NonFiniteWeight: a weight holds NaN or infinity; its name is in the message.
+            PublishError: a server does not hold what was sent.
+            rollout.server.ServerFailed: a server refused a request or died.
+            quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
         """
         self.version += 1
-        sent_bytes = 0
-        self._on_every_server(lambda control: control.pause())
-        for bucket in self._converter.buckets():
+        sent_bytes: list[int] = []
+
+        def send(bucket: Bucket) -> None:
             self._send(bucket)
-            sent_bytes += bucket.flat.numel()
-        conversion = self._converter.conversion
+            sent_bytes.append(bucket.flat.numel())
+
+        self._on_every_server(lambda control: control.pause())
+        conversion = self._converter.convert(send)
         self._on_every_server(lambda control: verify(control, conversion.checksums))
         self._on_every_server(lambda control: control.resume(weight_version=self.version))
-        return Published(self.version, sent_bytes, conversion)
+        return Published(self.version, sum(sent_bytes), conversion)
 
     def close(self) -> None:
         """Leave the process group; the servers keep the last version."""
@@ -128,6 +153,7 @@ class Publisher:
         return group
 
     def _send(self, bucket: Bucket) -> None:
+        """Send a bucket to every server; return when all have loaded it."""
         shared = self._carrier == "shared_memory"
         message = describe(bucket.flat) if shared else bucket.flat
         receiving = [
@@ -141,7 +167,8 @@ class Publisher:
             for control in self._controls
         ]
         sending = dist.broadcast(message, src=0, group=self._group, async_op=True)
-        # A server that refuses the request never receives: its answer must not wait for the send.
+        # A server that refuses the request never receives, so the broadcast would never end.
+        # Raise that server's answer before waiting for the broadcast.
         done, _ = wait(receiving, return_when=FIRST_EXCEPTION)
         for received in done:
             received.result()
@@ -152,10 +179,10 @@ class Publisher:
 
 
 def verify(control: ServerControl, sent: dict[str, int]) -> None:
-    """Compare the checksums of what a server holds with those of what was `sent`, by name.
+    """Compare the checksums of a server's tensors with those of the tensors `sent`, by name.
 
     Raises:
-        PublishError: they differ; the first tensor that does is named.
+        PublishError: some differ; the message names the first.
     """
     try:
         held = checksum.combine(control.checksums())

@@ -1,8 +1,10 @@
-"""A buffer that another process of this machine reads where it lies, told in a few bytes.
+"""Buffers that another process on the same machine reads in place.
 
-On a GPU this is CUDA's inter-process memory, through PyTorch's own sharing of tensors; without one,
-a file in the machine's shared memory. Nothing is copied. The owner keeps the buffer until its
-reader has said that it is done.
+The owner describes a buffer in a header of `HEADER_BYTES`, and sends the header instead of the
+buffer. The reader attaches to the memory; nothing is copied. On a GPU this is CUDA's inter-process
+memory, through PyTorch's own sharing of tensors. Without a GPU it is a file in shared memory.
+
+The owner must keep the buffer until the reader has confirmed that it is done.
 """
 
 from __future__ import annotations
@@ -14,29 +16,32 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 HEADER_BYTES = 4096
-SHARED = "@shared_memory"  # ends the name of a process group whose buckets travel so
+GROUP_SUFFIX = "@shared_memory"  # marks a process group that broadcasts headers, not buckets
 
 
 def describe(buffer: Tensor) -> Tensor:
-    """What `attach` needs of a flat uint8 `buffer` whose values are complete: [HEADER_BYTES] uint8.
+    """Return the header of a flat uint8 `buffer`, [HEADER_BYTES] uint8, for `attach`.
 
-    On a CPU its storage moves to shared memory.
+    The buffer's values must be complete. On a CPU its storage moves to shared memory.
     """
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)
-        _, told = reduce_tensor(buffer)
+        _, handle = reduce_tensor(buffer)
     else:
-        told = buffer.untyped_storage()._share_filename_cpu_()
-    packed = pickle.dumps((buffer.is_cuda, told))
+        handle = buffer.untyped_storage()._share_filename_cpu_()
+    packed = pickle.dumps((buffer.is_cuda, handle))
     header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     header[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     return header
 
 
 def attach(header: Tensor) -> Tensor:
-    """The buffer itself, in a process that trusts the header's sender."""
-    on_gpu, told = pickle.loads(header.numpy().tobytes())  # what follows its end is not read
+    """Return the buffer that `describe` was given, in another process of this machine.
+
+    The header is unpickled, so its sender must be trusted.
+    """
+    on_gpu, handle = pickle.loads(header.numpy().tobytes())  # stops before the trailing zeros
     if on_gpu:
-        return rebuild_cuda_tensor(*told)
-    storage = torch.UntypedStorage._new_shared_filename_cpu(*told)
+        return rebuild_cuda_tensor(*handle)
+    storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]

@@ -14,16 +14,17 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from qurl_megatron.process import free_port
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import Server
-from qurl_megatron.weight_sync.shared_memory import SHARED, describe
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 Weights = dict[str, Tensor]
 
 
 class Sender:
-    """Rank 0 of one server's process group for weights, as a learner would be.
+    """Sends weights to one server, as a learner's rank 0 does.
 
-    Where weights are `shared`, the server reads them from this process's memory.
+    If `shared`, the server reads them from this process's memory.
     """
 
     def __init__(self, server: Server, *, shared: bool = False) -> None:
@@ -32,8 +33,8 @@ class Sender:
 
         self.control = ServerControl(server)
         self._shared = shared
-        # Unique among the groups of this process.
-        self._group_name = server.url + (SHARED if shared else "")
+        # The name must be unique among the groups of this process.
+        self._group_name = server.url + (GROUP_SUFFIX if shared else "")
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         world_size = 1 + server.tensor_parallel_size
@@ -56,24 +57,23 @@ class Sender:
         joining.result()
 
     def send(self, weights: Weights, version: int = 1) -> None:
-        """Pause, replace these tensors, resume under `version`."""
-        # One flat buffer: wide elements first, so that each tensor begins at a multiple of its own.
-        ordered = sorted(weights.items(), key=lambda item: -item[1].element_size())
-        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for _, t in ordered])
+        """Pause the server, replace these tensors, and resume under `version`."""
+        bucket = Bucket.pack(weights)
         self.control.pause()
         receiving = self._thread.submit(
             self.control.update_weights,
-            [name for name, _ in ordered],
-            [tensor.dtype for _, tensor in ordered],
-            [tensor.shape for _, tensor in ordered],
+            bucket.names,
+            bucket.dtypes,
+            bucket.shapes,
             group_name=self._group_name,
         )
-        message = describe(flat) if self._shared else flat
+        message = describe(bucket.flat) if self._shared else bucket.flat
         torch.distributed.broadcast(message, src=0, group=self._group)
         receiving.result()
         self.control.resume(version)
 
     def close(self) -> None:
+        """Leave the process group."""
         torch.distributed.destroy_process_group(self._group)
         self._thread.shutdown()
         self.control.close()

@@ -1,6 +1,8 @@
-"""The server's layers on a GPU against the same layers on the CPU, from the same codes."""
+"""The server's quantized layers compute on a GPU what they compute on the CPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, Fp8Config, Int8Co
 FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}
 
 
-def layer_of(weight: torch.Tensor, weight_format: str, device: str) -> torch.nn.Module:
+def build_layer(weight: torch.Tensor, weight_format: str, device: str) -> Any:
     quantized = quantize(weight, weight_format)
     layer = torch.nn.Module()
     name = "weight_scale_inv" if weight_format == "fp8-block" else "weight_scale"
@@ -26,7 +28,7 @@ def layer_of(weight: torch.Tensor, weight_format: str, device: str) -> torch.nn.
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 @pytest.mark.parametrize(("out_size", "in_size"), [(128, 64), (384, 192), (1024, 4096)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products_are_those_of_the_cpu(
+def test_gpu_products_are_those_of_the_cpu(
     weight_format: str, tokens: int, out_size: int, in_size: int, with_bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -35,26 +37,26 @@ def test_products_are_those_of_the_cpu(
     bias = torch.randn(out_size, generator=generator).bfloat16() if with_bias else None
     config: QurlConfig = FORMATS[weight_format]()
     method = config.linear_method(config)
-    expected, found = (
+    expected, actual = (
         method.apply(
-            layer_of(weight, weight_format, device),
+            build_layer(weight, weight_format, device),
             x.to(device),
             None if bias is None else bias.to(device),
         )
         for device in ("cpu", "cuda")
     )
-    assert found.dtype == torch.bfloat16 and found.shape == expected.shape
-    error = (found.cpu().float() - expected.float()).norm() / expected.float().norm()
-    # Rounding to bfloat16, and activations whose codes lie half-way. Another scale or order of
-    # channels would be off by 1, another format by 1 % (int8) to 4 % (fp8).
+    assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
+    error = (actual.cpu().float() - expected.float()).norm() / expected.float().norm()
+    # The difference is rounding to bfloat16, and activations that lie halfway between two codes.
+    # A wrong scale or order of channels would give an error of 1, a wrong format 1 % to 4 %.
     assert error < 3e-3, error
 
 
-def test_a_product_can_be_captured_and_follows_new_weights() -> None:
-    """Under CUDA graphs a reload is seen, since the layer's parameters are never replaced."""
+def test_a_captured_cuda_graph_uses_reloaded_weights() -> None:
+    """The layer's parameters are never replaced, so the graph reads the new values."""
     weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     config = Int8Config()
-    method, layer = config.linear_method(config), layer_of(weight, "int8", "cuda")
+    method, layer = config.linear_method(config), build_layer(weight, "int8", "cuda")
     x = torch.randn(16, 128, device="cuda").bfloat16()
     method.apply(layer, x)  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""`fp8-tensor` and `fp8-block` against Transformer Engine's own quantizers, bit for bit."""
+"""`fp8-tensor` and `fp8-block` are what Transformer Engine's quantizers give, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def engine() -> Any:
 
 def weights(dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(128, 128), (256, 512), (1024, 384)]  # whole blocks: its kernels want them
-    made = []
+    shapes = [(128, 128), (256, 512), (1024, 384)]  # Transformer Engine requires whole blocks
+    tensors = []
     for shape in shapes:
         for magnitude in (0.02, 1e-5, 1e4):
-            made.append((torch.randn(shape, generator=generator) * magnitude).to(dtype).cuda())
-    made.append(torch.zeros(128, 128, dtype=dtype, device="cuda"))
-    return made
+            tensors.append((torch.randn(shape, generator=generator) * magnitude).to(dtype).cuda())
+    tensors.append(torch.zeros(128, 128, dtype=dtype, device="cuda"))
+    return tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_tensor_is_current_scaling(engine: Any, dtype: torch.dtype) -> None:
+def test_fp8_tensor_is_float8_current_scaling(engine: Any, dtype: torch.dtype) -> None:
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
@@ -42,7 +42,7 @@ def test_fp8_tensor_is_current_scaling(engine: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_block_is_block_scaling(engine: Any, dtype: torch.dtype) -> None:
+def test_fp8_block_is_float8_block_scaling(engine: Any, dtype: torch.dtype) -> None:
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -58,5 +58,5 @@ def test_fp8_block_is_block_scaling(engine: Any, dtype: torch.dtype) -> None:
         theirs, ours = quantizer(weight), quantize(weight, "fp8-block")
         assert torch.equal(theirs._rowwise_data.view(torch.uint8), ours.codes.view(torch.uint8))
         rows, columns = ours.scale.shape
-        # Its columns of scales are padded to a multiple of four.
+        # Transformer Engine pads the columns of scales to a multiple of four.
         assert torch.equal(theirs._rowwise_scale_inv[:rows, :columns], ours.scale)
