@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
 
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.device import carrier_towards, rank
+from qurl_megatron.device import backend_to, rank
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization import checksum
@@ -63,7 +63,7 @@ class Publisher:
     ) -> None:
         """`carrier` is NCCL where every process has a GPU of its own, or else gloo, if left out."""
         self.version = 0
-        self._carrier = carrier or carrier_towards(
+        self._carrier = carrier or backend_to(
             [gpu for one in servers if one.here for gpu in one.gpus]
         )
         self._converter = Converter(learner, weight_format, bucket_bytes)
