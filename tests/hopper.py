@@ -34,7 +34,9 @@ def compiled_usage(
         if kind.startswith("*")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
     cubin.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run(
         [TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True

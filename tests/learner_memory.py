@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+
 import torch
 from torch import Tensor
 

@@ -66,9 +66,10 @@ def test_several_ranks_without_an_address_name_the_missing_variable(
 
 def succeed_and_fail_on_rank_zero() -> tuple[str, str]:
     device.initialize_distributed()
+    empty: dict[str, str] = {}
     value = device.from_rank_zero(lambda: f"from rank {device.rank()}")
     with pytest.raises((KeyError, RuntimeError)) as failure:
-        device.from_rank_zero(lambda: {}["no such key"])
+        device.from_rank_zero(lambda: empty["no such key"])
     torch.distributed.destroy_process_group()
     return value, f"{failure.type.__name__}: {failure.value}"
 

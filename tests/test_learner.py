@@ -6,6 +6,7 @@ query heads share a key-value head, rows differ in length and do not divide even
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
-DIMS = {
+DIMS: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 48,
     "intermediate_size": 112,
@@ -104,12 +105,12 @@ def policy_gradient(
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
 
-def learner_config(layout: tuple[int, ...], **fields: Any) -> LearnerConfig:
+def learner_config(layout: Iterable[Any], **fields: Any) -> LearnerConfig:
     fields = {"dtype": "float32", "micro_batch_size": 2, **fields}
     return LearnerConfig(*layout, **fields)
 
 
-def weights_of(learner: Any) -> list[weight_map.Part]:
+def weights_of(learner: Any) -> list[weight_map.TensorPart]:
     from megatron.core import parallel_state
 
     return [
@@ -131,9 +132,9 @@ class Measurement:
     """Results of one model on one rank."""
 
     scores: dict[float, tuple[Tensor, Tensor]]
-    first_weights: list[weight_map.Part]
+    first_weights: list[weight_map.TensorPart]
     updates: list[Any]
-    last_weights: list[weight_map.Part]
+    last_weights: list[weight_map.TensorPart]
 
 
 def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measurement]:
@@ -223,7 +224,7 @@ def references(models: dict[str, Path]) -> dict[str, Reference]:
 def by_rank(
     request: pytest.FixtureRequest, models: dict[str, Path]
 ) -> list[dict[str, Measurement]]:
-    """The measurements of one layout: for each rank, by family."""
+    """Measure one layout; return the measurements of each rank, by family."""
     layout = LAYOUTS[request.param]
     names = [model_name(request.param, family) for family in FAMILIES]
     world_size = layout[0] * layout[1] * layout[2]
@@ -235,13 +236,13 @@ def by_rank(
 def ranks(
     request: pytest.FixtureRequest, by_rank: list[dict[str, Measurement]]
 ) -> list[Measurement]:
-    """The measurements of one layout and one model, for each rank."""
+    """Return the measurements of one layout and one model, for each rank."""
     return [rank[request.param] for rank in by_rank]
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest, ranks: list[Measurement]) -> str:
-    """The model that `ranks` measured."""
+    """Return the model that `ranks` measured."""
     parameters = request.node.callspec.params
     return model_name(parameters["by_rank"], parameters["ranks"])
 
@@ -275,9 +276,9 @@ def test_every_rank_returns_the_same_results(ranks: list[Measurement]) -> None:
             assert all(torch.equal(own, expected) for own, expected in pairs)
 
 
-def gathered(parts_by_rank: list[list[weight_map.Part]]) -> dict[str, Tensor]:
+def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:
     """Assemble full tensors from every rank's parts; fail if one is missing or replicas differ."""
-    by_name: dict[str, list[weight_map.Part]] = {}
+    by_name: dict[str, list[weight_map.TensorPart]] = {}
     for part in (part for parts in parts_by_rank for part in parts):
         by_name.setdefault(part.name, []).append(part)
     tensors = {}
@@ -331,9 +332,9 @@ def test_current_equals_proximal_until_the_first_update(ranks: list[Measurement]
 
 def test_ranks_can_share_a_key_value_head(tmp_path: Path) -> None:
     """Two key-value heads on four ranks: the fused QKV is cut within its groups."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    dims = DIMS | {"num_attention_heads": 8, "num_hidden_layers": 2}
     models = {
-        family: build_tiny_model(tmp_path / family, family, **DIMS | heads)  # type: ignore[arg-type]
+        family: build_tiny_model(tmp_path / family, family, **dims)  # type: ignore[arg-type]
         for family in ("qwen2", "qwen3")
     }
     by_rank = run_ranks(measure, 4, models, (4, 1, 1))
@@ -480,7 +481,7 @@ def test_bfloat16_logprobs_differ_from_float32_by_rounding_only(
 def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    scaled_rope = {
+    scaled_rope: dict[str, Any] = {
         "rope_type": "llama3",
         "rope_theta": 100.0,
         "factor": 4.0,
@@ -488,7 +489,7 @@ def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
         "high_freq_factor": 3.0,
         "original_max_position_embeddings": 16,
     }
-    plain_rope = {"rope_type": "default", "rope_theta": 100.0}
+    plain_rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
     scaled, plain = (
         build_tiny_model(tmp_path / rope["rope_type"], "llama", rope_parameters=rope, **DIMS)
         for rope in (scaled_rope, plain_rope)
@@ -540,7 +541,7 @@ def use_a_group_of_the_caller(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(models: dict[str, Path]) -> dict[str, Any]:
-    """The results of a learner whose default process group belongs to the caller."""
+    """Return the results of a learner whose default process group belongs to the caller."""
     (results,) = run_ranks(use_a_group_of_the_caller, 1, models["llama-tied"])
     return results
 
@@ -597,7 +598,7 @@ def test_a_layout_that_does_not_fit_is_refused(
     assert REFUSED_LAYOUTS[layout] in refusals[layout] and "\n" not in refusals[layout]
 
 
-def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Tensor]:
+def score_with_a_reference(model_dir: Path, layout: tuple[Any, ...]) -> list[Tensor]:
     """Return log-probs before an update, of the reference, and of the updated policy twice."""
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.loop.warmup import negative_log_likelihood

@@ -65,6 +65,8 @@ def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
                 self.elements = max(self.elements, result.numel())
             return result
 
+    group = dist.group.WORLD
+    assert group is not None
     hidden, weight, targets, grad = problem(dtype)
     num_rows = -(-len(weight) // dist.get_world_size())
     first_row = num_rows * dist.get_rank()
@@ -77,7 +79,7 @@ def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
             targets,
             temperature=TEMPERATURE,
             first_row=first_row,
-            group=dist.group.WORLD,
+            group=group,
             chunk_elements=chunk_elements,
         )
         logprobs.backward(grad)

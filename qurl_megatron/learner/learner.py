@@ -310,8 +310,8 @@ class Learner:
             max_lr=optimizer.learning_rate,
             min_lr=0.0,
             lr_warmup_steps=optimizer.warmup_steps,
-            lr_decay_steps=optimizer.warmup_steps
-            + 1,  # checked, though a constant schedule ignores it
+            # A constant schedule ignores it, but Megatron checks it.
+            lr_decay_steps=optimizer.warmup_steps + 1,
             lr_decay_style="constant",
             start_wd=optimizer.weight_decay,
             end_wd=optimizer.weight_decay,
