@@ -28,7 +28,7 @@ CASES = {
     "policy PP2, critic PP2": ((1, 2, 1), (None, None), [True, False]),
     "policy TP2xPP2, critic TP2xDP2": ((2, 2, 1), (2, 1), [True, False]),
 }
-STEPS = 3
+STEPS = 2
 CRITIC = CriticConfig(
     optimizer=OptimizerConfig(
         learning_rate=1e-2,
