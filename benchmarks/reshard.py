@@ -38,6 +38,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from qurl_megatron import device
+from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule, TensorPart
@@ -193,7 +194,7 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
 
     device.limit_threads(1)
     device.initialize_distributed()
-    with device.megatron_runtime():
+    with megatron_runtime():
         parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)
     layer = Layer(QWEN_32B_LAYER, rank, size)
     sent = SentBytes()

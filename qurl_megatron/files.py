@@ -1,4 +1,4 @@
-"""Files and directories that are whole or not there, whatever happens to the process."""
+"""Atomic writes: a file or directory is complete or absent, even if the process dies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ PARTIAL = ".partial"
 
 
 def partial_of(directory: Path) -> Path:
-    """Where a directory is made until it is whole; `rename_whole` then gives it its name."""
+    """Return the path under which a directory is filled, until `rename_whole` names it."""
     return directory.with_name(directory.name + PARTIAL)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl, without a last line that was cut short; none if it is not there."""
+    """Return the objects of a JSON Lines file, or none if it does not exist.
+
+    A last line without a line break is dropped: its writer was interrupted.
+    """
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -25,9 +28,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def write_whole(
     path: Path, content: str | Callable[[Path], None], *, private: bool = False
 ) -> None:
-    """Write a file that is either whole or not there, whatever happens to this process.
+    """Write a file atomically.
 
-    A `private` one is for nobody but this user to read.
+    Args:
+        content: the text, or a function that writes the file at the path it is given.
+        private: only this user may read the file.
     """
     unfinished = path.with_name(path.name + ".unfinished")
     if private:
@@ -40,9 +45,9 @@ def write_whole(
 
 
 def rename_whole(unfinished: Path, path: Path) -> None:
-    """Give a finished file or directory its name, on the disk before it is seen.
+    """Sync a finished file or directory to disk, then rename it to `path`.
 
-    Files within a directory are for the caller to sync.
+    The caller syncs the files within a directory.
     """
     sync(unfinished)
     os.replace(unfinished, path)
@@ -50,7 +55,7 @@ def rename_whole(unfinished: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a directory's entries, on the disk."""
+    """Flush a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""Run a function on several ranks: real processes, one port of this call's own.
+"""Run a function on several ranks, each a real process.
 
-They speak gloo; beside GPUs NCCL, with a GPU each.
+The ranks communicate over gloo; on a machine with GPUs over NCCL, with one GPU each.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from qurl_megatron.process import free_port
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """`function(*args)` in `world_size` fresh processes; what each rank returned, in order.
+    """Run `function(*args)` in `world_size` new processes; return their results in rank order.
 
-    The ranks find each other through torchrun's variables; `function` and its arguments travel by
-    pickle, and tensors come back on the CPU. The first rank that fails, fails the test with its
-    traceback. No process outlives the call. A test of more ranks than there are GPUs is skipped.
+    The ranks find each other through torchrun's variables. `function`, its arguments and its
+    results are pickled; tensors come back on the CPU. No process outlives the call. If the machine
+    has GPUs, but fewer than `world_size`, the test is skipped.
+
+    Raises:
+        RuntimeError: a rank failed; with the traceback of the first one.
+        TimeoutError: a rank took longer than `timeout_s`.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
-        pytest.skip(f"{world_size} ranks want a GPU each, NCCL allows no two on one")
+        pytest.skip(f"{world_size} ranks need {world_size} GPUs: NCCL refuses two ranks on one")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["qurl_megatron.learner.checkpoint"]
-    )  # seconds of imports, paid once
+    # These imports take seconds; the fork server does them once for all ranks.
+    context.set_forkserver_preload(["qurl_megatron.learner.checkpoint"])
     port = free_port()
     receivers, processes = [], []
     for rank in range(world_size):
@@ -74,7 +77,7 @@ def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> 
             try:
                 failed, results[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                raise RuntimeError(f"rank {rank} died without a result") from None
             if failed:
                 raise RuntimeError(f"rank {rank} failed:\n{results[rank]}")
     return [results[rank] for rank in range(len(receivers))]
@@ -93,7 +96,7 @@ def _run(
 
 
 class _CopyingPickler(pickle.Pickler):
-    """Copies tensors: a Connection would share memory that dies with this process."""
+    """A pickler that copies tensors: shared memory would be gone when this process ends."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:

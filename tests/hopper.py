@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a Hopper GPU, which needs none: what the compiler made of them."""
+"""Compile Triton kernels for a Hopper GPU, without having one, and read their resource usage."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def compiled_usage(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, cubin: Path
 ) -> dict[str, int]:
-    """Registers a thread and bytes of stack, where what does not fit in registers goes.
+    """Return the registers (`REG`) and the bytes of stack (`STACK`) of each thread.
 
-    `signature` has each argument's Triton type, in order; those in `constants` are compiled in.
+    Values that do not fit in registers are spilled to the stack.
+
+    Args:
+        signature: the Triton type of each argument, in order.
+        constants: values of the arguments that are compile-time constants.
+        warps: warps per program.
+        cubin: path to write the compiled kernel to.
     """
     signature = {name: "constexpr" if name in constants else signature[name] for name in signature}
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, kind in enumerate(signature.values())
+        (position,): [["tt.divisibility", 16]]
+        for position, kind in enumerate(signature.values())
         if kind.startswith("*")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    cubin.write_bytes(made.asm["cubin"])
-    told = subprocess.run(
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
         [TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
     ).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", told)}
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}

@@ -1,7 +1,9 @@
-"""Ranks from the launcher's variables, work done once for all, and the CPU runtime's borders."""
+"""Ranks, backends and devices; work done on rank 0; the runtime for machines without a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,63 +18,76 @@ SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 
 
 @pytest.fixture
-def environment(monkeypatch):
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Remove all launcher variables; return a function that sets some."""
     for name in (*LAUNCHERS, *SLURM):
         monkeypatch.delenv(name, raising=False)
-    return lambda **variables: [monkeypatch.setenv(n, str(v)) for n, v in variables.items()]
+
+    def set_variables(**variables: Any) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
 
 
-def where() -> tuple[int, int, int]:
+def ranks() -> tuple[int, int, int]:
     return device.rank(), device.world_size(), device.local_rank()
 
 
-def test_a_process_of_no_launcher_is_alone(environment):
-    assert where() == (0, 1, 0)
+def test_a_process_without_a_launcher_is_the_only_rank(
+    set_environment: Callable[..., None],
+) -> None:
+    assert ranks() == (0, 1, 0)
 
 
-def test_ranks_are_those_of_the_slurm_step(environment):
-    environment(SLURM_PROCID=9, SLURM_LOCALID=1, SLURM_STEP_NUM_TASKS=16)
-    assert where() == (9, 16, 1)
+def test_ranks_come_from_the_slurm_step(set_environment: Callable[..., None]) -> None:
+    set_environment(SLURM_PROCID=9, SLURM_LOCALID=1, SLURM_STEP_NUM_TASKS=16)
+    assert ranks() == (9, 16, 1)
 
 
-def test_the_batch_shell_is_no_rank(environment):
-    environment(SLURM_PROCID=0, SLURM_LOCALID=0, SLURM_NTASKS=16)
-    assert where() == (0, 1, 0)
+def test_the_slurm_batch_shell_is_not_a_rank(set_environment: Callable[..., None]) -> None:
+    set_environment(SLURM_PROCID=0, SLURM_LOCALID=0, SLURM_NTASKS=16)
+    assert ranks() == (0, 1, 0)
 
 
-def test_torchruns_variables_go_before_slurms(environment):
-    environment(SLURM_PROCID=1, SLURM_LOCALID=0, SLURM_STEP_NUM_TASKS=2)
-    environment(RANK=11, WORLD_SIZE=16, LOCAL_RANK=3)
-    assert where() == (11, 16, 3)
+def test_torchrun_variables_override_slurm_variables(set_environment: Callable[..., None]) -> None:
+    set_environment(SLURM_PROCID=1, SLURM_LOCALID=0, SLURM_STEP_NUM_TASKS=2)
+    set_environment(RANK=11, WORLD_SIZE=16, LOCAL_RANK=3)
+    assert ranks() == (11, 16, 3)
 
 
-def test_ranks_without_a_meeting_point_are_told_what_is_missing(environment):
-    environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")
+def test_several_ranks_without_an_address_name_the_missing_variable(
+    set_environment: Callable[..., None],
+) -> None:
+    set_environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1")
     with pytest.raises(RuntimeError, match="MASTER_PORT not set"):
         device.initialize_distributed()
 
 
-def once() -> tuple[str, str]:
+def succeed_and_fail_on_rank_zero() -> tuple[str, str]:
     device.initialize_distributed()
+    empty: dict[str, str] = {}
     value = device.from_rank_zero(lambda: f"from rank {device.rank()}")
     with pytest.raises((KeyError, RuntimeError)) as failure:
-        device.from_rank_zero(lambda: {}["no such key"])
+        device.from_rank_zero(lambda: empty["no such key"])
     torch.distributed.destroy_process_group()
     return value, f"{failure.type.__name__}: {failure.value}"
 
 
-def test_work_of_rank_zero_reaches_every_rank_and_so_does_its_failure():
-    assert run_ranks(once, 2) == [
+def test_results_and_failures_of_rank_zero_reach_every_rank() -> None:
+    assert run_ranks(succeed_and_fail_on_rank_zero, 2) == [
         ("from rank 0", "KeyError: 'no such key'"),
         ("from rank 0", "RuntimeError: rank 0 failed: KeyError: 'no such key'"),
     ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no stand-in")
-def test_cuda_means_cpu_inside_the_runtime_only():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU needs no CPU runtime")
+def test_cuda_means_cpu_only_within_the_runtime() -> None:
     from megatron.core.tensor_parallel import random
 
-    def patched() -> list[Any]:
+    from qurl_megatron.learner.cpu_runtime import megatron_runtime
+
+    def patched_functions() -> list[Any]:
         return [
             torch.cuda.current_device,
             torch.cuda.synchronize,
@@ -80,31 +95,37 @@ def test_cuda_means_cpu_inside_the_runtime_only():
             random._set_cuda_rng_state,
         ]
 
-    before = patched()
-    with pytest.raises(ZeroDivisionError), device.megatron_runtime():
+    before = patched_functions()
+    with pytest.raises(ZeroDivisionError), megatron_runtime():
         assert torch.cuda.current_device() == torch.device("cpu")
         assert torch.zeros(1, device="cuda").cuda().device.type == "cpu"
         random._set_cuda_rng_state(random._get_cuda_rng_state())
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
         raise ZeroDivisionError
-    assert patched() == before
+    assert patched_functions() == before
     assert torch.zeros(1).type() == "torch.FloatTensor"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
 
 
-def test_weights_for_a_gpu_of_ones_own_go_over_gloo(monkeypatch):
-    assert device.carrier_towards([]) == "gloo"  # without a GPU everything does
+def test_tensors_for_a_process_on_the_same_gpu_go_over_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "accelerator", lambda: "cpu")
+    assert device.backend_to([0]) == "gloo"
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 1))
-    assert device.carrier_towards([2, 3]) == "nccl"
-    assert device.carrier_towards([0, 1]) == "gloo"
+    assert device.backend_to([2, 3]) == "nccl"
+    assert device.backend_to([0, 1]) == "gloo"
 
 
-def test_sglangs_attention_is_missed_only_beside_a_gpu(monkeypatch, tmp_path):
+def test_flash_attention_is_missing_only_on_a_machine_with_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(device, "accelerator", lambda: "cpu")
     assert not device.lacks_flash_attention()
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     assert device.lacks_flash_attention()

@@ -1,11 +1,12 @@
-"""The learner against transformers and torch, on every layout, in real processes over gloo.
+"""The learner against transformers and torch, in every layout, in real processes.
 
-All sizes differ (hidden, intermediate, heads x head_dim), the vocabulary needs padding, three query
-heads share a key-value head, rows have different lengths and do not divide among copies.
+All dimensions differ (hidden, intermediate, heads x head_dim). The vocabulary needs padding, three
+query heads share a key-value head, rows differ in length and do not divide evenly among replicas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
-DIMS = {
+DIMS: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 48,
     "intermediate_size": 112,
@@ -30,9 +31,7 @@ DIMS = {
     "head_dim": 12,
     "num_hidden_layers": 4,
 }
-MODELS = [
-    f"{family}-{tied}" for family in ("qwen2", "qwen3", "llama") for tied in ("tied", "untied")
-]
+FAMILIES = ("qwen2", "qwen3", "llama")
 LAYOUTS = {  # tensor, pipeline, data and virtual pipeline parallel sizes, layers in the last stage
     "TP1": (1, 1, 1),
     "TP2": (2, 1, 1),
@@ -49,24 +48,38 @@ OPTIMIZER = OptimizerConfig(
     weight_decay=0.1,
     clip_grad=0.5,
     beta2=0.99,
-    epsilon=1e-5,  # some key biases have a gradient of 0 but for rounding, which Adam would blow up
+    # The gradient of some key biases is 0 but for rounding; a small epsilon would amplify it.
+    epsilon=1e-5,
 )
 STEPS = 3
 
 
+def model_name(layout: str, family: str) -> str:
+    """Return the model of a family that a layout is tested with.
+
+    Every layout meets every family, and tied and untied models; so does every family.
+    """
+    tied = (list(LAYOUTS).index(layout) + FAMILIES.index(family)) % 2 == 0
+    return f"{family}-{'tied' if tied else 'untied'}"
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
     return {
-        name: build_tiny_model(
-            directory / name, name.split("-")[0], tied=name.endswith("-tied"), **DIMS
+        f"{family}-{embedding}": build_tiny_model(
+            directory / f"{family}-{embedding}",
+            family,  # type: ignore[arg-type]
+            tied=embedding == "tied",
+            **DIMS,
         )
-        for name in MODELS
+        for family in FAMILIES
+        for embedding in ("tied", "untied")
     }
 
 
 def make_batch() -> tuple[TrainBatch, Tensor]:
-    """Seven rows of different lengths with prompts of different lengths, and their weights."""
+    """Return seven rows of different lengths after prompts of different lengths, and weights."""
     generator = torch.Generator().manual_seed(1)
     shape = (7, 13)
     time = torch.arange(shape[1])
@@ -92,12 +105,12 @@ def policy_gradient(
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
 
-def learner_config(layout: tuple[int, ...], **fields: Any) -> LearnerConfig:
+def learner_config(layout: Iterable[Any], **fields: Any) -> LearnerConfig:
     fields = {"dtype": "float32", "micro_batch_size": 2, **fields}
     return LearnerConfig(*layout, **fields)
 
 
-def weights_of(learner: Any) -> list[weight_map.Part]:
+def weights_of(learner: Any) -> list[weight_map.TensorPart]:
     from megatron.core import parallel_state
 
     return [
@@ -114,27 +127,27 @@ def weights_of(learner: Any) -> list[weight_map.Part]:
     ]
 
 
-# What one rank measures of one model; the same calls on every rank.
 @dataclass
-class Measured:
+class Measurement:
+    """Results of one model on one rank."""
+
     scores: dict[float, tuple[Tensor, Tensor]]
-    first_weights: list[weight_map.Part]
+    first_weights: list[weight_map.TensorPart]
     updates: list[Any]
-    last_weights: list[weight_map.Part]
+    last_weights: list[weight_map.TensorPart]
 
 
-def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measured]:
+def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measurement]:
     from qurl_megatron import device
+
+    device.initialize_distributed()  # once for all; each learner destroys its own groups
+    return {name: measure_model(model, layout) for name, model in models.items()}
+
+
+def measure_model(model: Path, layout: tuple[int, ...], **fields: Any) -> Measurement:
     from qurl_megatron.learner.learner import Learner
 
-    device.initialize_distributed()  # one world for all; each learner cleans up its own groups
-    return {name: measure_one(Learner, model, layout) for name, model in models.items()}
-
-
-def measure_one(
-    learner_class: Any, model: Path, layout: tuple[int, ...], **fields: Any
-) -> Measured:
-    learner = learner_class(model, learner_config(layout, **fields), OPTIMIZER)
+    learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
     batch, loss_weights = make_batch()
     scores = {
         temperature: learner.logprobs_and_entropy(batch.tokens, temperature=temperature)
@@ -147,22 +160,16 @@ def measure_one(
     updates = [
         learner.update(batch, loss_weights, policy_gradient, temperature=0.7) for _ in range(STEPS)
     ]
-    measured = Measured(scores, first_weights, updates, weights_of(learner))
+    measurement = Measurement(scores, first_weights, updates, weights_of(learner))
     learner.close()
-    return measured
+    return measurement
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def by_rank(request, models) -> list[dict[str, Measured]]:
-    """Every model's measurements on every rank of one layout."""
-    layout = LAYOUTS[request.param]
-    return run_ranks(measure, layout[0] * layout[1] * layout[2], models, layout)
-
-
-# The same, in plain transformers and torch.
 @dataclass
 class Reference:
-    scores: dict[float, tuple[Tensor, Tensor]]
+    """The same results from transformers and torch."""
+
+    scores: dict[float, tuple[Tensor, ...]]
     losses: list[float]
     grad_norms: list[float]
     first_weights: dict[str, Tensor]
@@ -176,11 +183,6 @@ def logprobs_and_entropy_of(model: Any, tokens: Tensor, temperature: float) -> t
     return tuple(torch.nn.functional.pad(scores, (1, 0)) for scores in (logprobs, entropy))
 
 
-@pytest.fixture(scope="module")
-def references(models) -> dict[str, Reference]:
-    return {name: make_reference(model) for name, model in models.items()}
-
-
 def make_reference(directory: Path) -> Reference:
     from transformers import AutoModelForCausalLM
 
@@ -189,7 +191,7 @@ def make_reference(directory: Path) -> Reference:
     batch, loss_weights = make_batch()
     with torch.no_grad():
         scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
-    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -210,34 +212,73 @@ def make_reference(directory: Path) -> Reference:
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
         optimizer.step()
-    return Reference(scores, losses, norms, first, model.state_dict())
+    return Reference(scores, losses, norms, first_weights, model.state_dict())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logprobs_and_entropy_are_those_of_transformers(by_rank, references, name):
-    for rank in by_rank:
-        for temperature, (logprobs, entropy) in rank[name].scores.items():
-            expected = references[name].scores[temperature]
-            assert logprobs.dtype == entropy.dtype == torch.float32
-            torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
-            torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+@pytest.fixture(scope="module")
+def references(models: dict[str, Path]) -> dict[str, Reference]:
+    return {name: make_reference(model) for name, model in models.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_rank_has_the_same_result(by_rank, name):
-    first = by_rank[0][name]
-    for rank in by_rank[1:]:
-        assert rank[name].updates == first.updates
+@pytest.fixture(scope="module", params=LAYOUTS)
+def by_rank(
+    request: pytest.FixtureRequest, models: dict[str, Path]
+) -> list[dict[str, Measurement]]:
+    """Measure one layout; return the measurements of each rank, by family."""
+    layout = LAYOUTS[request.param]
+    names = [model_name(request.param, family) for family in FAMILIES]
+    world_size = layout[0] * layout[1] * layout[2]
+    ranks = run_ranks(measure, world_size, {name: models[name] for name in names}, layout)
+    return [dict(zip(FAMILIES, rank.values(), strict=True)) for rank in ranks]
+
+
+@pytest.fixture(params=FAMILIES)
+def ranks(
+    request: pytest.FixtureRequest, by_rank: list[dict[str, Measurement]]
+) -> list[Measurement]:
+    """Return the measurements of one layout and one model, for each rank."""
+    return [rank[request.param] for rank in by_rank]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest, ranks: list[Measurement]) -> str:
+    """Return the model that `ranks` measured."""
+    parameters = request.node.callspec.params
+    return model_name(parameters["by_rank"], parameters["ranks"])
+
+
+@pytest.fixture
+def reference(name: str, references: dict[str, Reference]) -> Reference:
+    return references[name]
+
+
+def assert_scores_match(measurement: Measurement, reference: Reference) -> None:
+    for temperature, (logprobs, entropy) in measurement.scores.items():
+        expected = reference.scores[temperature]
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+
+
+def test_logprobs_and_entropy_match_transformers(
+    ranks: list[Measurement], reference: Reference
+) -> None:
+    for rank in ranks:
+        assert_scores_match(rank, reference)
+
+
+def test_every_rank_returns_the_same_results(ranks: list[Measurement]) -> None:
+    first = ranks[0]
+    for rank in ranks[1:]:
+        assert rank.updates == first.updates
         for temperature in TEMPERATURES:
-            for mine, theirs in zip(
-                rank[name].scores[temperature], first.scores[temperature], strict=True
-            ):
-                assert torch.equal(mine, theirs)
+            pairs = zip(rank.scores[temperature], first.scores[temperature], strict=True)
+            assert all(torch.equal(own, expected) for own, expected in pairs)
 
 
-def gathered(parts_by_rank: list[list[weight_map.Part]]) -> dict[str, Tensor]:
-    """Full tensors out of every rank's parts; no part may be missing or disagree with a copy."""
-    by_name: dict[str, list[weight_map.Part]] = {}
+def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:
+    """Assemble full tensors from every rank's parts; fail if one is missing or replicas differ."""
+    by_name: dict[str, list[weight_map.TensorPart]] = {}
     for part in (part for parts in parts_by_rank for part in parts):
         by_name.setdefault(part.name, []).append(part)
     tensors = {}
@@ -245,7 +286,7 @@ def gathered(parts_by_rank: list[list[weight_map.Part]]) -> dict[str, Tensor]:
         runs: dict[tuple[int, int], Tensor] = {}
         for part in parts:
             if not part.view.numel():
-                continue  # a rank may have nothing of a key-value head
+                continue  # a rank may hold no rows of a key-value head
             assert torch.equal(runs.setdefault(part.offset, part.tensor), part.tensor)
         dim = parts[0].dim
         ordered = [runs[offset] for offset in sorted(runs)]
@@ -254,53 +295,52 @@ def gathered(parts_by_rank: list[list[weight_map.Part]]) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_shards_of_all_ranks_are_the_checkpoint_bit_for_bit(by_rank, references, models, name):
-    tensors = gathered([rank[name].first_weights for rank in by_rank])
-    names = weight_map.hugging_face_names(Architecture.from_directory(models[name]))
-    assert tensors.keys() == names
+def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(
+    ranks: list[Measurement], name: str, reference: Reference, models: dict[str, Path]
+) -> None:
+    tensors = gathered([rank.first_weights for rank in ranks])
+    architecture = Architecture.from_directory(models[name])
+    assert tensors.keys() == weight_map.hugging_face_names(architecture)
     for tensor_name, tensor in tensors.items():
-        assert torch.equal(tensor, references[name].first_weights[tensor_name]), tensor_name
+        assert torch.equal(tensor, reference.first_weights[tensor_name]), tensor_name
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stage_yields_each_tensor_once(by_rank, name):
-    for rank in by_rank:
-        names = [part.name for part in rank[name].first_weights]
+def test_a_rank_yields_each_tensor_once(ranks: list[Measurement]) -> None:
+    for rank in ranks:
+        names = [part.name for part in rank.first_weights]
         assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_optimizer_steps_are_those_of_torch(by_rank, references, name):
-    reference = references[name]
-    updates = by_rank[0][name].updates
+def test_optimizer_steps_match_torch(ranks: list[Measurement], reference: Reference) -> None:
+    updates = ranks[0].updates
     assert [u.learning_rate for u in updates] == pytest.approx([5e-4, 1e-3, 1e-3])
     assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=1e-5)
     assert [u.grad_norm for u in updates] == pytest.approx(reference.grad_norms, rel=1e-4)
-    assert all(norm > OPTIMIZER.clip_grad for norm in reference.grad_norms)  # clipping happened
-    tensors = gathered([rank[name].last_weights for rank in by_rank])
-    for tensor_name, tensor in tensors.items():
-        before, after = (
-            weights[tensor_name] for weights in (reference.first_weights, reference.last_weights)
-        )
-        assert (after - before).abs().max() > 1e-4, tensor_name  # else nothing is shown
+    assert all(norm > OPTIMIZER.clip_grad for norm in reference.grad_norms), "nothing is clipped"
+    for tensor_name, tensor in gathered([rank.last_weights for rank in ranks]).items():
+        before = reference.first_weights[tensor_name]
+        after = reference.last_weights[tensor_name]
+        assert (after - before).abs().max() > 1e-4, f"{tensor_name} does not change"
         torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=tensor_name)
 
 
-def test_ranks_may_share_a_key_value_head(tmp_path):
+def test_current_equals_proximal_until_the_first_update(ranks: list[Measurement]) -> None:
+    first, second, _ = ranks[0].updates
+    assert first.stats == {"tokens": int(make_batch()[0].loss_mask.sum()), "moved": 0.0}
+    assert second.stats["moved"] > 1e-3
+
+
+def test_ranks_can_share_a_key_value_head(tmp_path: Path) -> None:
     """Two key-value heads on four ranks: the fused QKV is cut within its groups."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    dims = DIMS | {"num_attention_heads": 8, "num_hidden_layers": 2}
     models = {
-        family: build_tiny_model(tmp_path / family, family, **DIMS | heads)
+        family: build_tiny_model(tmp_path / family, family, **dims)  # type: ignore[arg-type]
         for family in ("qwen2", "qwen3")
     }
     by_rank = run_ranks(measure, 4, models, (4, 1, 1))
     for family, model in models.items():
         reference = make_reference(model)
-        for temperature, expected in reference.scores.items():
-            logprobs, entropy = by_rank[0][family].scores[temperature]
-            torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
-            torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+        assert_scores_match(by_rank[0][family], reference)
         tensors = gathered([rank[family].last_weights for rank in by_rank])
         assert tensors.keys() == weight_map.hugging_face_names(Architecture.from_directory(model))
         for name, tensor in tensors.items():
@@ -309,68 +349,74 @@ def test_ranks_may_share_a_key_value_head(tmp_path):
             )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_current_equals_proximal_before_the_first_update_and_not_after(by_rank, name):
-    first, second, _ = by_rank[0][name].updates
-    assert first.stats == {"tokens": int(make_batch()[0].loss_mask.sum()), "moved": 0.0}
-    assert second.stats["moved"] > 1e-3
-
-
-def kept_and_recomputed(model: Path, layout: tuple[int, ...]) -> list[Measured]:
+def measure_with_and_without_recomputation(
+    model: Path, layout: tuple[int, ...]
+) -> list[Measurement]:
     from qurl_megatron import device
-    from qurl_megatron.learner.learner import Learner
 
     device.initialize_distributed()
     return [
-        measure_one(Learner, model, layout, recompute_activations=recompute)
-        for recompute in (False, True)
+        measure_model(model, layout, recompute_activations=recompute) for recompute in (False, True)
     ]
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (1, 2, 1, 2)], ids=["TP2xPP2", "VPP"])
-def test_recomputed_activations_are_those_that_were_not_kept(layout, models):
-    """Bit for bit, in every update and weight; `test_memory` shows that they are not kept."""
+def test_recomputed_activations_give_the_same_updates_bit_for_bit(
+    layout: tuple[int, ...], models: dict[str, Path]
+) -> None:
+    """`test_memory` shows that they are not kept."""
     for kept, recomputed in run_ranks(
-        kept_and_recomputed, layout[0] * layout[1], models["qwen3-untied"], layout
+        measure_with_and_without_recomputation,
+        layout[0] * layout[1],
+        models["qwen3-untied"],
+        layout,
     ):
         assert recomputed.updates == kept.updates
-        for mine, theirs in zip(recomputed.last_weights, kept.last_weights, strict=True):
-            assert torch.equal(mine.tensor, theirs.tensor), mine.name
+        for own, expected in zip(recomputed.last_weights, kept.last_weights, strict=True):
+            assert torch.equal(own.tensor, expected.tensor), own.name
 
 
-def first_updates(model: Path, layout: tuple[int, ...], rows: int, sizes: list[int]) -> Any:
+ROWS = (7, 1)  # 1: fewer rows than replicas
+
+
+def first_updates(
+    model: Path, layout: tuple[int, ...], micro_batch_sizes: list[int]
+) -> dict[int, list[Any]]:
+    """Return the first update with each micro batch size, by number of rows."""
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
     device.initialize_distributed()
-    updates = []
-    for size in sizes:
-        learner = Learner(model, learner_config(layout, micro_batch_size=size), OPTIMIZER)
-        batch, loss_weights = make_batch()
-        updates.append(
-            learner.update(
-                batch.rows(slice(rows)), loss_weights[:rows], policy_gradient, temperature=1.0
+    batch, loss_weights = make_batch()
+    updates: dict[int, list[Any]] = {rows: [] for rows in ROWS}
+    for rows in ROWS:
+        for size in micro_batch_sizes:
+            learner = Learner(model, learner_config(layout, micro_batch_size=size), OPTIMIZER)
+            updates[rows].append(
+                learner.update(
+                    batch.rows(slice(rows)), loss_weights[:rows], policy_gradient, temperature=1.0
+                )
             )
-        )
-        learner.close()
+            learner.close()
     return updates
 
 
-@pytest.mark.parametrize("rows", [7, 1], ids=["seven rows", "fewer rows than copies"])
-def test_gradients_depend_on_neither_micro_batches_nor_copies(models, rows):
+def test_gradients_depend_on_neither_micro_batches_nor_replicas(models: dict[str, Path]) -> None:
     model = models["qwen2-tied"]
-    alone = run_ranks(first_updates, 1, model, (1, 1, 1), rows, [7, 2, 1])[0]
-    copies = run_ranks(first_updates, 2, model, (1, 1, 2), rows, [4, 1])[0]
-    for update in [*alone, *copies]:
-        assert update.loss == pytest.approx(alone[0].loss, rel=1e-6)
-        assert update.grad_norm == pytest.approx(alone[0].grad_norm, rel=1e-6)
-        assert update.stats == alone[0].stats
+    one_rank, *_ = run_ranks(first_updates, 1, model, (1, 1, 1), [7, 2, 1])
+    replicas, *_ = run_ranks(first_updates, 2, model, (1, 1, 2), [4, 1])
+    for rows in ROWS:
+        expected = one_rank[rows][0]
+        for update in [*one_rank[rows], *replicas[rows]]:
+            assert update.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+            assert update.stats == expected.stats
 
 
-def bfloat16_masters(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
+def bfloat16_update(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
     from qurl_megatron.learner.learner import Learner
 
-    def a_third(name: str, tensor: Tensor) -> Tensor:
+    def divide_by_three(name: str, tensor: Tensor) -> Tensor:
         assert tensor.dtype == torch.float32
         return tensor / 3 if name.endswith("_proj.weight") else tensor
 
@@ -378,74 +424,64 @@ def bfloat16_masters(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
         model,
         learner_config(layout, dtype="bfloat16"),
         OptimizerConfig(learning_rate=1e-6),
-        transform=a_third,
+        transform=divide_by_three,
     )
+    parameters = dict(learner.chunks[0].module.named_parameters())
     batch, loss_weights = make_batch()
-    logprobs, entropy = learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
-    masters = {
-        n: learner._master(p).clone() for n, p in learner.chunks[0].module.named_parameters()
-    }
-    compute = {n: p.detach().clone() for n, p in learner.chunks[0].module.named_parameters()}
+    logprobs, _ = learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
+    masters = {name: learner._master(p).clone() for name, p in parameters.items()}
+    computed_with = {name: p.detach().clone() for name, p in parameters.items()}
     update = learner.update(batch, loss_weights, policy_gradient, temperature=1.0)
     learner.reset_optimizer(OptimizerConfig(learning_rate=1e-6))
-    moved = {
-        n: learner._master(p) - masters[n] for n, p in learner.chunks[0].module.named_parameters()
-    }
+    changes = {name: learner._master(p) - masters[name] for name, p in parameters.items()}
     learner.close()
     return {
         "logprobs": logprobs,
         "grad_norm": update.grad_norm,
         "master": masters["decoder.layers.0.mlp.linear_fc2.weight"],
-        "compute": compute["decoder.layers.0.mlp.linear_fc2.weight"],
-        "moved": {name: float(tensor.abs().max()) for name, tensor in moved.items()},
+        "computed_with": computed_with["decoder.layers.0.mlp.linear_fc2.weight"],
+        "changes": {name: float(change.abs().max()) for name, change in changes.items()},
     }
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2xPP2"])
 def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
-    models, references, layout
-):
+    models: dict[str, Path], references: dict[str, Reference], layout: str
+) -> None:
     world_size = torch.Size(LAYOUTS[layout]).numel()
-    first, *_ = run_ranks(bfloat16_masters, world_size, models["qwen3-tied"], LAYOUTS[layout])
+    rank, *_ = run_ranks(bfloat16_update, world_size, models["qwen3-tied"], LAYOUTS[layout])
     stored = references["qwen3-tied"].first_weights["model.layers.0.mlp.down_proj.weight"]
-    expected = stored[:, : first["master"].shape[1]] / 3
-    assert torch.equal(first["master"], expected)
-    assert torch.equal(first["compute"], expected.bfloat16())
-    assert not torch.equal(first["compute"].float(), expected)
-    # Far below bfloat16's resolution, yet it is kept, also when the optimizer starts over.
-    assert all(5e-7 < moved < 2e-6 for moved in first["moved"].values()), first["moved"]
-    assert first["logprobs"][:, 1:].max() < 0 and 0 < first["grad_norm"] < 100
+    expected = stored[:, : rank["master"].shape[1]] / 3
+    assert torch.equal(rank["master"], expected)
+    assert torch.equal(rank["computed_with"], expected.bfloat16())
+    assert not torch.equal(rank["computed_with"].float(), expected)
+    # The change is far below bfloat16's resolution, and survives a reset of the optimizer.
+    assert all(5e-7 < change < 2e-6 for change in rank["changes"].values()), rank["changes"]
+    assert rank["logprobs"][:, 1:].max() < 0 and 0 < rank["grad_norm"] < 100
 
 
-def bfloat16_logprobs(model: Path) -> Tensor:
+def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:
     from qurl_megatron.learner.learner import Learner
 
-    learner = Learner(model, learner_config((1, 1, 1), dtype="bfloat16"), OPTIMIZER)
+    learner = Learner(model, learner_config((1, 1, 1), dtype=dtype), OPTIMIZER)
     logprobs, _ = learner.logprobs_and_entropy(make_batch()[0].tokens, temperature=1.0)
     learner.close()
+    assert not torch.distributed.is_initialized()  # the learner created the default group
     return logprobs
 
 
-def test_bfloat16_logprobs_differ_from_float32_by_rounding_only(models, references):
-    (logprobs,) = run_ranks(bfloat16_logprobs, 1, models["qwen2-untied"])
+def test_bfloat16_logprobs_differ_from_float32_by_rounding_only(
+    models: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    (logprobs,) = run_ranks(logprobs_on_one_rank, 1, models["qwen2-untied"], "bfloat16")
     difference = (logprobs - references["qwen2-untied"].scores[1.0][0]).abs()
     assert 1e-4 < difference.mean() < 3e-2
 
 
-def scaled_rope(model: Path) -> Tensor:
-    from qurl_megatron.learner.learner import Learner
-
-    learner = Learner(model, learner_config((1, 1, 1)), OPTIMIZER)
-    logprobs, _ = learner.logprobs_and_entropy(make_batch()[0].tokens, temperature=1.0)
-    learner.close()
-    assert not torch.distributed.is_initialized()  # the learner made this world
-    return logprobs
-
-
-def test_llama3_rope_scaling_is_that_of_transformers(tmp_path):
+def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    rope = {
+    scaled_rope: dict[str, Any] = {
         "rope_type": "llama3",
         "rope_theta": 100.0,
         "factor": 4.0,
@@ -453,175 +489,117 @@ def test_llama3_rope_scaling_is_that_of_transformers(tmp_path):
         "high_freq_factor": 3.0,
         "original_max_position_embeddings": 16,
     }
-    model = build_tiny_model(tmp_path / "scaled", "llama", rope_parameters=rope, **DIMS)
-    plain = {"rope_type": "default", "rope_theta": 100.0}
-    unscaled = build_tiny_model(tmp_path / "plain", "llama", rope_parameters=plain, **DIMS)
+    plain_rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+    scaled, plain = (
+        build_tiny_model(tmp_path / rope["rope_type"], "llama", rope_parameters=rope, **DIMS)
+        for rope in (scaled_rope, plain_rope)
+    )
     tokens = make_batch()[0].tokens
-    (logprobs,) = run_ranks(scaled_rope, 1, model)
+    (logprobs,) = run_ranks(logprobs_on_one_rank, 1, scaled, "float32")
     with torch.no_grad():
-        expected, other = (
+        expected, unscaled = (
             logprobs_and_entropy_of(
                 AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), tokens, 1.0
             )[0]
-            for directory in (model, unscaled)
+            for directory in (scaled, plain)
         )
-    assert (expected - other).abs().max() > 1e-2
+    assert (expected - unscaled).abs().max() > 1e-2, "the scaling changes nothing"
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-def life_of_a_learner(model: Path) -> dict[str, Any]:
+def use_a_group_of_the_caller(model: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
     device.initialize_distributed()
-    seen: dict[str, Any] = {}
-    with pytest.raises(ValueError) as refusal:
-        Learner(model, learner_config((1, 1, 2)), OPTIMIZER)
-    seen["refusal"] = str(refusal.value)
-
+    results: dict[str, Any] = {}
     learner = Learner(model, learner_config((1, 1, 1)), OPTIMIZER)
     batch, loss_weights = make_batch()
-    score = lambda: learner.logprobs_and_entropy(batch.tokens, temperature=1.0)[0]  # noqa: E731
-    step = lambda: learner.update(batch, loss_weights, policy_gradient, temperature=1.0)  # noqa: E731
-    step()
+
+    def score() -> Tensor:
+        return learner.logprobs_and_entropy(batch.tokens, temperature=1.0)[0]
+
+    def learning_rate() -> float:
+        update = learner.update(batch, loss_weights, policy_gradient, temperature=1.0)
+        return update.learning_rate
+
+    learning_rate()
     before = score()
     learner.reset_optimizer(OptimizerConfig(learning_rate=3e-5))
-    seen["unmoved"] = torch.equal(score(), before)
-    seen["learning_rates"] = [step().learning_rate for _ in range(2)]
-    with pytest.raises(FloatingPointError) as spoilt:
+    results["reset changed scores by"] = float((score() - before).abs().max())
+    results["learning rates"] = [learning_rate(), learning_rate()]
+    with pytest.raises(FloatingPointError) as failure:
         learner.update(batch, loss_weights * torch.nan, policy_gradient, temperature=1.0)
-    seen["spoilt"] = str(spoilt.value)
+    results["failure"] = str(failure.value)
     learner.close()
-    seen["world_stands"] = dist.is_initialized()
+    results["group is alive"] = dist.is_initialized()
     dist.destroy_process_group()
-    return seen
+    return results
 
 
-def test_a_learner_in_a_world_of_the_callers(models):
-    (seen,) = run_ranks(life_of_a_learner, 1, models["llama-tied"])
-    assert "start 2 ranks" in seen["refusal"] and "\n" not in seen["refusal"]
-    assert seen["unmoved"]
-    assert seen["learning_rates"] == [3e-5, 3e-5]
-    assert "nan" in seen["spoilt"]
-    assert seen["world_stands"]
+@pytest.fixture(scope="module")
+def results(models: dict[str, Path]) -> dict[str, Any]:
+    """Return the results of a learner whose default process group belongs to the caller."""
+    (results,) = run_ranks(use_a_group_of_the_caller, 1, models["llama-tied"])
+    return results
 
 
-def score_shared_vocabulary(chunk_elements: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """This rank's results and gradients, and the size of the largest tensor made on the way."""
-    import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from qurl_megatron import device
-    from qurl_megatron.learner.logprobs import logprobs_and_entropy
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                self.elements = max(self.elements, result.numel())
-            return result
-
-    device.initialize_distributed()
-    hidden, weight, targets, grad = vocabulary_problem(dtype)
-    rows = -(-len(weight) // dist.get_world_size())
-    start = rows * dist.get_rank()
-    hidden, mine = hidden.requires_grad_(), weight[start : start + rows].clone().requires_grad_()
-    with Largest() as largest:
-        logprobs, entropy = logprobs_and_entropy(
-            hidden,
-            mine,
-            targets,
-            temperature=0.7,
-            first_row=start,
-            group=dist.group.WORLD,
-            chunk_elements=chunk_elements,
-        )
-        logprobs.backward(grad)
-    dist.destroy_process_group()
-    return logprobs.detach(), entropy, hidden.grad, mine.grad, largest.elements
+def test_resetting_the_optimizer_keeps_the_weights_and_takes_the_new_rate(
+    results: dict[str, Any],
+) -> None:
+    assert results["reset changed scores by"] == 0
+    assert results["learning rates"] == [3e-5, 3e-5]
 
 
-def vocabulary_problem(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(96, 8, generator=generator)
-    weight = 2 * torch.randn(513, 8, generator=generator)
-    targets = torch.randint(0, 513, (96,), generator=generator)
-    return hidden.to(dtype), weight.to(dtype), targets, torch.randn(96, generator=generator)
+def test_a_gradient_that_is_not_finite_raises(results: dict[str, Any]) -> None:
+    assert results["failure"].startswith("gradient norm is nan at loss nan")
+    assert "\n" not in results["failure"]
 
 
-def exact_scores(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The same in float64, with torch's own log_softmax and autograd."""
-    hidden, weight, targets, grad = vocabulary_problem(dtype)
-    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    distribution = (hidden @ weight.t() / 0.7).log_softmax(-1)
-    logprobs = distribution.gather(1, targets[:, None]).squeeze(1)
-    logprobs.backward(grad.double())
-    entropy = -(distribution.exp() * distribution).sum(-1)
-    assert hidden.grad is not None and weight.grad is not None
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+def test_closing_a_learner_keeps_the_process_group_of_the_caller(results: dict[str, Any]) -> None:
+    assert results["group is alive"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("chunk_elements", [1, 4096, 10**6], ids=["one token", "some", "all"])
-def test_scores_of_a_shared_vocabulary_are_exact(world_size, chunk_elements):
-    ranks = run_ranks(score_shared_vocabulary, world_size, chunk_elements, torch.float32)
-    logprobs, entropy, grad_hidden, grad_weight = exact_scores(torch.float32)
-    for rank in ranks:
-        for result, expected in zip(rank[:3], (logprobs, entropy, grad_hidden), strict=True):
-            torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
-    result = torch.cat([rank[3] for rank in ranks])
-    torch.testing.assert_close(result.double(), grad_weight, rtol=1e-5, atol=1e-5)
+REFUSED_LAYOUTS = {
+    (3, 1, 1): "2 key-value heads",
+    (1, 3, 1): "4 layers",
+    (2, 1, 1): "start 2 ranks",
+    (1, 1, 2): "start 2 ranks",
+    (1, 1, 1, 2): "leave it at 1",
+    (1, 2, 1, 3): "virtual_pipeline_parallel_size=3 does not divide a stage's 2 layers",
+    (1, 3, 1, 1, 3): "leaves 1 layers",
+}
 
 
-def test_scores_never_hold_all_logits():
-    (*_, chunked), (*_, whole) = (
-        run_ranks(score_shared_vocabulary, 1, elements, torch.float32)[0]
-        for elements in (4096, 10**6)
-    )
-    assert whole >= 96 * 513
-    assert chunked <= 513 * 8  # the largest is the weight's gradient
-
-
-def test_bfloat16_gradients_do_not_lose_small_chunks():
-    hidden, entropy, grad_hidden, grad_weight = exact_scores(torch.bfloat16)
-    errors = []
-    for elements in (1, 10**6):
-        (rank,) = run_ranks(score_shared_vocabulary, 1, elements, torch.bfloat16)
-        errors.append(float((rank[3].double() - grad_weight).norm() / grad_weight.norm()))
-    assert all(1e-4 < error < 1e-2 for error in errors), errors
-
-
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ((3, 1, 1), "2 key-value heads"),
-        ((1, 3, 1), "4 layers"),
-        ((2, 1, 1), "start 2 ranks"),
-        ((1, 1, 1, 2), "leave it at 1"),
-        ((1, 2, 1, 3), "virtual_pipeline_parallel_size=3 does not divide a stage's 2 layers"),
-        ((1, 3, 1, 1, 3), "leaves 1 layers"),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_refused(models, layout, words):
-    (message,) = run_ranks(refusal_of, 1, models["qwen3-untied"], layout)
-    assert words in message and "\n" not in message
-
-
-def refusal_of(model: Path, layout: tuple[int, ...]) -> str:
+def refuse_layouts(model: Path, layouts: list[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.model.architecture import ArchitectureError
 
-    with pytest.raises(ArchitectureError) as refusal:
-        Learner(model, learner_config(layout), OPTIMIZER)
-    return str(refusal.value)
+    messages = {}
+    for layout in layouts:
+        with pytest.raises(ArchitectureError) as refusal:
+            Learner(model, learner_config(layout), OPTIMIZER)
+        messages[layout] = str(refusal.value)
+    return messages
 
 
-def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Tensor]:
-    """Log-probs before an update, then of the reference, then of the updated policy, twice."""
+@pytest.fixture(scope="module")
+def refusals(models: dict[str, Path]) -> dict[tuple[int, ...], str]:
+    (messages,) = run_ranks(refuse_layouts, 1, models["qwen3-untied"], list(REFUSED_LAYOUTS))
+    return messages
+
+
+@pytest.mark.parametrize("layout", REFUSED_LAYOUTS)
+def test_a_layout_that_does_not_fit_is_refused(
+    layout: tuple[int, ...], refusals: dict[tuple[int, ...], str]
+) -> None:
+    assert REFUSED_LAYOUTS[layout] in refusals[layout] and "\n" not in refusals[layout]
+
+
+def score_with_a_reference(model_dir: Path, layout: tuple[Any, ...]) -> list[Tensor]:
+    """Return log-probs before an update, of the reference, and of the updated policy twice."""
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.loop.warmup import negative_log_likelihood
 
@@ -634,8 +612,8 @@ def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Ten
 
     before = scores()
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    nothing = torch.zeros(tokens.shape)
-    batch = TrainBatch(tokens, mask, nothing, nothing, nothing)
+    zeros = torch.zeros(tokens.shape)
+    batch = TrainBatch(tokens, mask, zeros, zeros, zeros)
     learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
     updated = scores()
     with learner.as_reference():
@@ -646,10 +624,12 @@ def score_with_a_reference(model_dir: Path, layout: tuple[int, ...]) -> list[Ten
 
 
 @pytest.mark.parametrize("layout", [(2,), (1, 2)], ids=["TP2", "PP2 tied"])
-def test_the_reference_stays_what_the_policy_was(layout: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_reference_does_not_change_with_the_policy(
+    layout: tuple[int, ...], tmp_path: Path
+) -> None:
     build_tiny_model(tmp_path, "qwen2", tied=True)
     results, *_ = run_ranks(score_with_a_reference, 2, tmp_path, layout)
-    before, reference, updated, again = results
+    before, reference, updated, after_reference = results
     assert torch.equal(reference, before)
-    assert torch.equal(again, updated)
+    assert torch.equal(after_reference, updated)
     assert (updated - before).abs().max() > 0.01

@@ -159,3 +159,24 @@ def test_init_files_do_nothing_when_imported(name: str) -> None:
         is_docstring = number == 0 and isinstance(statement, ast.Expr)
         is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
         assert is_docstring or is_future or isinstance(statement, allowed), statement.lineno
+
+
+def test_only_these_files_branch_on_cpu_or_gpu() -> None:
+    by_question = {
+        ("is_available", "device_count"): {"device", "sglang_plugin"},
+        ("accelerator",): {
+            "launch/evaluate",
+            "learner/cpu_runtime",
+            "learner/layers",
+            "rollout/server",
+        },
+        ("is_cuda",): {
+            "quantization/checksum",
+            "quantization/quantize",
+            "sglang_plugin/linear",
+            "sglang_plugin/receive",
+            "weight_sync/shared_memory",
+        },
+    }
+    for question, expected in by_question.items():
+        assert {n for n, path in NAMES.items() if names_read(path) & set(question)} == expected

@@ -65,8 +65,8 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from qurl_megatron import device
-    from qurl_megatron.learner.learner import Policy, build_chunks, parameters_of
+    from qurl_megatron.learner.cpu_runtime import megatron_runtime
+    from qurl_megatron.learner.model import Policy, build_chunks, parameters_of
 
     shapes: dict[str, list[list[tuple]]] = {name: [] for name in model_dirs}
     for stage in range(LEARNER.pipeline_parallel_size):
@@ -76,7 +76,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
             rank=stage * LEARNER.tensor_parallel_size,
             world_size=LEARNER.world_size,
         )
-        with device.megatron_runtime(), torch.device("meta"):
+        with megatron_runtime(), torch.device("meta"):
             parallel_state.initialize_model_parallel(
                 LEARNER.tensor_parallel_size,
                 LEARNER.pipeline_parallel_size,

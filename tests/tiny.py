@@ -1,4 +1,4 @@
-"""Tiny random models in the Hugging Face layout, for every test that needs a real directory."""
+"""Tiny random models as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def build_tiny_model(
     dtype: torch.dtype = torch.bfloat16,
     **dims: Any,
 ) -> Path:
-    """Write config.json, model.safetensors and a byte-like tokenizer into `directory`.
+    """Write config.json, model.safetensors and a tokenizer of characters; return `directory`.
 
-    Weights are of `dtype` and large enough for the model to have opinions (standard deviation 0.1;
-    biases and norms are perturbed too, so that a lost one is seen). `dims` override any field of
-    the architecture's transformers config. Returns `directory`.
+    The standard deviation of 0.1 is large enough for the model to prefer some tokens. Biases and
+    norms are random too, so that a test notices a missing one. `dims` override fields of the
+    architecture's transformers config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,28 +61,29 @@ def quantized(
     weight_format: str,
     transform: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
 ) -> dict[str, Tensor]:
-    """A directory's tensors as they are sent, quantized directly with no layout in sight."""
+    """Return the tensors to publish from a directory, quantized without any parallel layout."""
     from safetensors.torch import load_file
 
     from qurl_megatron.quantization import quantize
 
-    sent: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, stored in load_file(model_dir / "model.safetensors").items():
         weight = transform(name, stored.float())
         if weight_format != "bf16" and name.endswith("_proj.weight"):
             codes = quantize.quantize(weight, weight_format)
-            sent[name] = codes.codes
-            sent[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
+            tensors[name] = codes.codes
+            tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
         else:
-            sent[name] = weight.to(torch.bfloat16)
-    return sent
+            tensors[name] = weight.to(torch.bfloat16)
+    return tensors
 
 
 def _build_tokenizer(vocab_size: int) -> Any:
-    """One token a character: `<pad>`, `<eos>`, printable ASCII and newline, then unused places.
+    """Build a tokenizer with one token per character.
 
-    A byte-level BPE without merges, because transformers loads every `qwen2` directory as a
-    byte-level BPE, whatever its tokenizer.json describes.
+    Its vocabulary is `<pad>`, `<eos>`, printable ASCII and newline, then unused tokens. It is a
+    byte-level BPE without merges, because transformers loads every `qwen2` directory as one,
+    whatever its tokenizer.json describes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

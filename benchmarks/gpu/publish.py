@@ -19,6 +19,7 @@ import torch
 from benchmarks.gpu import policy, record, timing
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.weight_sync.publish import Carrier, Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
@@ -74,7 +75,7 @@ def join_alone() -> None:
 
     device.limit_threads(1)
     device.initialize_distributed()
-    with device.megatron_runtime():
+    with megatron_runtime():
         parallel_state.initialize_model_parallel(1, create_gloo_process_groups=False)
 
 

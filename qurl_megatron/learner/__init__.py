@@ -1,1 +1,1 @@
-"""The full-precision policy in Megatron-core."""
+"""The full-precision policy in Megatron-core: its model, optimizer steps and checkpoints."""

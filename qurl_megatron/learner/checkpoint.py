@@ -1,21 +1,22 @@
-"""Checkpoints: all that a run goes on from, written beside training and seen only when whole.
+"""Checkpoints: everything a run needs to resume, written asynchronously and atomically.
 
     RUN/checkpoints/step_000020/
-        megatron/     weights, optimizers and schedules, of PPO's critic too, in Megatron's
-                      layout-free format
+        megatron/     weights, optimizers and schedules of the policy and of PPO's critic, in
+                      Megatron's layout-independent format
         model/        config.json and tokenizer, for `qurl export`
-        config.yaml   of the run when it was saved
+        config.yaml   the run's configuration at the save
         state.json    RunState
 
 Invariants:
-- A directory called `step_*` is whole: it is made under another name, synced, and renamed once
-  every rank has written its part. What a killed save leaves is removed by the next one.
-- The state is that of the moment `save` was called, whatever training does while it is written.
-- Any tensor, pipeline and data parallel layout can go on from any other's checkpoint.
+- A directory named `step_*` is complete: it is filled under another name, synced, and renamed when
+  every rank has written its shards. The next save removes what a killed one left.
+- A checkpoint holds the state at the call of `save`; training goes on while it is written.
+- Any tensor, pipeline and data parallel layout can resume from the checkpoint of any other.
 
-RUN/checkpoints.jsonl has a line for each that came about: its step, and how long it was written.
+RUN/checkpoints.jsonl has one line per complete checkpoint: its step, and the seconds it took to
+write.
 
-The learner has no dropout, so it has no random state; the order of prompts is in the RunState.
+The learner has no dropout and so no random state. The RunState holds the order of prompts.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from qurl_megatron import device
 from qurl_megatron.config import yaml_file as configs
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.device import from_rank_zero
 from qurl_megatron.files import PARTIAL, partial_of, rename_whole, sync
+from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
@@ -59,22 +61,27 @@ CONTENTS = ("megatron", "model", "config.yaml", "state.json")
 
 
 class CheckpointError(ConfigError):
-    """A directory that is not a whole checkpoint, or not to be written; the text says why."""
+    """A directory is not a complete checkpoint, or cannot be written. The message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """Where a run stood after a step, beside its learner."""
+    """The state of a run after a step, apart from learner and critic."""
 
-    step: int  # the last one done
-    weight_version: int  # published after it
-    time_s: float  # of RL so far
-    evaluation_before: dict[str, Any]  # `Evaluation`, before the first RL step
-    prompts: dict[str, Any]  # `PromptStream.state`
+    step: int
+    """The last completed step."""
+    weight_version: int
+    """The version published after that step."""
+    time_s: float
+    """Seconds of RL training until then, over all starts of the run."""
+    evaluation_before: dict[str, Any]
+    """The fields of the `Evaluation` before the first RL step."""
+    prompts: dict[str, Any]
+    """`PromptStream.state`."""
 
 
 class Checkpoints:
-    """Saves one run's checkpoints while it trains. Every learner rank makes the same calls."""
+    """Writer of one run's checkpoints. Every learner rank makes the same calls."""
 
     def __init__(self, config: Config, learner: Learner, critic: Critic | None = None) -> None:
         self._config = config
@@ -82,41 +89,43 @@ class Checkpoints:
         self._critic = critic
         self._directory = config.run_dir / "checkpoints"
         self._queue = AsyncCallsQueue(persistent=False)
-        # Megatron would spawn this manager, which outlives a rank that is killed.
+        # Megatron would start this manager itself, and it would outlive a rank that is killed.
         self._manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         self._manager.start(die_with_parent)
         filesystem_async._results_queue = self._manager.Queue()
 
     def newest(self) -> Path | None:
+        """Return the run's newest checkpoint, if there is one."""
         return max(list_checkpoints(self._config.run_dir), default=None)
 
     def is_due(self, step: int) -> bool:
+        """Return whether the configuration asks for a checkpoint after `step`."""
         every = self._config.checkpoint.every_steps
         return every > 0 and (step % every == 0 or step == self._config.steps)
 
     def save(self, state: RunState) -> None:
-        """Begin to save; processes of their own write while the caller goes on.
+        """Start to save in background processes, after waiting for an earlier save.
 
-        A save still under way is waited for. `state` is used on global rank 0 only.
+        Only global rank 0 uses `state`.
         """
         self.poll(wait=True)
-        whole = self._directory / f"step_{state.step:06}"
-        partial = partial_of(whole)
-        device.from_rank_zero(lambda: self._begin(partial, state))
-        with device.megatron_runtime():
+        checkpoint = self._directory / f"step_{state.step:06}"
+        partial = partial_of(checkpoint)
+        from_rank_zero(lambda: self._prepare(partial, state))
+        with megatron_runtime():
             request = dist_checkpointing.save(
                 self._sharded_state(),
                 str(partial / "megatron"),
                 async_sharded_save=True,
             )
             request.add_finalize_fn(
-                lambda: device.from_rank_zero(lambda: self._end(partial, whole))
+                lambda: from_rank_zero(lambda: self._complete(partial, checkpoint))
             )
             self._queue.schedule_async_request(request)
 
     def restore(self, checkpoint: Path) -> None:
-        """Give learner and critic the checkpoint's weights, optimizer and schedule."""
-        with device.megatron_runtime():
+        """Load weights, optimizer and schedule of learner and critic from a checkpoint."""
+        with megatron_runtime():
             state = dist_checkpointing.load(
                 self._sharded_state(loading=True), str(checkpoint / "megatron")
             )
@@ -125,16 +134,16 @@ class Checkpoints:
                 self._critic.restore(state["critic"])
 
     def poll(self, *, wait: bool = False) -> None:
-        """Make visible what every rank has written; `wait` for what is still being written.
+        """Complete a save if every rank has written its shards; with `wait`, wait for them.
 
         Raises:
             megatron.core.dist_checkpointing.core.CheckpointingException: writing failed.
         """
-        with device.megatron_runtime():
+        with megatron_runtime():
             self._queue.maybe_finalize_async_calls(blocking=wait)
 
     def close(self) -> None:
-        """Give up a save that is still under way; nothing whole is touched."""
+        """Abort a save that is not complete; keep all complete checkpoints."""
         for call in self._queue.async_calls:
             call.async_caller.close(abort=True)
         filesystem_async._results_queue = None
@@ -146,7 +155,7 @@ class Checkpoints:
             state["critic"] = self._critic.sharded_state(loading=loading)
         return state
 
-    def _begin(self, partial: Path, state: RunState) -> None:
+    def _prepare(self, partial: Path, state: RunState) -> None:
         for leftover in self._directory.glob("*" + PARTIAL):
             shutil.rmtree(leftover)
         (partial / "megatron").mkdir(parents=True)
@@ -155,66 +164,71 @@ class Checkpoints:
         configs.save(self._config, partial / "config.yaml")
         (partial / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
 
-    def _end(self, partial: Path, whole: Path) -> None:
+    def _complete(self, partial: Path, checkpoint: Path) -> None:
         sync(partial / "megatron")
-        rename_whole(partial, whole)
+        rename_whole(partial, checkpoint)
         with (self._config.run_dir / "checkpoints.jsonl").open("a") as file:
-            line = {"step": read_state(whole).step, "time_write_s": _time_write_s(whole)}
+            line = {
+                "step": read_state(checkpoint).step,
+                "time_write_s": _time_write_s(checkpoint),
+            }
             file.write(json.dumps(line) + "\n")
         for old in list_checkpoints(self._config.run_dir)[: -self._config.checkpoint.keep_last]:
-            # Renamed first: a removal that is cut short must not leave what looks whole.
-            leaving = old.rename(partial_of(old))
-            shutil.rmtree(leaving)
+            # Rename first: an interrupted removal must not leave a directory that looks complete.
+            shutil.rmtree(old.rename(partial_of(old)))
 
 
 def _time_write_s(checkpoint: Path) -> float:
-    """Seconds from the beginning of a save to its last file, by the file system's own clock."""
-    begun = (checkpoint / "state.json").stat().st_mtime
-    return max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir()) - begun
+    """Return the seconds from the start of a save to its last file, by the file system's clock."""
+    start = (checkpoint / "state.json").stat().st_mtime
+    return max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir()) - start
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest first."""
+    """Return the run's complete checkpoints, oldest first."""
     return sorted(
         path for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
     )
 
 
 def read_state(checkpoint: Path) -> RunState:
+    """Return the run's state in a checkpoint."""
     return RunState(**json.loads((checkpoint / "state.json").read_text()))
 
 
 def read_config(checkpoint: Path) -> Config:
-    """The configuration a checkpoint was saved under.
+    """Return the run's configuration in a checkpoint.
 
     Raises:
-        CheckpointError: the directory is not a whole checkpoint.
+        CheckpointError: the directory is not a complete checkpoint.
     """
     missing = [name for name in CONTENTS if not (checkpoint / name).exists()]
     if missing or checkpoint.suffix == PARTIAL:
-        lacks = f"lacks {missing[0]}" if missing else "is of a save that was cut short"
+        reason = f"lacks {missing[0]}" if missing else "was left by an interrupted save"
         raise CheckpointError(
-            f"{checkpoint}: not a checkpoint, it {lacks}; a run has whole ones in "
-            "checkpoints/step_NNNNNN"
+            f"{checkpoint}: not a checkpoint, it {reason}; complete ones are in "
+            "RUN/checkpoints/step_NNNNNN"
         )
     return configs.load(checkpoint / "config.yaml")
 
 
 def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """The float32 weights under their Hugging Face names, layer by layer, as they were trained.
+    """Yield the float32 weights under their Hugging Face names, one layer at a time.
 
-    UAQ's scales are still in them. `progress` is told the bytes read and those to be read.
+    They are as trained: the scales of UAQ (update-aware quantization) are not undone. After each
+    layer, `progress` receives the bytes read so far and the total.
     """
     architecture = Architecture.from_directory(checkpoint / "model")
-    # A BF16 learner steps float32 copies, which are part of its optimizer.
-    masters = read_config(checkpoint).learner.dtype == "bfloat16"
-    prefix = "optimizer.state.fp32_param." if masters else ""
-    every = weight_map.rules(architecture)
-    layered = [rule for rule in every if rule.layered]
-    groups: list[tuple[int | None, list[Rule]]] = [(None, [r for r in every if not r.layered])]
+    # The optimizer of a bfloat16 learner holds the float32 weights; float32 learners have no copy.
+    in_optimizer = read_config(checkpoint).learner.dtype == "bfloat16"
+    prefix = "optimizer.state.fp32_param." if in_optimizer else ""
+    all_rules = weight_map.rules(architecture)
+    layered = [rule for rule in all_rules if rule.layered]
+    outside = [rule for rule in all_rules if not rule.layered]
+    groups: list[tuple[int | None, list[Rule]]] = [(None, outside)]
     groups += [(layer, layered) for layer in range(architecture.num_layers)]
     sizes = [sum(_bytes(rule, architecture) for rule in rules) for _, rules in groups]
-    total, done = sum(sizes), 0
+    total, done = sum(sizes), 0  # in bytes
     for (layer, rules), num_bytes in zip(groups, sizes, strict=True):
         yield _read(checkpoint, rules, layer, architecture, prefix)
         done += num_bytes
@@ -224,12 +238,12 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
 def _read(
     checkpoint: Path, rules: list[Rule], layer: int | None, architecture: Architecture, prefix: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that `rules` make of one layer, or of what is outside the layers."""
+    """Yield the tensors of `rules` in one layer; None stands for those outside the layers."""
     slices = {}
     for rule in rules:
         shapes = [weight_map.full_shape(part, architecture) for part in rule.parts]
         shard = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
-        # Megatron stores under Transformer Engine's names, and a layer's tensors stacked.
+        # Megatron stores Transformer Engine's names and stacks the tensors of all layers.
         name = prefix + rule.megatron[-1].replace("{layer}.", "")
         slices[name] = shard if layer is None else shard[None]
     torch.distributed.checkpoint.load(
@@ -245,7 +259,7 @@ def _read(
 
 
 class _SlicePlanner(DefaultLoadPlanner):
-    """Reads what its tensors have room for, from index `first` of the stored ones on."""
+    """Plans to read as much as its tensors hold, from index `first` of each stored tensor."""
 
     def __init__(self, first: int) -> None:
         super().__init__(flatten_state_dict=False)

@@ -1,10 +1,10 @@
-"""PPO's critic: a Megatron value model that says what a completion is worth as it is written.
+"""PPO's critic: a Megatron value model that predicts the return of a completion at each token.
 
-It is the policy's architecture with one number a token in place of the vocabulary, in full
-precision, and lives on the policy's ranks in a layout of its own. No quantized copy of it is made.
+It has the policy's architecture with a scalar head in place of the output layer. It stays in full
+precision, is never quantized, and runs on the policy's ranks in its own parallel layout.
 
-Megatron keeps the layout of a process in the globals of one module. Outside this file they are the
-policy's; every call to a `Critic` puts its own there for as long as it lasts.
+Megatron keeps the parallel layout of a process in the globals of one module. Outside this file they
+describe the policy's layout; each call to a `Critic` swaps in its own and restores them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from qurl_megatron.algorithm.advantages import generalized_advantages, whiten
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights, value_loss
 from qurl_megatron.config.schema import Config
-from qurl_megatron.learner.learner import Learner, Policy
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.model import Policy
 from qurl_megatron.model.architecture import Architecture
 
 
 @dataclass(frozen=True)
 class CriticMetrics:
-    """What a step's values were like, before their update, and what the update did."""
+    """Quality of one step's values before their update, and the result of the update."""
 
-    value_loss: float  # mean over minibatches
-    value_clip_fraction: float  # of tokens, no gradient because of the clip
-    value_explained_variance: float  # 1 - Var(return - value) / Var(return); 0 is a constant's
+    value_loss: float
+    """Mean over minibatches."""
+    value_clip_fraction: float
+    """Fraction of tokens whose gradient is 0 because of the clip."""
+    value_explained_variance: float
+    """1 - Var(return - value) / Var(return), before the update; a constant value has 0."""
 
 
 class Critic:
     """A value model and its optimizer. Every rank makes the same calls with the same batch."""
 
     def __init__(self, config: Config) -> None:
-        """Build it beside a `Learner`, which has made the process group.
+        """Build the value model after a `Learner`, which has created the process group.
 
         Raises:
             ArchitectureError: the model or the layout does not fit; one line.
@@ -58,7 +62,7 @@ class Critic:
             )
 
     def step(self, batch: TrainBatch) -> CriticMetrics:
-        """Give `batch` its values, returns and advantages, then learn from the returns."""
+        """Set values, returns and advantages of `batch`, then train on the returns."""
         mask = batch.loss_mask
         with self._own_parallel_state():
             batch.values = self._learner.values(batch.tokens, mask)
@@ -89,19 +93,19 @@ class Critic:
         )
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
-        """As `Learner.sharded_state`, under names of its own."""
+        """Return `Learner.sharded_state` with its names prefixed by `critic.`."""
         with self._own_parallel_state():
             state = self._learner.sharded_state(loading=loading)
         add_prefix_for_sharding(state, "critic.")
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a loaded `sharded_state`."""
+        """Load a `sharded_state`."""
         with self._own_parallel_state():
             self._learner.restore(state)
 
     def close(self) -> None:
-        """Leave no process group of the critic's making."""
+        """Destroy the process groups that the critic created."""
         with self._own_parallel_state():
             self._learner.close()
 
@@ -125,14 +129,14 @@ class Critic:
 
 
 class ValueModel(Policy):
-    """The policy's layers under one number a token; it begins at 0 everywhere."""
+    """The policy's layers under a scalar head that starts at 0."""
 
     own_parameters = frozenset({"output_layer.weight"})
 
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None
     ) -> None:
-        # Untied: no stage needs the embedding of another.
+        # Untied: without an output layer, no stage needs another stage's embedding.
         super().__init__(config, replace(architecture, tie_word_embeddings=False), virtual_stage)
         if self.post_process:
             self.output_layer = torch.nn.Linear(
@@ -141,10 +145,10 @@ class ValueModel(Policy):
             torch.nn.init.zeros_(self.output_layer.weight)
 
     def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
-        """Values [rows, time] float32 of the masked-in positions, elsewhere 0.
+        """Return values [rows, time] float32; 0 where the loss mask is False.
 
-        Position t is what is expected before token t is sampled. Every tensor-parallel rank holds
-        the whole head and the whole `hidden`.
+        Position t is the expected return before token t is sampled. Every tensor-parallel rank
+        holds the whole head and the whole `hidden` [time - 1, rows, hidden].
         """
         mask = rows.loss_mask
         values = self.output_layer(hidden.transpose(0, 1)[mask[:, 1:]]).float().squeeze(1)
@@ -159,4 +163,4 @@ def _parallel_state() -> dict[str, Any]:
     }
 
 
-_EMPTY = _parallel_state()  # as Megatron begins
+_EMPTY = _parallel_state()  # at import, before any layout is set

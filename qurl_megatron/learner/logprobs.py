@@ -1,10 +1,9 @@
-"""Log-probabilities of chosen tokens, straight from hidden states, over a shared vocabulary.
+"""Log-probs of given tokens, computed from hidden states over a vocabulary sharded among ranks.
 
-The output layer and the softmax are one operation that works on a few tokens at a time, forward and
-backward, so that no rank ever holds logits of all tokens. With the vocabulary shared among
-tensor-parallel ranks, each keeps four numbers a token of its own run: the largest logit m, the sum
-of exp(logit - m), the same sum weighted by logit - m, and the target's logit. One gather of those
-gives every rank
+Output layer and softmax are one operation that handles a few tokens at a time, forward and
+backward, so no rank ever holds the logits of all tokens. Each tensor-parallel rank computes four
+numbers per token over its rows of the vocabulary: the largest logit m, the sum of exp(logit - m),
+the same sum weighted by logit - m, and the target's logit. One gather of these gives every rank
 
     log p(target) = logit_target - M - log S        entropy = log S - E[logit - M]
 
@@ -31,20 +30,20 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup,
     chunk_elements: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution.
+    """Return the natural log-prob of each target and the entropy of each distribution.
 
     Args:
         hidden: [tokens, hidden], the same on every rank of `group`.
-        weight: [rows, hidden], this rank's run of the output layer, without padding rows.
+        weight: [rows, hidden], this rank's rows of the output layer, without padding rows.
         targets: [tokens] int64, row numbers in the whole vocabulary.
         temperature: divides the logits.
-        first_row: of `weight`, in the whole vocabulary.
+        first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
-        chunk_elements: logits held at once, at most (one token's at least).
+        chunk_elements: most logits to hold at once; those of one token are always held.
 
     Returns:
-        Two float32 tensors [tokens], the same on every rank. Gradients flow through the first only,
-        to `hidden` (summed over `group`) and `weight`.
+        Two float32 tensors [tokens], the same on every rank. Gradients flow through the log-probs
+        only, to `hidden` (summed over `group`) and `weight`.
     """
     return _LogProbs.apply(hidden, weight, targets, temperature, first_row, group, chunk_elements)
 
@@ -72,43 +71,43 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = weight.shape[0]
         local = targets - first_row
-        mine = (local >= 0) & (local < rows)
-        local = torch.where(mine, local, 0)
+        is_local = (local >= 0) & (local < rows)
+        local = torch.where(is_local, local, 0)
 
         own = hidden.new_zeros((4, len(targets)), dtype=torch.float32)
         for chunk in _chunks(len(targets), rows, chunk_elements):
             logits = _logits(hidden[chunk], weight, temperature)
             maximum, sum_exp, weighted, target = own[:, chunk]
             torch.amax(logits, dim=1, out=maximum)
-            target.copy_(logits.gather(1, local[chunk, None]).squeeze(1)).mul_(mine[chunk])
+            target.copy_(logits.gather(1, local[chunk, None]).squeeze(1)).mul_(is_local[chunk])
             logits.sub_(maximum[:, None])
             exp = logits.exp()
             torch.sum(exp, dim=1, out=sum_exp)
             torch.sum(exp.mul_(logits), dim=1, out=weighted)
 
-        every = own
+        gathered = own
         if group.size() > 1:
-            every = own.new_empty((4 * group.size(), len(targets)))
-            dist.all_gather_into_tensor(every, own, group=group)
-        every = every.view(group.size(), *own.shape)
-        maxima, sums, weighted_sums, target_logits = every.unbind(1)  # each [ranks, tokens]
+            gathered = own.new_empty((4 * group.size(), len(targets)))
+            dist.all_gather_into_tensor(gathered, own, group=group)
+        gathered = gathered.view(group.size(), *own.shape)
+        maxima, sums, weighted_sums, target_logits = gathered.unbind(1)  # each [ranks, tokens]
         maximum = maxima.amax(0)
-        below = maxima - maximum  # <= 0
-        scale = below.exp()
+        difference = maxima - maximum  # <= 0
+        scale = difference.exp()
         sum_exp = (sums * scale).sum(0)
         log_sum = sum_exp.log()
-        mean_logit = ((weighted_sums + sums * below) * scale).sum(0) / sum_exp  # E[logit - M]
+        mean_logit = ((weighted_sums + sums * difference) * scale).sum(0) / sum_exp  # E[logit - M]
         logprobs = target_logits.sum(0) - maximum - log_sum
         entropy = log_sum - mean_logit
 
-        ctx.save_for_backward(hidden, weight, local, mine, maximum + log_sum)
+        ctx.save_for_backward(hidden, weight, local, is_local, maximum + log_sum)
         ctx.temperature, ctx.group, ctx.chunk_elements = temperature, group, chunk_elements
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, mine, log_partition = ctx.saved_tensors
+        hidden, weight, local, is_local, log_partition = ctx.saved_tensors
         scale = grad_logprobs / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -116,7 +115,7 @@ class _LogProbs(torch.autograd.Function):
             # d log p(target) / d logit = [is target] - p
             grad = _logits(hidden[chunk], weight, ctx.temperature)
             grad.sub_(log_partition[chunk, None]).exp_().mul_(-scale[chunk, None])
-            grad.scatter_add_(1, local[chunk, None], (scale[chunk] * mine[chunk])[:, None])
+            grad.scatter_add_(1, local[chunk, None], (scale[chunk] * is_local[chunk])[:, None])
             grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight.dtype == grad.dtype:

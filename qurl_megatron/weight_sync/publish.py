@@ -27,7 +27,7 @@ import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
 
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.device import carrier_towards, rank
+from qurl_megatron.device import backend_to, rank
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization import checksum
@@ -85,7 +85,7 @@ class Publisher:
             carrier: None: NCCL if every process has its own GPU, else gloo.
         """
         self.version = 0
-        self._carrier = carrier or carrier_towards(
+        self._carrier = carrier or backend_to(
             [gpu for server in servers if server.here for gpu in server.gpus]
         )
         self._converter = Converter(learner, weight_format, bucket_bytes)

@@ -1,0 +1,179 @@
+"""The Megatron model of a policy, and this rank's chunks of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from qurl_megatron import device
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.learner.layers import block_spec, transformer_config_fields
+from qurl_megatron.learner.logprobs import logprobs_and_entropy
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.weight_map import Rule
+
+# Each layer keeps its input only, and runs its forward pass again in the backward pass.
+_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def build_chunks(
+    architecture: Architecture, learner: LearnerConfig, model: type[Policy]
+) -> list[Policy]:
+    """Build this rank's chunks of the model, one per virtual stage, without weights.
+
+    Megatron's parallel state says which rank this is. Call it within `megatron_runtime()`.
+    """
+    num_virtual_stages, dtype = virtual_stages(learner), compute_dtype(learner)
+    pipeline_parallel_size = learner.pipeline_parallel_size
+    config = TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.intermediate_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=learner.tensor_parallel_size,
+        pipeline_model_parallel_size=pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=num_virtual_stages,
+        num_layers_in_last_pipeline_stage=learner.layers_in_last_pipeline_stage,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        # Micro batches differ in length; only the interleaved schedule needs one shape for all.
+        variable_seq_lengths=pipeline_parallel_size > 1 and not num_virtual_stages,
+        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, even if dense
+        calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
+        finalize_model_grads_func=finalize_model_grads,
+        **(_RECOMPUTE if learner.recompute_activations else {}),
+        **transformer_config_fields(),
+    )
+    # There is no dropout and no random initialization, so no random state has to be forked.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    chunks = [
+        model(config, architecture, virtual_stage)
+        for virtual_stage in (range(num_virtual_stages) if num_virtual_stages else [None])
+    ]
+    for _, rule, _, parameter in parameters_of(chunks, architecture):
+        # Megatron marks shards only when it initializes them. The gradient norm would count an
+        # unmarked shard on one tensor-parallel rank alone.
+        parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None  # type: ignore[attr-defined]
+    return chunks
+
+
+def parameters_of(
+    chunks: list[Policy], architecture: Architecture
+) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
+    """Yield name in the chunk, rule, layer number in the whole model, and parameter.
+
+    Parameters that no Hugging Face model has are left out.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name in chunk.own_parameters:
+                continue
+            tied = name == "output_layer.weight" and architecture.tie_word_embeddings
+            # The last stage's copy of a tied embedding follows the embedding's rule.
+            rule, layer = weight_map.find_megatron(
+                "embedding.word_embeddings.weight" if tied else name
+            )
+            if layer is not None:  # Megatron counts from 1
+                layer = chunk.decoder.layers[layer].layer_number - 1
+            yield name, rule, layer, parameter
+
+
+def virtual_stages(learner: LearnerConfig) -> int | None:
+    """Return the number of virtual stages as Megatron takes it: None if stages are not cut."""
+    size = learner.virtual_pipeline_parallel_size
+    return size if size > 1 else None
+
+
+def compute_dtype(learner: LearnerConfig) -> torch.dtype:
+    """Return the dtype of the forward pass."""
+    return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+
+
+class Policy(GPTModel):
+    """A GPTModel whose last stage returns hidden states, so that `score` needs no whole logits."""
+
+    own_parameters: frozenset[str] = frozenset()  # names of parameters no Hugging Face model has
+
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None
+    ) -> None:
+        stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
+        super().__init__(
+            config,
+            block_spec(config, virtual_stage),
+            vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            vp_stage=virtual_stage,
+        )
+        self._architecture = architecture
+        if architecture.rope_scaling is not None:
+            rotary = self.rotary_pos_emb
+            rotary.inv_freq = rotary._apply_scaling(
+                rotary.inv_freq, **dataclasses.asdict(architecture.rope_scaling)
+            )
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies [rows, time] float32; 0 where the loss mask is False.
+
+        Args:
+            hidden: [time - 1, rows, hidden], the last stage's output.
+            rows: their `loss_mask` is False on the first token.
+            temperature: divides the logits.
+        """
+        rule, _ = weight_map.find_megatron("output_layer.weight")
+        (part,) = rule.parts
+        run, _ = weight_map.part_index(
+            rule, part, self._architecture, self.tp_group.rank(), self.tp_group.size()
+        )
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self._architecture.tie_word_embeddings
+            else self.output_layer.weight
+        )
+        mask = rows.loss_mask
+        logprobs, entropy = logprobs_and_entropy(
+            hidden.transpose(0, 1)[mask[:, 1:]],
+            weight[: run.stop - run.start],
+            rows.tokens[mask],
+            temperature=temperature,
+            first_row=run.start,
+            group=self.tp_group,
+            chunk_elements=device.logit_chunk_elements(run.stop - run.start),
+        )
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)

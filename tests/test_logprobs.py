@@ -1,0 +1,135 @@
+"""Log-probs over a sharded vocabulary against torch in float64, and the memory they take."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+
+TOKENS, HIDDEN, VOCABULARY = 96, 8, 513
+CHUNKS = {"one token": 1, "some tokens": 4096, "all tokens": 10**6}  # logits held at once
+TEMPERATURE = 0.7
+
+
+@dataclass
+class Scores:
+    """One rank's results and gradients, and the elements of the largest tensor on the way."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor  # of this rank's rows
+    largest_tensor: int
+
+
+def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states, weight, targets, and the gradient of the log-probs."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = 2 * torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    return hidden.to(dtype), weight.to(dtype), targets, torch.randn(TOKENS, generator=generator)
+
+
+def score_in_chunks() -> dict[tuple[str, torch.dtype], Scores]:
+    from qurl_megatron import device
+
+    device.initialize_distributed()
+    scores = {
+        (chunk, dtype): score(elements, dtype)
+        for chunk, elements in CHUNKS.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    torch.distributed.destroy_process_group()
+    return scores
+
+
+def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from qurl_megatron.learner.logprobs import logprobs_and_entropy
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    group = dist.group.WORLD
+    assert group is not None
+    hidden, weight, targets, grad = problem(dtype)
+    num_rows = -(-len(weight) // dist.get_world_size())
+    first_row = num_rows * dist.get_rank()
+    hidden.requires_grad_()
+    own_rows = weight[first_row : first_row + num_rows].clone().requires_grad_()
+    with Largest() as largest:
+        logprobs, entropy = logprobs_and_entropy(
+            hidden,
+            own_rows,
+            targets,
+            temperature=TEMPERATURE,
+            first_row=first_row,
+            group=group,
+            chunk_elements=chunk_elements,
+        )
+        logprobs.backward(grad)
+    assert hidden.grad is not None and own_rows.grad is not None
+    return Scores(logprobs.detach(), entropy, hidden.grad, own_rows.grad, largest.elements)
+
+
+@functools.cache
+def scores_by_rank(world_size: int) -> list[dict[tuple[str, torch.dtype], Scores]]:
+    return run_ranks(score_in_chunks, world_size)
+
+
+def exact_scores(dtype: torch.dtype) -> Scores:
+    """Score the same values in float64 with torch's log_softmax and autograd."""
+    hidden, weight, targets, grad = problem(dtype)
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    distribution = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
+    logprobs = distribution.gather(1, targets[:, None]).squeeze(1)
+    logprobs.backward(grad.double())
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    assert hidden.grad is not None and weight.grad is not None
+    return Scores(logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_scores_and_gradients_over_a_sharded_vocabulary_are_exact(
+    world_size: int, chunk: str
+) -> None:
+    ranks = [scores[chunk, torch.float32] for scores in scores_by_rank(world_size)]
+    expected = exact_scores(torch.float32)
+    for rank in ranks:
+        for name in ("logprobs", "entropy", "grad_hidden"):
+            torch.testing.assert_close(
+                getattr(rank, name).double(), getattr(expected, name), rtol=1e-5, atol=1e-5
+            )
+    grad_weight = torch.cat([rank.grad_weight for rank in ranks])
+    torch.testing.assert_close(grad_weight.double(), expected.grad_weight, rtol=1e-5, atol=1e-5)
+
+
+def test_chunked_scores_never_hold_all_logits() -> None:
+    (scores,) = scores_by_rank(1)
+    assert scores["all tokens", torch.float32].largest_tensor >= TOKENS * VOCABULARY
+    # The largest tensor is the weight's gradient.
+    assert scores["some tokens", torch.float32].largest_tensor <= VOCABULARY * HIDDEN
+
+
+def test_bfloat16_gradients_of_many_small_chunks_add_up() -> None:
+    (scores,) = scores_by_rank(1)
+    exact = exact_scores(torch.bfloat16).grad_weight
+    for chunk in ("one token", "all tokens"):
+        grad_weight = scores[chunk, torch.bfloat16].grad_weight.double()
+        assert 1e-4 < (grad_weight - exact).norm() / exact.norm() < 1e-2, chunk
