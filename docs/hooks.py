@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from typer.core import TyperGroup, TyperOption
 
 # The pages are those of this checkout, also when another one is installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -94,18 +94,18 @@ def metrics_page() -> Iterator[str]:
 def commands_page() -> Iterator[str]:
     """Yield a section for each `qurl` command, with its arguments and options."""
     group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    assert isinstance(group, TyperGroup)
     yield (
         f"# Commands\n\n{group.help}\n\nWrong input ends a command with one line and exit code 2, "
         "before anything has started.\n"
     )
     for name, command in group.commands.items():
-        usage = " ".join(command.collect_usage_pieces(click.Context(command)))
+        usage = " ".join(command.collect_usage_pieces(typer.Context(command)))
         yield f"## qurl {name} {{ #{name} }}\n\n    qurl {name} {usage}\n"
         yield f"{inspect.cleandoc(command.help or '')}\n"
         for parameter in command.params:
             argument = parameter.metavar or (parameter.name or "").upper()
-            label = argument if isinstance(parameter, click.Argument) else parameter.opts[0]
+            label = parameter.opts[0] if isinstance(parameter, TyperOption) else argument
             if meaning := getattr(parameter, "help", None):
                 yield f"- `{label}`: {meaning}"
         yield ""
