@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
@@ -69,7 +69,8 @@ def configuration_page() -> Iterator[str]:
     for (name, section), fields in parts.items():
         yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
         for field in fields:
-            yield _entry(field.path, f"`{field.type}`, default `{field.default}`", field.meaning)
+            values = f"Type `{field.type}`, default `{field.default}`."
+            yield _entry(field.path, field.meaning, values)
 
 
 def metrics_page() -> Iterator[str]:
@@ -88,7 +89,7 @@ def metrics_page() -> Iterator[str]:
     ):
         yield f"## {title} {{ #{kind.__name__} }}\n\n{inspect.getdoc(kind)}\n"
         for name, meaning in field_docs(kind).items():
-            yield _entry(name, None, meaning, anchor=f"{kind.__name__}.{name}")
+            yield _entry(name, meaning, anchor=f"{kind.__name__}.{name}")
 
 
 def commands_page() -> Iterator[str]:
@@ -100,18 +101,28 @@ def commands_page() -> Iterator[str]:
         "before anything has started.\n"
     )
     for name, command in group.commands.items():
-        usage = " ".join(command.collect_usage_pieces(typer.Context(command)))
-        yield f"## qurl {name} {{ #{name} }}\n\n    qurl {name} {usage}\n"
+        entries = [_parameter(parameter) for parameter in command.params]
+        words = [word for word, is_option, _ in entries if not is_option]
+        options = ["[OPTION]..."] if any(is_option for _, is_option, _ in entries) else []
+        yield f"## qurl {name} {{ #{name} }}\n"
+        yield f"    {' '.join(['qurl', name, *words, *options])}\n"
         yield f"{inspect.cleandoc(command.help or '')}\n"
-        for parameter in command.params:
-            argument = parameter.metavar or (parameter.name or "").upper()
-            label = parameter.opts[0] if isinstance(parameter, TyperOption) else argument
-            if meaning := getattr(parameter, "help", None):
-                yield f"- `{label}`: {meaning}"
+        yield from (f"- `{word}`: {meaning}" for word, _, meaning in entries)
         yield ""
 
 
-def _entry(name: str, values: str | None, meaning: str, anchor: str | None = None) -> str:
+def _parameter(parameter: Any) -> tuple[str, bool, str]:
+    """Return how a command's parameter is written, whether it is an option, and its meaning."""
+    is_option = isinstance(parameter, TyperOption)
+    value = parameter.metavar or parameter.name.upper()
+    if is_option:
+        value = parameter.opts[0] if parameter.is_flag else f"{parameter.opts[0]} {value}"
+    meaning = parameter.help or ""
+    if is_option and not parameter.is_flag and parameter.default is not None:
+        meaning += f" (default {parameter.default})"
+    return value, is_option, meaning
+
+
+def _entry(name: str, meaning: str, values: str = "", anchor: str = "") -> str:
     """Return a field's paragraph, under a heading that can be linked to."""
-    lines = itertools.chain([values] if values else [], [meaning])
-    return f"#### `{name}` {{ #{anchor or name} }}\n\n" + "\n\n".join(lines) + "\n"
+    return f"#### `{name}` {{ #{anchor or name} }}\n\n{meaning} {values}".rstrip() + "\n"
