@@ -14,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 from launch.placement import place_servers
-from qurl_megatron.config.overrides import load, save, with_overrides
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
+from qurl_megatron.config.yaml_file import load, save
 
 
 @contextmanager

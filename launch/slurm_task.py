@@ -81,7 +81,7 @@ def rollout(logs: Path) -> int:
     signal.signal(signal.SIGUSR2, lambda number, _: ended.append(number))
     from launch.attempt import Attempt, wanted_servers
     from qurl_megatron import device
-    from qurl_megatron.config.overrides import load
+    from qurl_megatron.config.yaml_file import load
     from qurl_megatron.process import tail
     from qurl_megatron.rollout.server import save_servers
 
@@ -123,7 +123,7 @@ def learner(logs: Path) -> int:
     os.environ["MASTER_ADDR"] = plan.master_address
     os.environ["MASTER_PORT"] = str(plan.master_port)
     from launch.attempt import Attempt
-    from qurl_megatron.config.overrides import load
+    from qurl_megatron.config.yaml_file import load
 
     run_dir = run_dir_of(logs, plan)
     config = load(run_dir / "config.yaml")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from qurl_megatron.config.overrides import load
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import PARTIAL, read_json_lines
 
 

@@ -1,4 +1,4 @@
-"""The `qurl` command. A wrong word ends it with one line and exit code 2; nothing has started."""
+"""The `qurl` command. Wrong input ends it with one line and exit code 2 before anything starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.model.huggingface import Progress
-    from qurl_megatron.planning.plan import Plan
 
-# Before torch, transformers or SGLang are imported; their warnings are not the run's to give.
+# Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -27,18 +27,66 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, such as quickstart.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
+    ),
+]
+
+
+SourceDirectory = Annotated[
+    Path, typer.Argument(metavar="SRC", help="Hugging Face directory: config.json, safetensors.")
+]
+NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"qurl-megatron {version('qurl-megatron')}")
+        raise typer.Exit
+
+
 @app.callback()
-def qurl() -> None:
-    """Reinforcement learning with quantized rollouts on Megatron-core and SGLang."""
+def qurl(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Run reinforcement learning with quantized rollouts on Megatron-core and SGLang."""
 
 
 @app.command()
-def train(
-    recipe: Annotated[str, typer.Argument(help="a module of recipes/, such as quickstart")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
-    ] = None,
-) -> None:
+def doctor() -> None:
+    """Check this machine: packages, GPUs, shared memory, disk, ports, Slurm and InfiniBand.
+
+    Exit with code 1 if something that a run needs is missing or wrong.
+    """
+    from qurl_megatron import doctor
+
+    results = doctor.check_machine()
+    print(doctor.page(results))
+    sys.exit(1 if any(result.status == "!!" for result in results) else 0)
+
+
+@app.command()
+def config(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
+    with refusals():
+        from qurl_megatron.config.overrides import with_overrides
+        from qurl_megatron.config.yaml_file import commented_yaml
+
+        config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
+    print(commented_yaml(config), end="")
+
+
+@app.command()
+def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Run a recipe on this machine: start its servers and learner ranks, and watch them."""
     from launch import local
     from qurl_megatron.device import num_gpus
@@ -49,13 +97,11 @@ def train(
 
 
 @app.command()
-def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, runs/NAME")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
-    ] = None,
-) -> None:
-    """Go on with a run from its newest checkpoint, on any layout; without one, from its start."""
+def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
+    """Resume a run from its newest checkpoint, or from its start if it has none.
+
+    The learner's layout may differ from that of the checkpoint.
+    """
     from launch import local
     from qurl_megatron.device import num_gpus
 
@@ -66,35 +112,53 @@ def resume(
 
 @app.command()
 def launch(
-    recipe: Annotated[str, typer.Argument(help="a module of recipes/, such as quickstart")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=VALUE,VALUE", help="a run for each; of several, each pair"),
+        typer.Option(
+            metavar="FIELD=VALUE,VALUE",
+            help="Start a run for each value; repeat the option for all combinations.",
+        ),
     ] = None,
-    executor: Annotated[str, typer.Option(help="local or slurm")] = "local",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would be started")] = False,
-    account: Annotated[str | None, typer.Option(help="of the job")] = None,
-    partition: Annotated[str | None, typer.Option(help="of the job")] = None,
-    time: Annotated[str | None, typer.Option(help="limit of the job, such as 04:00:00")] = None,
+    executor: Annotated[str, typer.Option(help="Where to run: local or slurm.")] = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
+    ] = False,
+    account: Annotated[str | None, typer.Option(help="Slurm account of the jobs.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition of the jobs.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit of each job, such as 04:00:00.")
+    ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="that a node has; 8 unless told")
+        int | None, typer.Option(help="Number of GPUs of a node. Default: 8.")
     ] = None,
     heterogeneous: Annotated[
-        bool, typer.Option("--heterogeneous", help="a job of two kinds of nodes, not equal ones")
+        bool,
+        typer.Option(
+            "--heterogeneous",
+            help="Use a heterogeneous job: learner nodes and rollout nodes of two kinds.",
+        ),
     ] = False,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="any other, such as qos=high")
+        list[str] | None,
+        typer.Option(metavar="OPTION=VALUE", help="Any other sbatch option, such as qos=high."),
     ] = None,
-    container_image: Annotated[str | None, typer.Option(help="pyxis's, for the steps")] = None,
-    container_mounts: Annotated[str | None, typer.Option(help="A:B,C:D")] = None,
-    max_restarts: Annotated[int | None, typer.Option(help="of a job; 20 unless told")] = None,
+    container_image: Annotated[
+        str | None, typer.Option(help="Container image (pyxis) that the job steps run in.")
+    ] = None,
+    container_mounts: Annotated[
+        str | None, typer.Option(help="Mounts of the container: HOST:CONTAINER,HOST:CONTAINER.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How often a job may be requeued. Default: 20.")
+    ] = None,
 ) -> None:
-    """Run a recipe, or a sweep over it, by nemo-run: here, or as jobs on as many nodes as it takes.
+    """Run a recipe, or a sweep over it, with nemo-run: on this machine or as Slurm jobs.
 
-    Slurm jobs are requeued and go on as those of launch/qurl.sbatch do.
+    A Slurm job asks for the nodes that its run needs.
+
+    A job that runs out of time or is preempted is requeued and resumes its run.
     """
     with refusals():
         from launch import experiment
@@ -133,10 +197,10 @@ def launch(
 @app.command()
 def status(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, runs/NAME")
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs: runs/NAME.")
     ],
 ) -> None:
-    """Say how far runs have come, and whether they are running."""
+    """Show how far runs have come, and whether they are running."""
     from launch.status import status
 
     with refusals():
@@ -146,10 +210,10 @@ def status(
 
 @app.command()
 def logs(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="a run's directory, runs/NAME")],
-    lines: Annotated[int, typer.Option(help="of each log")] = 20,
+    run_dir: RunDir,
+    lines: Annotated[int, typer.Option(help="Number of lines of each log.")] = 20,
 ) -> None:
-    """Show the ends of the newest logs of a run: its job's, its servers', its learner ranks'."""
+    """Show the last lines of a run's newest logs: of its job, its servers and its learner ranks."""
     from launch.status import newest_logs
     from qurl_megatron.process import tail
 
@@ -161,11 +225,11 @@ def logs(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step_NNNNNN")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint: RUN/checkpoints/step_NNNNNN.")
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="a directory to be made")],
+    destination: NewDirectory,
 ) -> None:
-    """Make a Hugging Face directory of a checkpoint, UAQ undone."""
+    """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
     with refusals(), progress_bar("exporting") as progress:
         from qurl_megatron.weight_sync.export import export_checkpoint
 
@@ -176,13 +240,17 @@ def export(
 @app.command("eval")
 def evaluate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a Hugging Face directory or a checkpoint")
+        str, typer.Argument(metavar="MODEL", help="Hugging Face directory or checkpoint.")
     ],
     words: Annotated[
-        list[str], typer.Argument(metavar="DATA... [FIELD=VALUE]...", help="files, and settings")
+        list[str],
+        typer.Argument(
+            metavar="DATA... [FIELD=VALUE]...",
+            help="Data files or reasoning_gym:TASK, and settings such as k=32.",
+        ),
     ],
 ) -> None:
-    """Measure Avg@1 and Avg@k of a model on some problems, on a server of its own."""
+    """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
     with refusals():
         from launch import evaluate
         from qurl_megatron.config.overrides import with_overrides
@@ -201,13 +269,14 @@ def evaluate(
 @app.command()
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, to compare")
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of the runs to compare.")
     ],
     output: Annotated[
-        Path | None, typer.Option(help="the page; by default report/index.html of the first run")
+        Path | None,
+        typer.Option(help="HTML file to write. Default: report/index.html in the first run."),
     ] = None,
 ) -> None:
-    """Write one HTML page on a run, or on several side by side."""
+    """Write an HTML page about one run, or about several side by side."""
     from qurl_megatron.report.page import write_report
 
     output = output or run_dirs[0] / "report" / "index.html"
@@ -216,25 +285,17 @@ def report(
     print(f"{output} is ready")
 
 
-_NOT_YET = "as if the learner had it; it has not yet"
-
-SourceDirectory = Annotated[
-    Path, typer.Argument(metavar="SRC", help="a Hugging Face directory: config.json, safetensors")
-]
-NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="a directory to be made")]
-
-
 @app.command()
 def quantize(
     source: SourceDirectory,
     destination: NewDirectory,
     weight_format: Annotated[
-        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16")
+        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16.")
     ] = "int8",
 ) -> None:
-    """Quantize a Hugging Face directory as a publish would, for an SGLang server to load.
+    """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
 
-    Killed, it goes on where it was when it is called again.
+    Interrupted, it continues where it stopped when it is called again.
     """
     from typing import get_args
 
@@ -254,10 +315,13 @@ def quantize(
 def uaq(
     source: SourceDirectory,
     destination: NewDirectory,
-    scale: Annotated[float, typer.Option(help="s of Eq. 11")] = 1.5,
-    undo: Annotated[bool, typer.Option("--undo", help="give the original back")] = False,
+    scale: Annotated[float, typer.Option(help="Scale s of QuRL Eq. 11.")] = 1.5,
+    undo: Annotated[bool, typer.Option("--undo", help="Restore the original weights.")] = False,
 ) -> None:
-    """Scale a Hugging Face directory by UAQ, or undo it, and say what that did to its logits."""
+    """Scale a Hugging Face directory for update-aware quantization (UAQ), or undo the scaling.
+
+    It then prints how much the model's logits changed.
+    """
     from qurl_megatron.config.schema import ConfigError, UaqConfig
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
@@ -269,49 +333,64 @@ def uaq(
         else:
             invariance = scale_directory(source, destination, UaqConfig(scale), progress)
     print(
-        f"{destination} is ready. Largest logit {invariance.largest_logit:.3g}; it changed by at "
-        f"most {invariance.float32_difference:.2g} in float32, which is rounding only, and by "
-        f"{invariance.stored_difference:.2g} with weights rounded to the dtype they are stored in."
+        f"{destination} is ready. The largest logit is {invariance.largest_logit:.3g}. Logits "
+        f"changed by at most {invariance.float32_difference:.2g} in float32, which is rounding, "
+        f"and by {invariance.stored_difference:.2g} with weights rounded to their stored dtype."
     )
 
 
 @app.command("plan")
 def plan_command(
-    what: Annotated[
+    subject: Annotated[
         str,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="a directory with config.json, Qwen2.5-32B, Qwen3-32B, or a module of recipes/",
+            help="Directory with config.json, Qwen2.5-32B, Qwen3-32B, or a recipe.",
         ),
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[FIELD=VALUE]...", help="fields to change")
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=2, help="H100s of learner and servers together")] = 64,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int, typer.Option(min=2, help="Number of H100s of learner and servers together.")
+    ] = 64,
     mean_prompt: Annotated[
-        float | None, typer.Option(help="tokens; by default half of max_prompt_length")
+        float | None,
+        typer.Option(help="Mean prompt length, in tokens. Default: half of max_prompt_length."),
     ] = None,
     mean_response: Annotated[
-        float | None, typer.Option(help="tokens; by default half of max_response_length")
+        float | None,
+        typer.Option(help="Mean response length, in tokens. Default: half of max_response_length."),
     ] = None,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help=_NOT_YET)] = False,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel", help="Plan with sequence parallelism, which the learner lacks."
+        ),
+    ] = False,
     distributed_optimizer: Annotated[
-        bool, typer.Option("--distributed-optimizer", help=_NOT_YET)
+        bool,
+        typer.Option(
+            "--distributed-optimizer",
+            help="Plan with a distributed optimizer, which the learner lacks.",
+        ),
     ] = False,
 ) -> None:
-    """Say what a run needs in memory and takes in time on N H100s; nothing is allocated.
+    """Estimate the memory and time that a run needs on H100s; nothing is allocated.
 
-    A model gets the layout with the shortest step, unless a field names one; a recipe keeps its
-    own. What does not fit is refused, with the part that breaks it.
+    A model gets the layout with the shortest step, unless a field sets one.
+
+    A recipe keeps its own layout.
+
+    If something does not fit, the error names the part that is too large.
     """
     with refusals():
+        from qurl_megatron.cli_plan import print_plan
         from qurl_megatron.planning.memory import Savings
         from qurl_megatron.planning.plan import plan_or_suggest
         from qurl_megatron.planning.step_time import Workload
 
-        architecture, config, has_layout = _to_plan(what, overrides or [])
+        architecture, config, has_layout = _plan_input(subject, overrides or [])
         half = Workload.half(config)
-        found = plan_or_suggest(
+        plan = plan_or_suggest(
             architecture,
             config,
             gpus,
@@ -322,12 +401,12 @@ def plan_command(
             ),
             has_layout=has_layout,
         )
-    _print_plan(found)
+    print_plan(plan)
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """A bar on the terminal, to be told the bytes that are done and the bytes in all."""
+def progress_bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar; yield a function that takes the bytes done and the total bytes."""
     from rich import progress
 
     columns = (
@@ -337,12 +416,14 @@ def progress_bar(what: str) -> Iterator[Progress]:
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _to_plan(what: str, overrides: list[str]) -> tuple[Architecture, Config, bool]:
-    """Shape and configuration of a recipe, or of a model under the 32B study's; has it a layout?
+def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, bool]:
+    """Return the model's shape, the configuration, and whether that sets a layout.
+
+    A recipe has its own configuration; a model gets that of recipes/scaling_32b.py.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -352,74 +433,24 @@ def _to_plan(what: str, overrides: list[str]) -> tuple[Architecture, Config, boo
     from qurl_megatron.model.architecture import Architecture
     from recipes.scaling_32b import ARCHITECTURES
 
-    is_model = what in ARCHITECTURES or Path(what).is_dir()
+    is_model = subject in ARCHITECTURES or Path(subject).is_dir()
     if is_model:
-        overrides = [f"model={what}", *overrides]
-    elif what not in recipe_names():
+        overrides = [f"model={subject}", *overrides]
+    elif subject not in recipe_names():
         raise ConfigError(
-            f"{what}: no such directory, model ({', '.join(ARCHITECTURES)}) or recipe "
+            f"{subject}: no such directory, model ({', '.join(ARCHITECTURES)}) or recipe "
             f"({', '.join(recipe_names())})"
         )
-    recipe = load_recipe("scaling_32b" if is_model else what).recipe()
+    recipe = load_recipe("scaling_32b" if is_model else subject).recipe()
     config = with_overrides(recipe, overrides)
     if not config.model:
         raise ConfigError(
             f"model=: missing; give a directory with config.json, or {' or '.join(ARCHITECTURES)}"
         )
     architecture = ARCHITECTURES.get(config.model) or Architecture.from_directory(config.model)
-    layout = ("learner.", "rollout.server.tensor_parallel_size")
-    return architecture, config, not is_model or any(word.startswith(layout) for word in overrides)
-
-
-def _print_plan(plan: Plan) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from qurl_megatron.planning.memory import GIB, GPU_BYTES
-    from qurl_megatron.planning.plan import layout_words
-
-    def table(title: str, column: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
-        made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
-        made.add_column("", footer=total[0])
-        made.add_column(column, justify="right", footer=f"{total[1]:.1f}")
-        for name, value in rows.items():
-            made.add_row(name, f"{value:.1f}")
-        return made
-
-    def memory(parts: dict[str, int]) -> dict[str, float]:
-        return {name: num_bytes / GIB for name, num_bytes in parts.items()}
-
-    config, server = plan.config, plan.config.rollout.server
-    console = Console(highlight=False)
-    console.print(f"{plan.gpus} H100: {' '.join(layout_words(config))}", soft_wrap=True)
-    if plan.savings.names:
-        console.print(f"as if the learner had: {', '.join(plan.savings.names)}")
-    console.print(
-        table(
-            f"learner, {config.learner.world_size} GPUs, the fullest of them",
-            f"GiB of {GPU_BYTES / GIB:.1f}",
-            {
-                **memory(plan.learner_bytes),
-                "or, publishing, buckets": plan.converter_bucket_bytes / GIB,
-            },
-            ("at most", plan.learner_total_bytes / GIB),
-        ),
-        table(
-            f"rollout.servers={plan.servers}, in {config.quantization.format}, of "
-            f"{server.tensor_parallel_size} GPUs, each GPU",
-            f"GiB of {GPU_BYTES / GIB:.1f}",
-            memory(plan.server_bytes),
-            ("in all", sum(plan.server_bytes.values()) / GIB),
-        ),
-        table("a step", "s", plan.step_s, ("in all", plan.total_s)),
-    )
-    console.print(
-        f"A server keeps {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
-        f"publish sends {plan.publish_bytes / 1e9:.1f} GB. Formulas, sources and what is left out: "
-        "qurl_megatron/planning/memory.py and step_time.py; how far off: docs/findings.md.",
-        soft_wrap=True,
-    )
+    layout_fields = ("learner.", "rollout.server.tensor_parallel_size")
+    has_layout = not is_model or any(word.startswith(layout_fields) for word in overrides)
+    return architecture, config, has_layout
 
 
 def main() -> None:

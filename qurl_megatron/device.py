@@ -287,3 +287,8 @@ def transformer_config_fields() -> dict[str, Any]:
         "persist_layer_norm": False,
         "batch_p2p_comm": accelerator() == "cuda",
     }
+
+
+def gpu_properties() -> list[Any]:
+    """Return torch's properties of each GPU: `name`, `major`, `minor`, `total_memory` in bytes."""
+    return [torch.cuda.get_device_properties(index) for index in range(num_gpus())]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron.config.overrides import save
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
+from qurl_megatron.config.yaml_file import save
 from qurl_megatron.learner.checkpoint import (
     CheckpointError,
     list_checkpoints,

@@ -1,4 +1,4 @@
-"""Bad input ends `qurl train` with one line that names it, exit code 2, and nothing left behind."""
+"""The `qurl` command: recipes start in every format; wrong input is one line and leaves nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 
 import recipes
 from launch.prepare import prepare
-from qurl_megatron.config.overrides import load, with_overrides
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.data.prompts import DataError
 from tiny import build_tiny_model
 
@@ -26,7 +28,7 @@ PROBLEM = {"question": "What is 2 + 2?", "answer": "4"}
 
 
 def grpo_words(directory: Path, problems: list[str]) -> list[str]:
-    """A right `grpo` command on a tiny model, but for what `problems` holds."""
+    """Return a valid `grpo` command on a tiny model with these lines of data."""
     build_tiny_model(directory / "model")
     (directory / "problems.jsonl").write_text("\n".join(problems) + "\n")
     return [
@@ -42,12 +44,12 @@ def good_problems(count: int = 40) -> list[str]:
     return [json.dumps({**PROBLEM, "question": f"What is {n} + 2?"}) for n in range(count)]
 
 
-def test_a_good_command_leaves_a_directory_with_its_configuration(tmp_path: Path) -> None:
+def test_valid_command_writes_a_run_directory_with_its_configuration(tmp_path: Path) -> None:
     config = prepare("grpo", [*grpo_words(tmp_path, good_problems()), "name=first"])
     assert load(tmp_path / "runs" / "first" / "config.yaml") == config
 
 
-def test_a_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path: Path) -> None:
+def test_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path: Path) -> None:
     config = prepare("quickstart", [f"output_dir={tmp_path}", "name=first"])
     assert config.model == str(tmp_path / "first" / "model")
     assert (tmp_path / "first" / "model" / "model.safetensors").exists()
@@ -65,7 +67,7 @@ def verl_row(n: int) -> dict[str, Any]:
 
 
 def write_data(recipe: str, directory: Path) -> list[str]:
-    """A file to train on and one to evaluate on, as the recipe's docstring says they are."""
+    """Write training and evaluation files in the recipe's format; return the words that name them."""
     if recipe == "dapo_aime":
         for name, rows in {"train": range(40), "test": range(40, 44)}.items():
             table = pa.Table.from_pylist([verl_row(n) for n in rows])
@@ -91,15 +93,15 @@ def write_data(recipe: str, directory: Path) -> list[str]:
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
         files = ["train.jsonl", "test.jsonl"]
     else:
-        raise AssertionError(f"say here which files the recipe {recipe} takes")
+        raise AssertionError(f"add the files of recipe {recipe} here")
     return [f"data={directory / files[0]}", f"evaluation.data.test={directory / files[1]}"]
 
 
 def write_inputs(recipe: str, directory: Path) -> list[str]:
-    """A model and problems for a recipe that brings none; the words that name them."""
+    """Write a model and data for a recipe that builds none; return the words that name them."""
     if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
         return []
-    build_tiny_model(  # of as many layers and heads as the layout of a 32B divides
+    build_tiny_model(  # its layers and heads divide into the 32B layouts
         directory / "model",
         "qwen2",
         max_position_embeddings=32768,
@@ -115,7 +117,6 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
 def test_every_recipe_is_ready_to_start_in_every_format(
     name: str, weight_format: str, tmp_path: Path
 ) -> None:
-    """With its own numbers and files in its own format, on a tiny model of its architecture."""
     recipe = importlib.import_module(f"recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     words += write_inputs(name, tmp_path)
@@ -127,17 +128,17 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     assert given.quantization.uaq.scale >= 1
     if weight_format == "bf16":
         given.quantization.uaq = UaqConfig(scale=1)
-    assert config == given  # nothing of the recipe's had to give way
+    assert config == given  # no value of the recipe was changed
 
 
-def test_uaq_goes_with_a_quantized_rollout_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_bf16_rollout_turns_uaq_off_unless_an_override_sets_it(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "quantization.format=bf16"]
     assert prepare("quickstart", [*words, "name=without"]).quantization.uaq.scale == 1
     words += ["quantization.uaq.scale=2"]
     assert prepare("quickstart", [*words, "name=with"]).quantization.uaq.scale == 2
 
 
-def test_deepscalers_stages_are_those_of_the_paper() -> None:
+def test_deepscaler_stages_are_those_of_the_paper() -> None:
     config = importlib.import_module("recipes.deepscaler_grpo").recipe()
     stages = [(step, config.rollout.at(step)) for step in (1, 800, 801, 1200, 1201, config.steps)]
     assert [(step, s.max_response_length, s.completions_per_prompt) for step, s in stages] == [
@@ -157,14 +158,14 @@ def test_deepscalers_stages_are_those_of_the_paper() -> None:
         ("data=/no/such/file.jsonl", "/no/such/file.jsonl"),
         ("data=reasoning_gym:no_such_task", "no_such_task"),
         ("evaluation.data.aime=/no/such/aime.parquet", "/no/such/aime.parquet"),
-        ("learner.tensor_parallel_size=3", "3"),
-        ("learner.pipeline_parallel_size=5", "5"),
+        ("learner.tensor_parallel_size=3", "tensor_parallel_size=3"),
+        ("learner.pipeline_parallel_size=5", "pipeline_parallel_size=5"),
         ("rollout.top_p=0.9", "rollout.top_p=0.9"),
         ("rollout.max_prompt_length=3", "3"),
         ("no_such_field=1", "no_such_field"),
     ],
 )
-def test_what_is_wrong_is_named_and_no_directory_appears(
+def test_wrong_input_is_named_and_no_directory_appears(
     tmp_path: Path, change: str, message: str
 ) -> None:
     words = grpo_words(tmp_path, good_problems())
@@ -184,14 +185,14 @@ def test_what_is_wrong_is_named_and_no_directory_appears(
         ('{"answer": "4"}', "problems.jsonl line 3"),
     ],
 )
-def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
+def test_broken_data_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
     problems = good_problems()
     problems[2] = line
     with pytest.raises(DataError, match=message):
         prepare("grpo", grpo_words(tmp_path, problems))
 
 
-def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
+def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     words = grpo_words(tmp_path, good_problems())
     path = tmp_path / "model" / "config.json"
     fields = json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}
@@ -200,19 +201,47 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
         prepare("grpo", words)
 
 
-def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+def test_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     words = [*grpo_words(tmp_path, good_problems()), "name=first"]
     prepare("grpo", words)
     with pytest.raises(ConfigError, match="exists; choose another"):
         prepare("grpo", words)
 
 
-@pytest.mark.parametrize("words", [["no_such_recipe"], ["quickstart", "steps=none at all"]])
-def test_the_command_prints_one_line_and_exits_with_2(tmp_path: Path, words: list[str]) -> None:
-    ended = subprocess.run(
-        [QURL, "train", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+def qurl(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [QURL, *words], cwd=directory, capture_output=True, text=True, timeout=120, check=False
     )
-    assert ended.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "no_such_recipe"],
+        ["train", "quickstart", "steps=none at all"],
+        ["train", "quickstart", "name=../../x"],
+        ["config", "no_such_recipe"],
+        ["config", "grpo", "rollout.topp=1"],
+    ],
+)
+def test_wrong_command_prints_one_line_and_exits_with_2(tmp_path: Path, words: list[str]) -> None:
+    ended = qurl(tmp_path, *words)
+    assert ended.returncode == 2 and ended.stdout == ""
     assert len(ended.stderr.splitlines()) == 1
     assert ended.stderr.startswith("qurl: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_config_prints_yaml_that_loads_back_equal(tmp_path: Path) -> None:
+    words = ["steps=7", "rollout.stages.9={max_response_length: 12, completions_per_prompt: 4}"]
+    ended = qurl(tmp_path, "config", "dapo_aime", *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (tmp_path / "config.yaml").write_text(ended.stdout)
+    recipe = importlib.import_module("recipes.dapo_aime").recipe()
+    assert load(tmp_path / "config.yaml") == with_overrides(recipe, words)
+    assert "# Number of rollout steps.\nsteps: 7\n" in ended.stdout
+
+
+def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
+    ended = qurl(tmp_path, "--version")
+    assert (ended.returncode, ended.stdout) == (0, f"qurl-megatron {version('qurl-megatron')}\n")

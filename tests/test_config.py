@@ -1,19 +1,34 @@
-"""A configuration is typed, every wrong word is one clear line, and every recipe builds."""
+"""Overrides, their types and their errors; checks of a configuration; field documentation."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import pkgutil
 import re
+import typing
 from pathlib import Path
 
 import pytest
+import yaml
 
 import recipes
 from launch.placement import place_servers
-from qurl_megatron.config.overrides import load, overrides_between, save, with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, CriticConfig, LearnerConfig
+from qurl_megatron.config.fields import describe, field_docs
+from qurl_megatron.config.overrides import overrides_between, with_overrides
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    CriticConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    ServerConfig,
+    StageConfig,
+    UaqConfig,
+)
+from qurl_megatron.config.tree import from_tree
 from qurl_megatron.config.validate import validate, validate_resume
+from qurl_megatron.config.yaml_file import commented_yaml, load, save
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
@@ -27,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runnable(model_dir: Path, *overrides: str) -> Config:
-    """A configuration that is right but for `overrides`."""
+    """Return a valid configuration with `overrides` applied."""
     words = [
         f"model={model_dir}",
         "data=problems.jsonl",
@@ -46,12 +61,12 @@ def test_overrides_take_the_type_of_their_field() -> None:
     assert (config.learner.dtype, config.time_limit_s) == ("float32", None)
 
 
-def test_task_options_may_be_new_and_keep_their_own_types() -> None:
+def test_task_options_can_be_new_and_keep_their_yaml_types() -> None:
     config = with_overrides(Config(), ["data_options.min_word_len=3", "data_options.mode=easy"])
     assert config.data_options == {"min_word_len": 3, "mode": "easy"}
 
 
-def test_a_layer_may_be_given_a_scale_of_its_own() -> None:
+def test_layer_scales_are_keyed_by_layer_number() -> None:
     config = with_overrides(Config(), ["quantization.uaq.layer_scales.3=1.25"])
     assert config.quantization.uaq.layer_scales == {3: 1.25}
 
@@ -62,7 +77,7 @@ STAGES = [
 ]
 
 
-def test_a_later_stage_changes_length_and_group_and_nothing_else() -> None:
+def test_later_stage_changes_length_and_group_size_only() -> None:
     words = ["rollout.max_response_length=6", "rollout.completions_per_prompt=8"]
     rollout = with_overrides(Config(), [*STAGES, *words, "rollout.temperature=0.6"]).rollout
     shapes = [
@@ -71,10 +86,12 @@ def test_a_later_stage_changes_length_and_group_and_nothing_else() -> None:
     ]
     assert shapes == [(6, 8), (6, 8), (12, 4), (12, 4), (10, 2), (10, 2)]
     assert rollout.at(4).temperature == 0.6
-    assert rollout.max_length == rollout.max_prompt_length + 12  # the server's, in every stage
+    assert (
+        rollout.max_length == rollout.max_prompt_length + 12
+    )  # the servers are started for the longest stage
 
 
-def test_files_to_evaluate_on_go_by_names() -> None:
+def test_evaluation_files_have_names() -> None:
     evaluation = with_overrides(
         Config(), ["evaluation.data.aime24=/data/aime", "evaluation.data.gsm8k=/data/gsm8k:test"]
     ).evaluation
@@ -82,7 +99,7 @@ def test_files_to_evaluate_on_go_by_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "runs"),
     [
         ("evaluation.problems=8", True),
         ("evaluation.problems=0", False),
@@ -90,13 +107,13 @@ def test_files_to_evaluate_on_go_by_names() -> None:
         ("evaluation.problems=0 evaluation.data.aime=FILE", True),
     ],
 )
-def test_a_server_to_evaluate_on_is_wanted_where_there_is_something_to_measure(
-    words: str, wanted: bool
+def test_evaluation_server_runs_only_if_there_is_something_to_measure(
+    words: str, runs: bool
 ) -> None:
-    assert with_overrides(Config(), words.split()).evaluation.wanted is wanted
+    assert with_overrides(Config(), words.split()).evaluation.wanted is runs
 
 
-def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
+def test_saved_configuration_loads_back_equal(tmp_path: Path) -> None:
     words = ["seed=3", "data_options.size=9", "time_limit_s=60", "evaluation.data.aime=FILE"]
     config = with_overrides(Config(), [*words, *STAGES])
     save(config, tmp_path / "config.yaml")
@@ -107,8 +124,21 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
     ("word", "message"),
     [
         ("steps", "steps: not of the form field=value"),
-        ("rollout.temprature=1", "rollout.temprature: no such field; did you mean rollout.temper"),
-        ("temperature=1", "temperature: no such field; did you mean rollout.temperature or eval"),
+        (
+            "rollout.topp=1",
+            "rollout.topp: no such field; did you mean rollout.top_p (Must stay 1 in training: "
+            "SGLang does not renormalize the log-probs of truncated sampling)?",
+        ),
+        ("rolout.temprature=1", "did you mean rollout.temperature (Sampling temperature in tra"),
+        (
+            "objective.rato_cap=1",
+            "(Cap C on the ratio of proximal to behaviour probability (Eq. 5 ",
+        ),
+        (
+            "temperature=1",
+            "temperature: no such field; did you mean rollout.temperature (Sampling temperature in "
+            "training) or evaluation.temperature (Sampling temperature of the answers for Avg@k)?",
+        ),
         ("rollout=1", "rollout: no such field"),
         ("rollout.server.threads.x=1", "no such field"),
         ("steps=many", "steps=many: input should be a valid integer"),
@@ -118,7 +148,7 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
         ("evaluation.held_out_fraction=1", "should be less than 1"),
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
         ("quantization.uaq.scale=inf", "quantization.uaq.scale=inf: input should be less than inf"),
-        ("quantization.uaq.layer_scales.two=1.5", "should be a valid integer"),
+        ("quantization.uaq.layer_scales.two=1.5", "layer_scales.two: input should be a valid int"),
         ("rollout.stages.4=12", "rollout.stages.4=12: input should be a dictionary or an instance"),
         ("rollout.stages.4={max_response_length: 12}", "rollout.stages.4.completions_per_prompt"),
         (
@@ -126,28 +156,80 @@ def test_a_saved_configuration_loads_as_it_was(tmp_path: Path) -> None:
             "rollout.stages.4.max_response_length=0: input should be greater than or equal to 1",
         ),
         ("rollout.stages.4={max_response", "rollout.stages.4={max_response: not readable as YAML"),
-        ("rollout.stages.1={}", "greater than or equal to 2"),
-        ("evaluation.data.a/b=FILE", "evaluation.data.a/b"),
+        ("rollout.stages.1={}", "rollout.stages.1: input should be greater than or equal to 2"),
+        (
+            "evaluation.data.a/b=FILE",
+            "evaluation.data.a/b: a name has letters, digits and _ - only",
+        ),
+        ("evaluation.data.-a=FILE", "evaluation.data.-a: a name has letters"),
+        ("data_options.--size=9", "data_options.--size: an option's name has letters"),
+        ("data_options.a b=9", "data_options.a b: an option's name has letters"),
+        ("steps=1\n2", r"'steps=1\n2': input should be a valid integer"),
         ("evaluation.top_p=0", "evaluation.top_p=0: input should be greater than 0"),
         ("quantization.format=int3", "'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-block'"),
     ],
 )
-def test_a_wrong_word_is_named(word: str, message: str) -> None:
+def test_wrong_override_is_named_on_one_line(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         with_overrides(Config(), [word])
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["", "first", "sweep-acr-int8-1.5", "grpo-20261122-101500", "_x", "1e-6", "a+b"]
+)
+def test_run_names_that_are_safe_in_a_path_and_a_shell_are_accepted(name: str) -> None:
+    assert with_overrides(Config(), [f"name={name}"]).name == name
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "a/b", "..", ".x", "a b", "-rf", "$(x)", "a;b", "a\nb"]
+)
+def test_unsafe_run_names_are_refused_on_one_line(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with_overrides(Config(), [f"name={name}"])
+    assert "a run's name has letters, digits and _ . + - only" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["runs", "/data/my runs", "../runs", "~/runs_2.0", "a=b,c"])
+def test_ordinary_output_directories_are_accepted(path: str) -> None:
+    assert with_overrides(Config(), [f"output_dir={path}"]).output_dir == path
+
+
+@pytest.mark.parametrize("path", ["-x", "a\nb", "$(x)", "`x`", "a;b", "a&b", "a|b", "a>b", "'a'"])
+def test_unsafe_output_directories_are_refused_on_one_line(path: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        with_overrides(Config(), [f"output_dir={path}"])
+    assert "a directory's name must not begin with - or have" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_commented_yaml_loads_back_equal_and_documents_every_field(
+    name: str, tmp_path: Path
+) -> None:
+    recipe = importlib.import_module(f"recipes.{name}").recipe()
+    config = with_overrides(recipe, ["name=first", "data_options.words=[1, b]", *STAGES])
+    path = tmp_path / "config.yaml"
+    path.write_text(commented_yaml(config))
+    assert load(path) == config
+    comments = re.sub(r"\n *# ", " ", path.read_text())
+    for field in describe(Config):
+        assert field.meaning in comments, field.path
+    assert max(map(len, path.read_text().splitlines())) <= 100
+
+
+def test_valid_configuration_is_accepted(model_dir: Path) -> None:
     assert validate(runnable(model_dir)).family == "qwen2"
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("rollout.top_p=0.9", "training wants top_p=1 and top_k=-1"),
-        ("rollout.top_k=50", "training wants top_p=1 and top_k=-1"),
+        ("rollout.top_p=0.9", "training needs top_p=1 and top_k=-1"),
+        ("rollout.top_k=50", "training needs top_p=1 and top_k=-1"),
         ("optimizer.minibatches_per_step=3", "do not divide into minibatches"),
         (
             "rollout.prompts_per_step=1 optimizer.minibatches_per_step=4"
@@ -161,16 +243,16 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ),
         (
             "rollout.stages.9={'max_response_length':1000000,'completions_per_prompt':8}",
-            "positions",
+            "add up to 1000008 tokens, more than the model's",
         ),
-        ("evaluation.data.held_out=FILE", "evaluation.data.held_out: problems of the run's own"),
+        ("evaluation.data.held_out=FILE", "evaluation.data.held_out: this name is reserved"),
         ("data=", "data=: missing"),
         ("model=", "model=: missing"),
         ("model=/no/such/directory", "/no/such/directory"),
-        ("learner.tensor_parallel_size=3", "3"),
-        ("learner.pipeline_parallel_size=5", "5"),
+        ("learner.tensor_parallel_size=3", "tensor_parallel_size=3"),
+        ("learner.pipeline_parallel_size=5", "pipeline_parallel_size=5"),
         ("rollout.server.tensor_parallel_size=3", "must divide the model's"),
-        ("rollout.max_response_length=1000000", "positions"),
+        ("rollout.max_response_length=1000000", "add up to 1000008 tokens"),
         ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
         ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),
         ("rollout.soft_overlong_tokens=8", "less than rollout.max_response_length=8"),
@@ -193,19 +275,21 @@ def test_a_fitting_configuration_is_accepted(model_dir: Path) -> None:
         ("advantage_estimator=gae critic.model=/no/such/directory", "critic: "),
     ],
 )
-def test_what_does_not_fit_is_named(model_dir: Path, word: str, message: str) -> None:
+def test_field_that_does_not_fit_is_named_on_one_line(
+    model_dir: Path, word: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         validate(runnable(model_dir, *word.split()))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_ppo_takes_one_completion_a_prompt(model_dir: Path) -> None:
+def test_ppo_accepts_one_completion_per_prompt(model_dir: Path) -> None:
     words = ["advantage_estimator=gae", "rollout.completions_per_prompt=1"]
     assert validate(runnable(model_dir, *words)).family == "qwen2"
 
 
-def test_a_critic_has_a_layout_of_its_own_on_its_policys_ranks() -> None:
+def test_critic_has_its_own_layout_on_the_policy_ranks() -> None:
     policy = LearnerConfig(
         4, 2, 2, virtual_pipeline_parallel_size=2, layers_in_last_pipeline_stage=3
     )
@@ -219,13 +303,13 @@ def test_a_critic_has_a_layout_of_its_own_on_its_policys_ranks() -> None:
     assert (own.virtual_pipeline_parallel_size, own.layers_in_last_pipeline_stage) == (1, None)
 
 
-def test_a_warm_up_needs_evaluation_problems(model_dir: Path) -> None:
+def test_warmup_needs_evaluation_problems(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="evaluation.problems=0"):
         validate(runnable(model_dir, "warmup.max_steps=5", "evaluation.problems=0"))
 
 
 @pytest.mark.parametrize("missing", ["tokenizer", "safetensors"])
-def test_an_incomplete_model_directory_is_named(tmp_path: Path, missing: str) -> None:
+def test_incomplete_model_directory_is_named(tmp_path: Path, missing: str) -> None:
     build_tiny_model(tmp_path)
     for path in tmp_path.iterdir():
         if missing in path.name or (missing == "tokenizer" and path.name == "vocab.json"):
@@ -235,41 +319,44 @@ def test_an_incomplete_model_directory_is_named(tmp_path: Path, missing: str) ->
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_builds_a_typed_configuration(name: str, tmp_path: Path) -> None:
-    recipe = importlib.import_module(f"recipes.{name}")
-    config = with_overrides(recipe.recipe(), [f"output_dir={tmp_path}"])
-    if hasattr(recipe, "build_model"):
-        recipe.build_model(tmp_path / "model", seed=0)
-        config.model = str(tmp_path / "model")
-        validate(config)
+def test_every_value_of_a_recipe_is_valid_for_its_field(name: str) -> None:
+    config = importlib.import_module(f"recipes.{name}").recipe()
+    as_yaml = yaml.safe_dump(dataclasses.asdict(config))
+    assert from_tree(Config, yaml.safe_load(as_yaml)) == config
+    with_types = yaml.safe_dump(dataclasses.asdict(with_overrides(config, [])))
+    assert with_types == as_yaml  # 1 where 1.0 belongs would differ here
+
+
+def test_quickstart_fits_the_model_it_builds(tmp_path: Path) -> None:
+    recipe = importlib.import_module("recipes.quickstart")
+    recipe.build_model(tmp_path, seed=0)
+    assert validate(with_overrides(recipe.recipe(), [f"model={tmp_path}"])).vocab_size == 259
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("quantization.uaq.scale=2", "weights are saved so"),
-        ("learner.dtype=float32", "weights are saved so"),
-        ("data=other.jsonl", "place in the data"),
-        ("seed=1", "place in the data"),
-        ("advantage_estimator=gae", "hold a critic or none"),
+        ("quantization.uaq.scale=2", "its weights depend on it"),
+        ("learner.dtype=float32", "its weights depend on it"),
+        ("data=other.jsonl", "position in the data"),
+        ("seed=1", "position in the data"),
+        ("advantage_estimator=gae", "made with or without a critic"),
     ],
 )
-def test_a_run_does_not_go_on_under_what_its_checkpoints_contradict(
-    word: str, message: str
-) -> None:
+def test_resume_refuses_changes_that_contradict_the_checkpoints(word: str, message: str) -> None:
     saved = Config(data="problems.jsonl")
     with pytest.raises(ConfigError, match=rf"^{re.escape(word.split('=')[0])}.*{message}"):
         validate_resume(saved, with_overrides(saved, [word]))
     validate_resume(saved, with_overrides(saved, ["learner.tensor_parallel_size=2", "steps=7"]))
 
 
-def test_a_run_does_not_go_on_with_other_files_to_evaluate_on() -> None:
+def test_resume_refuses_other_evaluation_files() -> None:
     saved = Config(data="problems.jsonl")
-    with pytest.raises(ConfigError, match="^evaluation.data=.*place in the data"):
+    with pytest.raises(ConfigError, match="^evaluation.data=.*position in the data"):
         validate_resume(saved, with_overrides(saved, ["evaluation.data.aime=FILE"]))
 
 
-def test_weights_and_biases_is_wanted_only_where_it_is_asked_for(
+def test_wandb_is_required_only_if_the_run_uses_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validate(runnable(model_dir, "wandb_project=project"))
@@ -284,7 +371,7 @@ def on_gpus(num_gpus: int, *words: str) -> dict[str, list[list[int]]]:
     return place_servers(with_overrides(Config(), [*small, *words]), num_gpus)
 
 
-def test_servers_come_after_the_learner_and_share_its_gpus_where_none_are_left() -> None:
+def test_servers_come_after_the_learner_and_share_its_gpus_if_none_are_left() -> None:
     words = ["learner.tensor_parallel_size=2", "rollout.server.tensor_parallel_size=2"]
     assert on_gpus(0, *words) == {"rollout": [[]], "evaluation": [[]]}
     assert on_gpus(5, *words) == {"rollout": [[2, 3]], "evaluation": [[4]]}
@@ -304,13 +391,13 @@ def test_more_ranks_than_gpus_are_refused() -> None:
             on_gpus(2, f"{field}.tensor_parallel_size=4")
 
 
-def test_servers_that_leave_a_learner_on_their_gpu_no_memory_are_refused() -> None:
+def test_servers_that_leave_no_memory_for_the_learner_on_their_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^rollout.*shares GPU 0 with rollout and evaluation"):
         on_gpus(1, "rollout.server.mem_fraction_static=0.5")
     assert on_gpus(2, "rollout.server.mem_fraction_static=0.9")["rollout"] == [[1]]
 
 
-def test_overrides_between_two_configurations_make_the_one_of_the_other() -> None:
+def test_overrides_between_two_configurations_turn_one_into_the_other() -> None:
     words = [
         "steps=7",
         "data_options.size=100",
@@ -327,3 +414,68 @@ def test_overrides_between_two_configurations_make_the_one_of_the_other() -> Non
     assert back == ["time_limit_s=3.0"]
     unset = with_overrides(changed, ["learner.layers_in_last_pipeline_stage=null"])
     assert overrides_between(changed, unset) == ["learner.layers_in_last_pipeline_stage=null"]
+
+
+def config_dataclasses(kind: type) -> set[type]:
+    """Return a configuration dataclass and every dataclass that its fields hold."""
+    kinds = {kind}
+    for hint in typing.get_type_hints(kind).values():
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                kinds |= config_dataclasses(part)
+    return kinds
+
+
+def test_every_field_has_a_docstring() -> None:
+    kinds = config_dataclasses(Config)
+    assert {StageConfig, UaqConfig, OptimizerConfig, ServerConfig} < kinds
+    for kind in kinds:
+        docs = field_docs(kind)
+        assert list(docs) == [field.name for field in dataclasses.fields(kind)]
+        for name, meaning in docs.items():
+            assert len(meaning.split()) > 1 and meaning.endswith("."), f"{kind.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("ending", "unit"),
+    [("_s", "seconds"), ("_bytes", "bytes"), ("_length", "tokens"), ("_tokens", "tokens")],
+)
+def test_docstrings_name_the_unit_of_a_size_or_time(ending: str, unit: str) -> None:
+    fields = [field for field in describe(Config) if field.path.endswith(ending)]
+    assert fields
+    assert [field.path for field in fields if unit not in field.meaning] == []
+
+
+def test_description_of_a_field_says_what_it_accepts() -> None:
+    fields = {field.path: field for field in describe(Config)}
+    assert fields["steps"].type == "int >= 1"
+    assert fields["evaluation.top_p"].type == "float > 0 and <= 1"
+    assert (
+        fields["quantization.uaq.scale"].type == "float > 0"
+    )  # the bound below infinity is left out
+    assert fields["time_limit_s"].type == "float > 0 or null"
+    assert fields["learner.dtype"].type == '"float32" | "bfloat16"'
+    assert fields["rollout.stages"].type == (
+        "{int >= 2: {max_response_length: int >= 1, completions_per_prompt: int >= 1}, ...}"
+    )
+    assert fields["optimizer.learning_rate"].default == "1e-06"
+    assert fields["critic.optimizer.learning_rate"].default == "1e-05"  # not OptimizerConfig's own
+    assert fields["rollout.server.threads"].section == "One SGLang server."
+
+
+def test_descriptions_take_a_prefix_and_required_fields() -> None:
+    paths = [(field.path, field.default) for field in describe(StageConfig, "stage.")]
+    assert paths == [
+        ("stage.max_response_length", "null"),
+        ("stage.completions_per_prompt", "null"),
+    ]
+
+
+def test_field_without_a_docstring_is_named() -> None:
+    with pytest.raises(LookupError, match=r"^Undocumented\.size has no docstring"):
+        field_docs(Undocumented)
+
+
+@dataclasses.dataclass
+class Undocumented:
+    size: int = 0

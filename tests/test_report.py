@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qurl_megatron.config.overrides import save, with_overrides
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.yaml_file import save
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.page import ReportError, advice, read_run, write_report
 

@@ -28,7 +28,7 @@ LEVELS = [
     {"weight_sync"},
     {"sglang_plugin", "loop"},
     {"recipes"},
-    {"launch"},
+    {"launch", "doctor", "cli_plan"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -1,1 +1,1 @@
-"""What a run is made of, how it is changed and how it is checked."""
+"""The configuration of a run: its fields, overrides, checks and YAML."""

@@ -1,31 +1,28 @@
-"""Configurations as `field=value` words, as nested dicts and as YAML files."""
+"""Overrides: the `field=value` words that change a configuration."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-from pathlib import Path
+import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import pydantic
 import yaml
 
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.fields import describe
+from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.tree import FREE_FORM_FIELDS, from_tree, leaf_values
 
 T = TypeVar("T")
-# Dicts of any keys; a stage is given as {max_response_length: 8, completions_per_prompt: 8}.
-_FREE_FORM = {
-    "data_options",
-    "evaluation.data",
-    "quantization.uaq.layer_scales",
-    "rollout.stages",
-}
 _ABSENT = object()
 
 
 def with_overrides(config: T, words: list[str]) -> T:
-    """`config`, a dataclass, with each `field=value` word applied; of a part `rollout.top_k=-1`.
+    """Return `config`, a dataclass, with each `field=value` word applied.
+
+    A field of a section is written with its dotted path: `rollout.top_k=-1`.
 
     Raises:
         ConfigError: a word without `=`, an unknown field, or a value of the wrong type.
@@ -36,13 +33,14 @@ def with_overrides(config: T, words: list[str]) -> T:
         if not equals:
             raise ConfigError(f"{word}: not of the form field=value")
         *parents, leaf = path.split(".")
-        node, known = tree, True
+        node, is_known = tree, True
         for parent in parents:
-            known = known and isinstance(node.get(parent), dict)
-            node = node[parent] if known else node
-        free_form = ".".join(parents) in _FREE_FORM
-        if not known or (leaf not in node and not free_form) or isinstance(node.get(leaf), dict):
-            raise ConfigError(f"{path}: no such field{_suggestion(path, tree)}")
+            is_known = is_known and isinstance(node.get(parent), dict)
+            node = node[parent] if is_known else node
+        free_form = ".".join(parents) in FREE_FORM_FIELDS
+        is_known = is_known and (leaf in node or free_form)
+        if not is_known or isinstance(node.get(leaf), dict):
+            raise ConfigError(f"{path}: no such field{_suggestion(path, type(config))}")
         try:
             node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
         except yaml.YAMLError as error:
@@ -52,14 +50,14 @@ def with_overrides(config: T, words: list[str]) -> T:
 
 
 def overrides_between(config: T, changed: T) -> list[str]:
-    """The `field=value` words that make `changed` of `config`, of the same dataclass.
+    """Return the `field=value` words that turn `config` into `changed`, of the same dataclass.
 
-    A key that `changed` has taken out of a dict stays.
+    No word can remove a key of a free-form dict, so keys that only `config` has stay.
     """
-    before, now = (_leaves(dataclasses.asdict(one)) for one in (config, changed))  # type: ignore[call-overload]
+    before, after = (leaf_values(dataclasses.asdict(each)) for each in (config, changed))  # type: ignore[call-overload]
     words = []
-    for field, value in now.items():
-        if field in _FREE_FORM:
+    for field, value in after.items():
+        if field in FREE_FORM_FIELDS:
             words += [
                 f"{field}.{key}={json.dumps(part)}"
                 for key, part in value.items()
@@ -70,42 +68,35 @@ def overrides_between(config: T, changed: T) -> list[str]:
     return words
 
 
-def from_tree(kind: type[T], tree: dict[str, Any]) -> T:
-    """A configuration from nested dicts, every value converted to its field's type."""
-    try:
-        return pydantic.TypeAdapter(kind).validate_python(tree)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        message = first["msg"][0].lower() + first["msg"][1:]
-        raise ConfigError(f"{path}={first['input']}: {message}") from None
-
-
-def save(config: Config, path: Path) -> None:
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-
-
-def load(path: Path) -> Config:
-    return from_tree(Config, yaml.safe_load(path.read_text()))
-
-
 def _plain(value: str) -> str | None:
     return None if value in ("null", "none", "None") else value
 
 
-def _suggestion(path: str, tree: dict[str, Any]) -> str:
-    """`; did you mean ...?` with the closest field names, or nothing."""
-    fields = list(_leaves(tree))
-    leaf = path.rpartition(".")[2]
-    close = [name for name in fields if name.rpartition(".")[2] == leaf]
-    close = close or difflib.get_close_matches(path, fields, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _suggestion(path: str, kind: type[Any]) -> str:
+    """Return `; did you mean ...?` with the closest fields and their meanings, or nothing."""
+    meanings = {field.path: _first_sentence(field.meaning) for field in describe(kind)}
+    close_fields = " or ".join(f"{name} ({meanings[name]})" for name in _closest(path, meanings))
+    return f"; did you mean {close_fields}?" if close_fields else ""
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every field of a configuration's nested dicts, as it is named in `field=value`."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        nested = isinstance(value, dict) and f"{prefix}{name}" not in _FREE_FORM
-        found |= _leaves(value, f"{prefix}{name}.") if nested else {prefix + name: value}
-    return found
+def _closest(path: str, fields: Iterable[str]) -> list[str]:
+    """Return the fields of the same name, else of the most similar name, else of a similar path.
+
+    Where `path` names a section, similar names are those of its fields.
+    """
+    section, _, leaf = path.rpartition(".")
+    leaves = {field: field.rpartition(".")[2] for field in fields}
+    same = [field for field in leaves if leaves[field] == leaf]
+    if same:
+        return same
+    siblings = [field for field in leaves if field.rpartition(".")[0] == section] if section else []
+    names = {leaves[field] for field in siblings or leaves}
+    similar = difflib.get_close_matches(leaf, names, n=2, cutoff=0.7)
+    return [field for field in siblings or leaves if leaves[field] in similar] or (
+        difflib.get_close_matches(path, leaves, n=3, cutoff=0.6)
+    )
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of `text` without its full stop; "Eq. 5" does not end one."""
+    return re.split(r"(?<!Eq)\. ", text, maxsplit=1)[0].removesuffix(".")

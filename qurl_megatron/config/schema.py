@@ -1,14 +1,16 @@
-"""What a run is made of: dataclasses with one default a field, unit and meaning beside each.
+"""The configuration of a run: dataclasses whose every field has a default and a docstring.
 
-A recipe is a function that returns a `Config`. `with_overrides` applies `field=value` words to it,
-`validate` names the first field that does not fit; both raise `ConfigError`, whose text is the one
-line a user sees.
+A recipe is a function that returns a `Config`. `with_overrides` applies `field=value` words to it
+and `validate` names the first field that does not fit. Both raise `ConfigError`, whose text is the
+one line a user sees. `fields.describe` reads the docstrings below the fields, so a type checker, an
+editor, `qurl config` and the documentation all show the same text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,15 +24,57 @@ AdvantageEstimator = Literal["grpo", "gae"]
 Reward = Literal["reasoning_gym", "math", "exact"]
 
 Count = Annotated[int, Ge(1)]
-CountOrNone = Annotated[int, Ge(0)]  # 0 switches off what it counts
+CountOrZero = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Fraction = Annotated[float, Gt(0), Lt(1)]
-FractionOrNone = Annotated[float, Ge(0), Lt(1)]
+FractionOrZero = Annotated[float, Ge(0), Lt(1)]
 TopP = Annotated[float, Gt(0), Le(1)]
-Name = Annotated[str, pydantic.StringConstraints(pattern=r"^[\w-]+$")]
 
-# Exit code of a run that was asked to stop early: not finished, `qurl resume` goes on. It is
+
+def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
+    """Return a validator that refuses text which `pattern` does not match whole."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
+        return text
+
+    return pydantic.AfterValidator(check)
+
+
+# Names become file names, job names of Slurm and words of shell commands.
+RunName = Annotated[
+    str,
+    _matching(
+        r"(\w[\w.+-]*)?",
+        "a run's name has letters, digits and _ . + - only, and begins with a letter, digit or _",
+    ),
+]
+Directory = Annotated[
+    str,
+    _matching(
+        r"""(?!-)[^\x00-\x1f\x7f`$"'\\;&|<>]*""",
+        "a directory's name must not begin with - or have control characters, quotes or any of "
+        "` $ \\ ; & | < >",
+    ),
+]
+DataName = Annotated[
+    str,
+    _matching(
+        r"\w[\w-]*",
+        "a name has letters, digits and _ - only, and begins with a letter, digit or _",
+    ),
+]
+OptionName = Annotated[
+    str,
+    _matching(
+        r"[^\W\d]\w*",
+        "an option's name has letters, digits and _ only, and begins with a letter or _",
+    ),
+]
+
+# Exit code of a run that stopped early because it was asked to; `qurl resume` continues it.
 # EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75
 
@@ -41,20 +85,41 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass
 class LearnerConfig:
-    """The full-precision policy in Megatron-core."""
+    """The full-precision policy that Megatron-core trains."""
 
-    tensor_parallel_size: Count = 1  # ranks that share every layer
-    pipeline_parallel_size: Count = 1  # stages that share the layers
-    data_parallel_size: Count = 1  # copies of the model, each with its part of a batch
-    virtual_pipeline_parallel_size: Count = 1  # parts a stage is cut into, to shorten the bubble
-    layers_in_last_pipeline_stage: Count | None = None  # None: as many as in the other stages
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass; masters are float32
-    micro_batch_size: Count = 8  # sequences in one forward pass
-    threads_per_rank: Count = 1  # CPU threads of each learner process
-    recompute_activations: bool = False  # layers keep their input only, and are computed twice
+    tensor_parallel_size: Count = 1
+    """Number of tensor-parallel ranks; they share every layer."""
+
+    pipeline_parallel_size: Count = 1
+    """Number of pipeline stages; each holds some of the layers."""
+
+    data_parallel_size: Count = 1
+    """Number of copies of the model; each trains on its part of a batch."""
+
+    virtual_pipeline_parallel_size: Count = 1
+    """Number of parts that each pipeline stage is cut into, which shortens the pipeline bubble. 1:
+    not cut."""
+
+    layers_in_last_pipeline_stage: Count | None = None
+    """Number of layers in the last pipeline stage, which also has the output layer. None: as many
+    as in the other stages."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the forward and backward pass. Master weights are always float32."""
+
+    micro_batch_size: Count = 8
+    """Number of sequences in one forward pass."""
+
+    threads_per_rank: Count = 1
+    """Number of CPU threads of each learner process."""
+
+    recompute_activations: bool = False
+    """Keep only each layer's input and recompute the layer in the backward pass: less memory, more
+    time."""
 
     @property
     def world_size(self) -> int:
+        """Number of learner ranks."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
@@ -63,50 +128,94 @@ class OptimizerConfig:
     """Megatron's Adam with its scheduler and gradient clipping."""
 
     learning_rate: NonNegative = 1e-6
-    warmup_steps: CountOrNone = 0  # optimizer steps over which the learning rate rises from 0
+    """Learning rate after warm-up. It stays constant."""
+
+    warmup_steps: CountOrZero = 0
+    """Number of optimizer steps over which the learning rate rises from 0. 0 disables."""
+
     beta1: float = 0.9
+    """Adam's decay rate of the gradient's running mean, from 0 to less than 1."""
+
     beta2: float = 0.999
+    """Adam's decay rate of the squared gradient's running mean, from 0 to less than 1."""
+
     epsilon: float = 1e-8
+    """Adam's constant in the denominator."""
+
     weight_decay: NonNegative = 0.0
-    clip_grad: NonNegative = 1.0  # global gradient norm
-    minibatches_per_step: Count = 1  # optimizer steps made of one rollout batch
+    """Decoupled weight decay. 0 disables."""
+
+    clip_grad: NonNegative = 1.0
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 disables."""
+
+    minibatches_per_step: Count = 1
+    """Number of optimizer steps made from one rollout batch."""
 
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    """The policy objective (QuRL Eq. 1, 3, 4, 5, 9)."""
+    """The policy objective (QuRL Eq. 1, 3, 4, 5 and 9)."""
 
     objective: Objective = "acr"
+    """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
+    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9."""
+
     eps_low: NonNegative = 0.2
+    """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
+
     eps_high: NonNegative = 0.28
-    ratio_cap: Positive = 2.0  # C of Eq. 5 and 9, on proximal / behaviour
+    """Clipping range above 1: the policy ratio is clipped at 1 + eps_high; acr can widen it."""
+
+    ratio_cap: Positive = 2.0
+    """Cap C on the ratio of proximal to behaviour probability (Eq. 5 and 9). Only tis and acr use
+    it."""
+
     aggregation: Aggregation = "sequence_mean"
-    kl_coefficient: NonNegative = 0.0  # of GRPO's k3 to the model as it was; 0 keeps no copy of it
+    """How token losses are averaged. sequence_mean: over each response, then over responses.
+    token_mean: over all tokens of the minibatch."""
+
+    kl_coefficient: NonNegative = 0.0
+    """Weight of GRPO's KL penalty (the k3 estimator) towards the model before RL. 0 disables, and
+    no reference copy is kept."""
 
 
 @dataclasses.dataclass
 class CriticConfig:
-    """PPO's value model: the policy's architecture with a value head, on the same ranks.
+    """PPO's value model: the policy's architecture with a value head, on the policy's ranks.
 
-    It is there where `advantage_estimator` is gae. Data-parallel copies are as many as the ranks
-    leave room for.
+    It exists only with `advantage_estimator=gae`. Its data-parallel size is what its tensor and
+    pipeline sizes leave of the policy's ranks.
     """
 
-    model: str = ""  # Hugging Face directory it starts from; empty: the policy's
-    tensor_parallel_size: Count | None = None  # None: as the policy
-    pipeline_parallel_size: Count | None = None  # None: as the policy
+    model: str = ""
+    """Hugging Face directory the critic starts from. Empty: the policy's."""
+
+    tensor_parallel_size: Count | None = None
+    """Number of tensor-parallel ranks. None: as the policy."""
+
+    pipeline_parallel_size: Count | None = None
+    """Number of pipeline stages. None: as the policy."""
+
     optimizer: OptimizerConfig = dataclasses.field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-5)
     )
-    value_clip: Positive = 0.5  # most that a step moves a value
-    discount: Annotated[float, Gt(0), Le(1)] = 1.0  # gamma, of a reward one token later
+    """The critic's own optimizer."""
+
+    value_clip: Positive = 0.5
+    """Clipping range of the value loss: how far from its old prediction a value can move before its
+    gradient is clipped."""
+
+    discount: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Discount factor gamma per token."""
+
     gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
+    """Lambda of generalized advantage estimation."""
 
     def layout(self, learner: LearnerConfig) -> LearnerConfig:
-        """The value model's, beside a policy of `learner`'s."""
+        """Return the critic's layout on the ranks of a policy with layout `learner`."""
         tensor_parallel_size = self.tensor_parallel_size or learner.tensor_parallel_size
         pipeline_parallel_size = self.pipeline_parallel_size or learner.pipeline_parallel_size
-        as_policy = pipeline_parallel_size == learner.pipeline_parallel_size
+        has_policy_stages = pipeline_parallel_size == learner.pipeline_parallel_size
         return dataclasses.replace(
             learner,
             tensor_parallel_size=tensor_parallel_size,
@@ -114,33 +223,46 @@ class CriticConfig:
             data_parallel_size=learner.world_size
             // (tensor_parallel_size * pipeline_parallel_size),
             virtual_pipeline_parallel_size=(
-                learner.virtual_pipeline_parallel_size if as_policy else 1
+                learner.virtual_pipeline_parallel_size if has_policy_stages else 1
             ),
             layers_in_last_pipeline_stage=(
-                learner.layers_in_last_pipeline_stage if as_policy else None
+                learner.layers_in_last_pipeline_stage if has_policy_stages else None
             ),
         )
 
 
 @dataclasses.dataclass
 class UaqConfig:
-    """Invariant scaling of the policy's weights at load (QuRL Eq. 11); `uaq.py` has the reasons."""
+    """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load."""
 
-    scale: Positive = 1.5  # s; 1 leaves the weights as they are
-    layer_scales: dict[int, Positive] = dataclasses.field(
-        default_factory=dict
-    )  # s of single layers, by number, instead of `scale`
-    through_value: bool = False  # also divide o_proj, and multiply v_proj
-    through_up: bool = False  # also divide down_proj, and multiply up_proj
+    scale: Positive = 1.5
+    """Scale s that the weights are divided by. 1 leaves them as they are."""
+
+    layer_scales: dict[int, Positive] = dataclasses.field(default_factory=dict)
+    """Scale s of single layers, by layer number from 0, in place of `scale`."""
+
+    through_value: bool = False
+    """Also divide o_proj by s and multiply v_proj by s."""
+
+    through_up: bool = False
+    """Also divide down_proj by s and multiply up_proj by s."""
 
 
 @dataclasses.dataclass
 class QuantizationConfig:
-    """How the rollout copy of the policy is made."""
+    """The quantized copy of the policy that the rollout servers run."""
 
-    format: WeightFormat = "int8"  # given bf16 alone, `qurl train` leaves a recipe's UAQ out
+    format: WeightFormat = "int8"
+    """Weight format of the rollout. int8, int4 and fp8 have a scale per output channel, fp8-tensor
+    one per tensor, fp8-block one per 128x128 block. bf16 is not quantized, and `qurl train` then
+    turns off a recipe's UAQ."""
+
     uaq: UaqConfig = dataclasses.field(default_factory=UaqConfig)
-    bucket_bytes: Annotated[int, Ge(1024 * 1024)] = 512 * 1024 * 1024  # most bytes sent at once
+    """Update-aware quantization."""
+
+    bucket_bytes: Annotated[int, Ge(1024 * 1024)] = 512 * 1024 * 1024
+    """Maximum number of bytes in one weight transfer to the servers. A weight larger than that
+    travels alone."""
 
 
 @dataclasses.dataclass
@@ -148,53 +270,92 @@ class ServerConfig:
     """One SGLang server."""
 
     tensor_parallel_size: Count = 1
-    mem_fraction_static: Fraction = 0.85  # of what is free of a GPU, for weights and KV cache
+    """Number of GPUs (without GPUs: processes) that share the model."""
+
+    mem_fraction_static: Fraction = 0.85
+    """Fraction of a GPU's free memory, at start, for weights and KV cache."""
+
     max_running_requests: Count = 256
-    max_total_tokens: Count | None = None  # KV cache slots; None lets SGLang fill its memory
-    threads: Count = 1  # of each rank without a GPU; more spin against whatever else runs there
+    """Maximum number of sequences decoded at once."""
+
+    max_total_tokens: Count | None = None
+    """Size of the KV cache, in tokens. None: as many as fit in the memory."""
+
+    threads: Count = 1
+    """Number of CPU threads of each process without a GPU. More than the machine has free slows
+    everything down."""
+
     start_timeout_s: Positive = 600.0
+    """Maximum time to start, in seconds."""
 
 
 @dataclasses.dataclass
 class StageConfig:
-    """What a later stage of training samples in place of what `RolloutConfig` says."""
+    """A later stage of training: what it samples in place of `RolloutConfig`'s values."""
 
-    max_response_length: Count  # tokens
+    max_response_length: Count
+    """Maximum response length, in tokens."""
+
     completions_per_prompt: Count
+    """Number of responses to each prompt."""
 
 
 @dataclasses.dataclass
 class RolloutConfig:
-    """What is sampled at each step."""
+    """What is sampled at each rollout step, and the servers that sample it."""
 
     prompts_per_step: Count = 64
-    completions_per_prompt: Count = 8  # the group of GRPO
+    """Number of prompts in one rollout step."""
+
+    completions_per_prompt: Count = 8
+    """Number of responses to each prompt: GRPO's group size."""
+
     temperature: Positive = 1.0
-    top_p: float = 1.0  # must stay 1: SGLang does not renormalize its log-probs
-    top_k: int = -1  # must stay off, likewise
-    max_prompt_length: Count = 1024  # tokens; longer prompts are refused when read
-    max_response_length: Count = 1024  # tokens
-    dynamic_sampling_tries: CountOrNone = 0  # rounds of new prompts for groups of equal rewards
-    soft_overlong_tokens: CountOrNone = 0  # last tokens of a response over which reward falls by 1
-    stages: dict[Annotated[int, Ge(2)], StageConfig] = dataclasses.field(
-        default_factory=dict
-    )  # by the step they begin with; weights, optimizer and place in the data go on
-    servers: Count = 1  # that all hold the same weights and share the prompts
+    """Sampling temperature in training."""
+
+    top_p: float = 1.0
+    """Must stay 1 in training: SGLang does not renormalize the log-probs of truncated sampling."""
+
+    top_k: int = -1
+    """Must stay -1 (off) in training, for the same reason as `top_p`."""
+
+    max_prompt_length: Count = 1024
+    """Maximum prompt length, in tokens. Data with a longer prompt is refused."""
+
+    max_response_length: Count = 1024
+    """Maximum response length, in tokens. Longer responses are truncated."""
+
+    dynamic_sampling_tries: CountOrZero = 0
+    """Maximum number of times per step that zero-variance groups (all rewards equal) are replaced
+    by new prompts. 0 disables."""
+
+    soft_overlong_tokens: CountOrZero = 0
+    """Number of tokens before `max_response_length` over which the reward falls linearly by 1
+    (DAPO's soft overlong punishment). 0 disables."""
+
+    stages: dict[Annotated[int, Ge(2)], StageConfig] = dataclasses.field(default_factory=dict)
+    """Later stages of training, by their first step. Weights, optimizer and position in the data
+    carry over."""
+
+    servers: Count = 1
+    """Number of servers (replicas). They hold the same weights and share the prompts."""
+
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    """Each rollout server."""
 
     @property
     def longest_response(self) -> int:
-        """Of all stages, in tokens."""
+        """Maximum response length over all stages, in tokens."""
         later = [stage.max_response_length for stage in self.stages.values()]
         return max([self.max_response_length, *later])
 
     @property
     def max_length(self) -> int:
-        """Of prompt and response together, in any stage, in tokens."""
+        """Maximum prompt plus response length over all stages, in tokens."""
         return self.max_prompt_length + self.longest_response
 
     def at(self, step: int) -> RolloutConfig:
-        """What is sampled at `step`, in the words of a single stage."""
+        """Return the configuration of the stage that `step` is in, without later stages."""
         begun = [first for first in self.stages if first <= step]
         changes = vars(self.stages[max(begun)]) if begun else {}
         return dataclasses.replace(self, stages={}, **changes)
@@ -202,77 +363,147 @@ class RolloutConfig:
 
 @dataclasses.dataclass
 class WarmupConfig:
-    """A short supervised phase before RL, through the same learner; `max_steps` 0 leaves it out."""
+    """A short supervised phase before RL, for models whose rewards would all be 0."""
 
-    max_steps: CountOrNone = 0
-    target_accuracy: Fraction = 0.35  # stops here, on warm-up problems of its own
-    batch_size: Count = 128  # sequences
+    max_steps: CountOrZero = 0
+    """Maximum number of supervised optimizer steps. 0 disables."""
+
+    target_accuracy: Fraction = 0.35
+    """Accuracy at which the warm-up ends, as a fraction, on problems kept for that check."""
+
+    batch_size: Count = 128
+    """Number of sequences in one supervised step."""
+
     learning_rate: NonNegative = 2e-3
+    """Learning rate of the supervised steps."""
+
     check_every_steps: Count = 10
+    """Number of supervised steps between two accuracy checks."""
 
 
 @dataclasses.dataclass
 class EvaluationConfig:
-    """Accuracy on a BF16 server that is sent the full-precision weights.
+    """Accuracy of the full-precision weights, served in BF16.
 
-    Greedy on problems held out of the run's data; Avg@1 and Avg@k on files of their own.
+    Held-out problems of the run's own data are answered greedily (temperature 0). Data files of
+    their own get Avg@1 (greedy) and Avg@k (sampled).
     """
 
-    problems: CountOrNone = 512  # held-out problems at most; 0 measures none
-    held_out_fraction: FractionOrNone = 0.1  # of the data, by a hash of the question; 0: none
-    data: dict[Name, str] = dataclasses.field(
-        default_factory=dict
-    )  # files by the name they are reported under, each as `Config.data`
-    k: CountOrNone = 0  # sampled answers to each problem of these files; 0: Avg@1 only
-    temperature: Positive = 1.0  # of sampled answers
+    problems: CountOrZero = 512
+    """Maximum number of held-out problems to measure on. 0 disables."""
+
+    held_out_fraction: FractionOrZero = 0.1
+    """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
+    none."""
+
+    data: dict[DataName, str] = dataclasses.field(default_factory=dict)
+    """Data files to evaluate on, by the name they are reported under; each value is written as the
+    run's `data` is."""
+
+    k: CountOrZero = 0
+    """Number of answers sampled to each problem of these files, for Avg@k. 0: Avg@1 only."""
+
+    temperature: Positive = 1.0
+    """Sampling temperature of the answers for Avg@k."""
+
     top_p: TopP = 1.0
-    every_steps: CountOrNone = 0  # 0: only before the first step and after the last
+    """Probability mass that nucleus sampling keeps, in the answers for Avg@k."""
+
+    every_steps: CountOrZero = 0
+    """Number of rollout steps between two evaluations. 0: only before the first step and after the
+    last."""
+
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    """The evaluation server."""
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to measure, and so a server for it."""
+        """Whether there is anything to measure, which takes a server."""
         return bool(self.data or (self.problems and self.held_out_fraction))
 
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    """What `qurl resume` goes on from, written beside training."""
+    """Checkpoints that `qurl resume` continues from; they are written while training goes on."""
 
-    every_steps: CountOrNone = 20  # and after the last step; 0: none
-    keep_last: Count = 2  # older ones are removed
+    every_steps: CountOrZero = 20
+    """Number of rollout steps between two checkpoints; there is also one after the last step. 0
+    writes none at all."""
+
+    keep_last: Count = 2
+    """Number of newest checkpoints to keep; older ones are deleted."""
 
 
 @dataclasses.dataclass
 class Config:
-    """A run."""
+    """A training run."""
 
-    model: str = ""  # Hugging Face directory: config.json, tokenizer, safetensors
-    data: str = ""  # .jsonl, .json or .parquet file, dataset directory, or reasoning_gym:TASK
-    data_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # of the reasoning-gym task
+    model: str = ""
+    """Hugging Face directory: config.json, tokenizer files and safetensors."""
+
+    data: str = ""
+    """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR or DIR:SPLIT),
+    or reasoning_gym:TASK."""
+
+    data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
+    """Options of the reasoning-gym task, by name."""
+
     reward: Reward = "math"
-    name: str = ""  # of the run's directory; empty: recipe and time
-    output_dir: str = "runs"
-    wandb_project: str = ""  # of Weights & Biases, which is then told every metric; empty: none
+    """Verifier that gives a response its reward of 0 or 1. math: math-verify. exact: the response
+    is the answer. reasoning_gym: the task's own scorer."""
+
+    name: RunName = ""
+    """Name of the run and of its directory. Empty: recipe and time."""
+
+    output_dir: Directory = "runs"
+    """Directory that holds the directories of runs."""
+
+    wandb_project: str = ""
+    """Weights & Biases project that receives every metric. Empty: none."""
+
     seed: int = 0
-    steps: Count = 100  # rollout steps
-    time_limit_s: Positive | None = None  # RL ends after the step that passes it
+    """Seed of generated problems, data order, sampling, and a recipe-built model's weights."""
+
+    steps: Count = 100
+    """Number of rollout steps."""
+
+    time_limit_s: Positive | None = None
+    """RL time in seconds after which the run ends early, at the end of a step. None: no limit."""
+
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+    """The policy's learner."""
+
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """The policy's optimizer."""
+
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
-    advantage_estimator: AdvantageEstimator = "grpo"  # gae: PPO, with a critic
+    """The policy's objective."""
+
+    advantage_estimator: AdvantageEstimator = "grpo"
+    """Advantages. grpo: rewards compared within a prompt's group. gae: PPO, with a critic."""
+
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    """PPO's critic."""
+
     quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
+    """The rollout's weights."""
+
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    """Sampling and its servers."""
+
     warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
+    """Supervised warm-up."""
+
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    """Evaluation of the full-precision weights."""
+
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    """Checkpoints to resume from."""
 
     @property
     def run_dir(self) -> Path:
+        """The run's directory."""
         return Path(self.output_dir) / self.name
 
 
-HELD_OUT = "held_out"  # what evaluation on problems of the run's own data goes by
+HELD_OUT = "held_out"  # reserved name: evaluation on held-out problems of the run's own data

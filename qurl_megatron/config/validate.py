@@ -6,47 +6,47 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from qurl_megatron.config.overrides import _leaves
-from qurl_megatron.config.schema import HELD_OUT, Config, ConfigError, ServerConfig
+from qurl_megatron.config.schema import (
+    HELD_OUT,
+    Config,
+    ConfigError,
+    LearnerConfig,
+    ServerConfig,
+)
+from qurl_megatron.config.tree import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+_SAVED_IN_WEIGHTS = "its weights depend on it"
+_SETS_DATA_ORDER = "its position in the data depends on it"
+# Fields that a run cannot change when it resumes, by how their path begins, and why.
+_FIXED = {
+    "model": _SAVED_IN_WEIGHTS,
+    "learner.dtype": _SAVED_IN_WEIGHTS,
+    "advantage_estimator": "its checkpoints were made with or without a critic",
+    "critic.model": _SAVED_IN_WEIGHTS,
+    "quantization.uaq": _SAVED_IN_WEIGHTS,
+    "data": _SETS_DATA_ORDER,  # and data_options
+    "seed": _SETS_DATA_ORDER,
+    "evaluation.held_out_fraction": _SETS_DATA_ORDER,
+    "evaluation.data": _SETS_DATA_ORDER,  # training leaves out its questions
+    "warmup.": "its warm-up is over",
+    "name": "is stored under it",
+    "output_dir": "is stored there",
+}
+
 
 def validate(config: Config) -> Architecture:
-    """Check that the fields fit each other, the model and its layout; returns the model's shape.
+    """Check that the fields fit each other, the model and its layout; return the model's shape.
 
     Raises:
         ConfigError: the first thing that does not fit: `field=value: what is wrong`.
     """
-    rollout = config.rollout
-    if rollout.top_p != 1 or rollout.top_k != -1:
-        field = "top_p" if rollout.top_p != 1 else "top_k"
-        raise ConfigError(
-            f"rollout.{field}={getattr(rollout, field)}: training wants top_p=1 and top_k=-1,"
-            " because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
-        )
-    if config.warmup.max_steps and not config.evaluation.wanted:
-        raise ConfigError(
-            "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
-            "server; ask for problems, or set warmup.max_steps=0"
-        )
-    if config.warmup.max_steps and config.objective.kl_coefficient:
-        raise ConfigError(
-            f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
-            "the model before its warm-up; set it to 0, or warmup.max_steps=0"
-        )
-    rows = [_validate_stage(config, first) for first in (1, *rollout.stages)]
-    if HELD_OUT in config.evaluation.data:
-        raise ConfigError(
-            f"evaluation.data.{HELD_OUT}: problems of the run's own data go by that name; choose "
-            "another"
-        )
-    if not config.data:
-        raise ConfigError(
-            "data=: missing; give a .jsonl or .parquet file, a dataset directory or "
-            "reasoning_gym:TASK"
-        )
+    _validate_sampling(config)
+    _validate_warmup(config)
+    completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
+    _validate_data(config)
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"wandb_project={config.wandb_project}: the package wandb is not installed; "
@@ -54,14 +54,16 @@ def validate(config: Config) -> Architecture:
         )
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
-        _validate_critic(config, architecture, rows)
+        _validate_critic(config, architecture, completions_per_step)
     return architecture
 
 
 def validate_server(
     name: str, server: ServerConfig, architecture: Architecture, length: int
 ) -> None:
-    """Check that a server can hold this model, and `length` tokens of prompt and response.
+    """Check that a server can split this model and serve `length` tokens of prompt plus response.
+
+    `name` is the server's section in error messages, such as `rollout.server`.
 
     Raises:
         ConfigError: it cannot.
@@ -79,40 +81,60 @@ def validate_server(
 
 
 def validate_resume(saved: Config, config: Config) -> None:
-    """Check that a run can go on under `config` from what it saved under `saved`.
+    """Check that a run saved under `saved` can resume under `config`.
 
     Raises:
-        ConfigError: a field has changed that its checkpoints, or its place in the data, depend on.
+        ConfigError: a changed field that its checkpoints or its position in the data depend on.
     """
-    before, now = _leaves(dataclasses.asdict(saved)), _leaves(dataclasses.asdict(config))
-    for field, value in now.items():
-        why = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
-        if why and before[field] != value:
+    before, after = (leaf_values(dataclasses.asdict(each)) for each in (saved, config))
+    for field, value in after.items():
+        reason = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
+        if reason and before[field] != value:
             raise ConfigError(
-                f"{field}={value}: the run has {before[field]}, and {why}; start a new run"
+                f"{field}={value}: the run has {before[field]}, and {reason}; start a new run"
             )
 
 
-_IN_WEIGHTS = "its weights are saved so"
-_IN_DATA = "its place in the data depends on it"
-_FIXED = {
-    "model": _IN_WEIGHTS,
-    "learner.dtype": _IN_WEIGHTS,
-    "advantage_estimator": "its checkpoints hold a critic or none",
-    "critic.model": _IN_WEIGHTS,
-    "quantization.uaq": _IN_WEIGHTS,
-    "data": _IN_DATA,  # and data_options
-    "seed": _IN_DATA,
-    "evaluation.held_out_fraction": _IN_DATA,
-    "evaluation.data": _IN_DATA,  # its questions are not trained on
-    "warmup.": "its warm-up is over",
-    "name": "is kept under it",
-    "output_dir": "is kept there",
-}
+def _validate_sampling(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.top_p != 1 or rollout.top_k != -1:
+        field = "top_p" if rollout.top_p != 1 else "top_k"
+        raise ConfigError(
+            f"rollout.{field}={getattr(rollout, field)}: training needs top_p=1 and top_k=-1, "
+            "because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
+        )
+
+
+def _validate_warmup(config: Config) -> None:
+    if not config.warmup.max_steps:
+        return
+    if not config.evaluation.wanted:
+        raise ConfigError(
+            "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
+            "server; give evaluation problems, or set warmup.max_steps=0"
+        )
+    if config.objective.kl_coefficient:
+        raise ConfigError(
+            f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
+            "the model before its warm-up; set it to 0, or warmup.max_steps=0"
+        )
+
+
+def _validate_data(config: Config) -> None:
+    if HELD_OUT in config.evaluation.data:
+        raise ConfigError(
+            f"evaluation.data.{HELD_OUT}: this name is reserved for held-out problems of the run's "
+            "own data; choose another"
+        )
+    if not config.data:
+        raise ConfigError(
+            "data=: missing; give a .jsonl or .parquet file, a dataset directory or "
+            "reasoning_gym:TASK"
+        )
 
 
 def _validate_stage(config: Config, first_step: int) -> int:
-    """How many completions a step has in the stage that begins with `first_step`."""
+    """Check a stage by its first step; return its number of completions per rollout step."""
     rollout, learner, optimizer = config.rollout.at(first_step), config.learner, config.optimizer
     field = f"rollout.stages.{first_step}" if first_step > 1 else "rollout"
     if rollout.soft_overlong_tokens >= rollout.max_response_length:
@@ -123,17 +145,16 @@ def _validate_stage(config: Config, first_step: int) -> int:
     if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
         raise ConfigError(
             f"{field}.completions_per_prompt=1: grpo compares the completions of a prompt and "
-            "wants two at least; advantage_estimator=gae takes one"
+            "needs at least two; advantage_estimator=gae takes one"
         )
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
-    parts = optimizer.minibatches_per_step * learner.data_parallel_size
-    if rows % parts:
+    completions = rollout.prompts_per_step * rollout.completions_per_prompt
+    if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):
         raise ConfigError(
-            f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's {rows} "
-            f"completions (rollout.prompts_per_step x {field}.completions_per_prompt) do not "
-            f"divide into minibatches x {learner.data_parallel_size} data-parallel ranks"
+            f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's "
+            f"{completions} completions (rollout.prompts_per_step x {field}.completions_per_prompt)"
+            f" do not divide into minibatches x {learner.data_parallel_size} data-parallel ranks"
         )
-    return rows
+    return completions
 
 
 def _validate_model(config: Config) -> Architecture:
@@ -143,13 +164,7 @@ def _validate_model(config: Config) -> Architecture:
         )
     directory = Path(config.model)
     try:
-        architecture = Architecture.from_directory(directory)
-        architecture.check_layout(
-            config.learner.tensor_parallel_size,
-            config.learner.pipeline_parallel_size,
-            config.learner.virtual_pipeline_parallel_size,
-            config.learner.layers_in_last_pipeline_stage,
-        )
+        architecture = _architecture_in(directory, config.learner)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
     if not any(directory.glob("*.safetensors")):
@@ -175,8 +190,8 @@ def _validate_model(config: Config) -> Architecture:
     return architecture
 
 
-def _validate_critic(config: Config, policy: Architecture, rows: list[int]) -> None:
-    """`rows` are the completions of a step, in each stage."""
+def _validate_critic(config: Config, policy: Architecture, completions_per_step: list[int]) -> None:
+    """Check the critic; `completions_per_step` has a number for each stage."""
     critic = config.critic
     layout = critic.layout(config.learner)
     if layout.world_size != config.learner.world_size:
@@ -186,7 +201,7 @@ def _validate_critic(config: Config, policy: Architecture, rows: list[int]) -> N
             f"{config.learner.world_size} ranks"
         )
     parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
-    uneven = next((count for count in rows if count % parts), None)
+    uneven = next((count for count in completions_per_step if count % parts), None)
     if uneven is not None:
         raise ConfigError(
             f"critic.optimizer.minibatches_per_step={critic.optimizer.minibatches_per_step}: a "
@@ -195,19 +210,29 @@ def _validate_critic(config: Config, policy: Architecture, rows: list[int]) -> N
         )
     directory = Path(critic.model or config.model)
     try:
-        architecture = Architecture.from_directory(directory)
-        architecture.check_layout(
-            layout.tensor_parallel_size,
-            layout.pipeline_parallel_size,
-            layout.virtual_pipeline_parallel_size,
-            layout.layers_in_last_pipeline_stage,
-        )
+        architecture = _architecture_in(directory, layout)
     except ArchitectureError as error:
         raise ConfigError(f"critic: {error}") from None
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"critic.model={directory}: has no .safetensors file")
     if architecture.vocab_size != policy.vocab_size:
         raise ConfigError(
-            f"critic.model={directory}: has {architecture.vocab_size} tokens, the policy "
-            f"{policy.vocab_size}; both must read the same"
+            f"critic.model={directory}: has a vocabulary of {architecture.vocab_size} "
+            f"tokens, the policy one of {policy.vocab_size}; they must be equal"
         )
+
+
+def _architecture_in(directory: Path, layout: LearnerConfig) -> Architecture:
+    """Return the shape of a model that divides into `layout`.
+
+    Raises:
+        ArchitectureError: it does not divide, or the directory has no supported model.
+    """
+    architecture = Architecture.from_directory(directory)
+    architecture.check_layout(
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_parallel_size,
+        layout.layers_in_last_pipeline_stage,
+    )
+    return architecture

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import (
     Count,
-    CountOrNone,
+    CountOrZero,
     Positive,
     Reward,
     ServerConfig,
@@ -35,7 +35,7 @@ class EvalConfig:
     model: str = ""  # a Hugging Face directory, or a run's checkpoint
     data: list[str] = dataclasses.field(default_factory=list)  # each a file or reasoning_gym:TASK
     reward: Reward = "math"
-    k: CountOrNone = 0  # sampled answers a problem; 0: Avg@1 only
+    k: CountOrZero = 0  # sampled answers a problem; 0: Avg@1 only
     temperature: Positive = 1.0  # of sampled answers
     top_p: TopP = 1.0
     format: WeightFormat = "bf16"  # of the served weights

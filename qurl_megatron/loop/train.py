@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
-from qurl_megatron.config.overrides import load
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.loop.assemble import assemble
 from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up

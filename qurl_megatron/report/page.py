@@ -26,8 +26,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from qurl_megatron.config.overrides import load
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.report.metrics import Averages
 

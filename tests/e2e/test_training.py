@@ -17,8 +17,8 @@ import reasoning_gym
 from running import QURL, SMALL, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
-from qurl_megatron.config.overrides import load
 from qurl_megatron.config.schema import STOPPED_EARLY
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 from qurl_megatron.report.metrics import StepMetrics, evaluation_directory
 

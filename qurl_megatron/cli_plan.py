@@ -1,0 +1,58 @@
+"""The page that `qurl plan` prints."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from qurl_megatron.planning.memory import GIB, GPU_BYTES
+from qurl_megatron.planning.plan import Plan, layout_words
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a plan: its layout, the memory of learner and servers, and the time of a step."""
+    config, server = plan.config, plan.config.rollout.server
+    console = Console(highlight=False)
+    console.print(f"{plan.gpus} H100: {' '.join(layout_words(config))}", soft_wrap=True)
+    if plan.savings.names:
+        console.print(f"assumes what the learner lacks: {', '.join(plan.savings.names)}")
+    console.print(
+        _table(
+            f"learner, {config.learner.world_size} GPUs: memory of the fullest",
+            f"GiB of {GPU_BYTES / GIB:.1f}",
+            {
+                **_gib(plan.learner_bytes),
+                "or buckets, during a publish": plan.converter_bucket_bytes / GIB,
+            },
+            ("at most", plan.learner_total_bytes / GIB),
+        ),
+        _table(
+            f"rollout.servers={plan.servers}, in {config.quantization.format}, of "
+            f"{server.tensor_parallel_size} GPUs each: memory of a GPU",
+            f"GiB of {GPU_BYTES / GIB:.1f}",
+            _gib(plan.server_bytes),
+            ("total", sum(plan.server_bytes.values()) / GIB),
+        ),
+        _table("time of a step", "s", plan.step_s, ("total", plan.total_s)),
+    )
+    console.print(
+        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
+        f"publish sends {plan.publish_bytes / 1e9:.1f} GB. Formulas, their sources and what they "
+        "leave out: qurl_megatron/planning/memory.py and step_time.py. Errors of the estimate: "
+        "docs/findings.md.",
+        soft_wrap=True,
+    )
+
+
+def _table(title: str, unit: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
+    table.add_column("", footer=total[0])
+    table.add_column(unit, justify="right", footer=f"{total[1]:.1f}")
+    for name, value in rows.items():
+        table.add_row(name, f"{value:.1f}")
+    return table
+
+
+def _gib(parts: dict[str, int]) -> dict[str, float]:
+    return {name: num_bytes / GIB for name, num_bytes in parts.items()}

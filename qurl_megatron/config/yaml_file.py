@@ -1,0 +1,59 @@
+"""A configuration as YAML: a run's config.yaml, and `qurl config`'s page with comments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qurl_megatron.config.fields import field_docs
+from qurl_megatron.config.schema import Config
+from qurl_megatron.config.tree import from_tree
+
+_WIDTH = 100
+
+
+def save(config: Config, path: Path) -> None:
+    """Write `config` to a file that `load` reads."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def load(path: Path) -> Config:
+    """Return the configuration in a YAML file.
+
+    Raises:
+        ConfigError: a value that its field does not accept.
+    """
+    return from_tree(Config, yaml.safe_load(path.read_text()))
+
+
+def commented_yaml(config: Config) -> str:
+    """Return `config` as YAML with each field's meaning as a comment above it."""
+    return "\n".join(_commented(config, indent="")) + "\n"
+
+
+def _commented(section: Any, indent: str) -> Iterator[str]:
+    for name, meaning in field_docs(type(section)).items():
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            summary = (inspect.getdoc(value) or "").partition("\n")[0]
+            yield ""
+            yield from _comment(summary, indent)
+            yield f"{indent}{name}:"
+            yield from _commented(value, f"{indent}  ")
+        else:
+            yield from _comment(meaning, indent)
+            tree = dataclasses.asdict(section)[name]
+            text = yaml.safe_dump({name: tree}, sort_keys=False, width=_WIDTH)
+            yield textwrap.indent(text.rstrip(), indent)
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+    )
