@@ -1,4 +1,4 @@
-"""The log of a run holds each of its steps once, however often the run was stopped."""
+"""Check the metric docstrings, and that a run's log holds each step once across resumes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from qurl_megatron.config.fields import field_docs
 from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
-from qurl_megatron.report.metrics import Evaluation, RunLog, StepMetrics, evaluation_directory
+from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
+from qurl_megatron.report.run_log import RunLog, evaluation_directory
 
-NOTHING: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
-NOTHING |= {"held_out_accuracy": None, "evaluation": None}
+ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
+ZEROS |= {"held_out_accuracy": None, "evaluation": None}
 BEFORE = Evaluation(0.25)
 
 
-def scored(mean: float) -> Evaluation:
+def evaluation(mean: float) -> Evaluation:
     average = {"mean": mean, "standard_error": 0.01}
     return Evaluation(mean, {"aime": {"Avg@1": average, "Avg@4 sampled": average}})
 
 
-def log_of(directory: Path, **fields: Any) -> RunLog:
+def run_log(directory: Path, **fields: Any) -> RunLog:
     config = Config(output_dir=str(directory.parent), name=directory.name, steps=10, **fields)
     return RunLog(config, writes=True)
 
 
 def write(log: RunLog, step: int, **measured: float) -> None:
-    """A step that evaluates where its number is even."""
-    values = NOTHING | {"step": step, "weight_version": step + 1} | measured
-    log.write(StepMetrics(**values), scored(step / 10) if step % 2 == 0 else None)
+    """Log one step, with an evaluation if its number is even."""
+    values = ZEROS | {"step": step, "weight_version": step + 1} | measured
+    log.write(StepMetrics(**values), evaluation(step / 10) if step % 2 == 0 else None)
     log.write_weights(step + 1, {"weight": {"code_flip_fraction": 0.5}})
 
 
 def logged(directory: Path) -> tuple[list[int], list[int]]:
-    """Steps of metrics.jsonl, weight versions of weights.jsonl."""
+    """Return the steps of metrics.jsonl and the weight versions of weights.jsonl."""
     lines = {
         name: [json.loads(line) for line in (directory / f"{name}.jsonl").open()]
         for name in ("metrics", "weights")
@@ -48,19 +50,24 @@ def logged(directory: Path) -> tuple[list[int], list[int]]:
 
 
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: steps and values by tag."""
-    shown = EventAccumulator(str(directory / "tensorboard")).Reload()
+    """Return the steps and values that TensorBoard shows, by tag."""
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
     return {
-        tag: [(event.step, round(event.value, 6)) for event in shown.Scalars(tag)]
-        for tag in shown.Tags()["scalars"]
+        tag: [(event.step, round(event.value, 6)) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
     }
 
 
+@pytest.mark.parametrize("kind", [Evaluation, StepMetrics, RunSummary])
+def test_every_metric_has_a_docstring(kind: type) -> None:
+    docs = field_docs(kind)
+    assert list(docs) == [field.name for field in dataclasses.fields(kind)]
+    assert all(doc.endswith(".") for doc in docs.values())
+
+
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "weigh'], ids=["whole", "last line cut short"])
-def test_steps_after_the_checkpoint_are_taken_back_and_made_again(
-    torn: str, tmp_path: Path
-) -> None:
-    log = log_of(tmp_path)
+def test_resuming_drops_steps_logged_after_the_checkpoint(torn: str, tmp_path: Path) -> None:
+    log = run_log(tmp_path)
     log.start(BEFORE)
     for step in range(1, 6):
         write(log, step)
@@ -68,13 +75,13 @@ def test_steps_after_the_checkpoint_are_taken_back_and_made_again(
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
 
-    log = log_of(tmp_path)
+    log = run_log(tmp_path)
     log.resume(3, time_s=100.0, before=BEFORE)
     assert logged(tmp_path) == ([1, 2, 3], [2, 3, 4])
     answers = sorted(path.name for path in (tmp_path / "evaluation").iterdir())
     assert answers == ["step_000001", "step_000002", "step_000003"]
     write(log, 4)
-    log.finish(scored(0.75))
+    log.finish(evaluation(0.75))
     assert logged(tmp_path) == ([1, 2, 3, 4], [2, 3, 4, 5])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["time_s"] > 100
@@ -84,8 +91,8 @@ def test_steps_after_the_checkpoint_are_taken_back_and_made_again(
 
 
 def test_a_run_that_starts_over_logs_from_its_first_step(tmp_path: Path) -> None:
-    for reward in (0.25, 0.5):  # the first was stopped before it had a checkpoint
-        log = log_of(tmp_path)
+    for reward in (0.25, 0.5):  # the first run stopped before it had a checkpoint
+        log = run_log(tmp_path)
         log.start(BEFORE)
         write(log, 1, reward_mean=reward)
         log.close()
@@ -95,13 +102,13 @@ def test_a_run_that_starts_over_logs_from_its_first_step(tmp_path: Path) -> None
 
 
 def test_evaluations_are_logged_by_the_name_of_their_file(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    log.start(scored(0.1))
+    log = run_log(tmp_path)
+    log.start(evaluation(0.1))
     for step in (1, 2):
         write(log, step)
     without, with_scores = (json.loads(line) for line in (tmp_path / "metrics.jsonl").open())
     assert without["evaluation"] is None and without["held_out_accuracy"] is None
-    assert with_scores["evaluation"] == scored(0.2).files
+    assert with_scores["evaluation"] == evaluation(0.2).files
     assert with_scores["held_out_accuracy"] == 0.2
     log.close()
     tag = "evaluation/aime/Avg@4 sampled/mean"
@@ -109,11 +116,11 @@ def test_evaluations_are_logged_by_the_name_of_their_file(tmp_path: Path) -> Non
 
 
 def test_tensorboard_shows_each_step_once_and_every_metric(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
+    log = run_log(tmp_path)
     log.start(BEFORE)
-    for step in range(1, 6):
-        write(log, step, reward_mean=step / 8)  # killed, and not closed: its last steps are lost
-    log = log_of(tmp_path)
+    for step in range(1, 6):  # the log is not closed, as if the run had been killed after step 5
+        write(log, step, reward_mean=step / 8)
+    log = run_log(tmp_path)
     log.resume(3, time_s=0.0, before=BEFORE)
     for step in (4, 5, 6):
         write(log, step, reward_mean=step / 4)
@@ -123,17 +130,18 @@ def test_tensorboard_shows_each_step_once_and_every_metric(tmp_path: Path) -> No
         (1, 0.125), (2, 0.25), (3, 0.375), (4, 1.0), (5, 1.25), (6, 1.5),
     ]  # fmt: skip
     assert shown["held_out_accuracy"] == [(0, 0.25), (2, 0.2), (4, 0.4), (6, 0.6)]
-    numbers = set(NOTHING) - {"step", "evaluation"}
+    numbers = set(ZEROS) - {"step", "evaluation"}
     assert numbers <= set(shown)
 
 
-def told_to_wandb(run: Path) -> list[tuple[int, float]]:
-    """Steps and rewards in what an offline run of Weights & Biases has kept to be sent."""
+def wandb_rewards(run: Path) -> list[tuple[int, float]]:
+    """Return the steps and rewards that an offline W&B run has stored for upload."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
     (file,) = run.glob("*.wandb")
-    store, found = DataStore(), []
+    store = DataStore()
+    rewards: list[tuple[int, float]] = []
     store.open_for_scan(str(file))
     while (data := store.scan_data()) is not None:
         record = Record()
@@ -141,35 +149,35 @@ def told_to_wandb(run: Path) -> list[tuple[int, float]]:
         if record.WhichOneof("record_type") == "history":
             items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
             if "reward_mean" in items:
-                found.append((int(items["_step"]), float(items["reward_mean"])))
-    return found
+                rewards.append((int(items["_step"]), float(items["reward_mean"])))
+    return rewards
 
 
-def test_weights_and_biases_is_told_each_part_of_a_run_in_the_run_directory(
+def test_each_part_of_a_run_is_a_weights_and_biases_run_in_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (run_dir := tmp_path / "run").mkdir()
-    stages = RolloutConfig(stages={2: StageConfig(8, 2)})  # numbers as keys
-    log = log_of(run_dir, wandb_project="project", rollout=stages)
+    stages = RolloutConfig(stages={2: StageConfig(8, 2)})  # W&B must accept numbers as keys
+    log = run_log(run_dir, wandb_project="project", rollout=stages)
     log.start(BEFORE)
     for step in (1, 2, 3):
         write(log, step, reward_mean=step / 8)
     log.close()
-    log = log_of(run_dir, wandb_project="project")
+    log = run_log(run_dir, wandb_project="project")
     log.resume(2, time_s=0.0, before=BEFORE)
     write(log, 3, reward_mean=0.75)
     log.close()
     parts = sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
-    assert [told_to_wandb(part) for part in parts] == [
+    assert [wandb_rewards(part) for part in parts] == [
         [(1, 0.125), (2, 0.25), (3, 0.375)],
         [(3, 0.75)],
     ]
 
 
-def test_a_run_that_does_not_ask_for_weights_and_biases_has_none(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
+def test_weights_and_biases_is_off_by_default(tmp_path: Path) -> None:
+    log = run_log(tmp_path)
     log.start(BEFORE)
     write(log, 1)
     log.close()

@@ -21,7 +21,8 @@ from qurl_megatron.loop.evaluation import Evaluator
 from qurl_megatron.loop.noise import measure_noise
 from qurl_megatron.loop.sampling import Sampler, pad_token_id
 from qurl_megatron.quantization import uaq
-from qurl_megatron.report.metrics import Evaluation, RunLog
+from qurl_megatron.report.metrics import Evaluation
+from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import Server, wait_ready

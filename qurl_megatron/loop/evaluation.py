@@ -10,7 +10,8 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.loop.avg_at_k import averages, measure, write_answers
-from qurl_megatron.report.metrics import Evaluation, evaluation_directory
+from qurl_megatron.report.metrics import Evaluation
+from qurl_megatron.report.run_log import evaluation_directory
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 

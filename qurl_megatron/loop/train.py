@@ -23,8 +23,8 @@ from qurl_megatron.config.yaml_file import load
 from qurl_megatron.loop.assemble import assemble
 from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
-from qurl_megatron.report.metrics import Clock
 from qurl_megatron.report.page import write_report
+from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.server import Server, load_servers
 from qurl_megatron.weight_sync.export import export
 

@@ -60,7 +60,7 @@ def test_a_crash_ends_the_run_with_its_reason_and_it_goes_on_on_another_layout(s
 
     resumed = start("resume", "runs/run", "learner.tensor_parallel_size=1")
     resumed.wait_for(rf"step {done + 4}/")
-    assert f"going on after step {done}" in resumed.text()
+    assert f"resuming after step {done}" in resumed.text()
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
     # The critic learns all the while; of a policy that is never right, that nothing comes of it.

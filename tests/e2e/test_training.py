@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
-from qurl_megatron.report.metrics import StepMetrics, evaluation_directory
+from qurl_megatron.report.metrics import StepMetrics
+from qurl_megatron.report.run_log import evaluation_directory
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
 

@@ -78,7 +78,7 @@ def test_a_job_told_to_stop_is_requeued_and_goes_on_at_that_step_until_it_comple
     assert len(before) == stopped_at  # not a step is lost
 
     # Restarted, told again, and now at its last restart.
-    wait_for_text(job, f"going on after step {stopped_at}")
+    wait_for_text(job, f"resuming after step {stopped_at}")
     assert job.show("Restarts") == "1"
     wait_for_text(job, f"step {stopped_at + 2}/")
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
@@ -128,7 +128,7 @@ def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
 
     # The next of the chain goes on from its checkpoint, and loses a rollout node.
     done = read_state(list_checkpoints(run_dir)[-1]).step
-    wait_for_text(second, f"going on after step {done}")
+    wait_for_text(second, f"resuming after step {done}")
     wait_for_text(second, f"step {done + 5}/")
     cluster.kill_node("n2")
     wait_for_text(second, "side ended with code")
@@ -141,7 +141,7 @@ def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
     # Preempted: saved at once, whatever the schedule, and requeued until the nodes are free.
     third = cluster.submit(tmp_path, *nodes, script, *words, "checkpoint.every_steps=100000")
     done = read_state(list_checkpoints(run_dir)[-1]).step
-    wait_for_text(third, f"going on after step {done}")
+    wait_for_text(third, f"resuming after step {done}")
     wait_for_text(third, f"step {done + 3}/")
     urgent = ["--partition=high", "--exclusive", "--nodes=2", "--nodelist=n1,n2", "--output=urgent"]
     cluster.call("sbatch", *urgent, "--wrap=sleep 5", cwd=tmp_path)
@@ -149,7 +149,7 @@ def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
     stopped_at = read_state(list_checkpoints(run_dir)[-1]).step
     assert stopped_at >= done + 3
     assert len(metrics_of(run_dir)) == stopped_at
-    wait_for_text(third, f"going on after step {stopped_at}")
+    wait_for_text(third, f"resuming after step {stopped_at}")
     wait_for_text(third, f"step {stopped_at + 1}/")
 
     # Cancelled: saved as well, and not requeued.

@@ -35,7 +35,7 @@ def test_a_launched_run_is_a_job_that_is_requeued_when_told_to_stop_and_complete
         rf"runs/run: step \d+ of 100, newest checkpoint step_\d+, job {job.id} ", status
     )
     assert f"==> {output} <==" in qurl("logs", "runs/run")
-    wait_for_text(job, "going on after step")
+    wait_for_text(job, "resuming after step")
     assert wait_for_end(job) == "COMPLETED", job.text()
 
     plan = json.loads((tmp_path / "runs" / "run" / "logs" / "plan.json").read_text())

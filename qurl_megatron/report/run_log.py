@@ -1,0 +1,289 @@
+"""Write what a run measures to its directory, and show its progress.
+
+    metrics.jsonl     every field of `StepMetrics`, one line a step
+    weights.jsonl     measures of every quantized weight, one line a publish
+    noise.json        train-inference mismatch before training, by server set
+    evaluation/       every answer of each evaluation
+    tensorboard/      the numbers of metrics.jsonl as curves
+    wandb/            the same for Weights & Biases, if `wandb_project` is set
+    summary.json      `RunSummary`, written when the run is complete
+
+Each step is logged once, however often the run was stopped: resuming from a checkpoint first drops
+what was logged after that checkpoint. Weights & Biases cannot drop steps, so each start or resume
+is a W&B run of its own, in a group named after the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from qurl_megatron.config.schema import Config
+from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def evaluation_directory(run_dir: Path, step: int) -> Path:
+    """Return the directory of an evaluation's answers: one jsonl for each set of problems."""
+    return run_dir / "evaluation" / f"step_{step:06}"
+
+
+class Clock:
+    """Wall-clock time of each phase of a step: `with clock("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+
+
+class RunLog:
+    """The log of a run and its progress display: live on a terminal, otherwise one line a step.
+
+    Every learner rank has one, but only the one with `writes` writes files or prints.
+    """
+
+    def __init__(self, config: Config, *, writes: bool) -> None:
+        self._config = config
+        self._console = Console(quiet=not writes)
+        self._writes = writes
+        self._start = time.perf_counter()
+        self.before = Evaluation()
+        self._tensorboard: SummaryWriter | None = None
+        self._wandb: wandb.Run | None = None
+        self._steps: list[StepMetrics] = []
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]} left"),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(config.name, total=config.steps, left="")
+        self._live: Live | None = None
+
+    def say(self, text: str) -> None:
+        """Print one line, above the live display if there is one."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def start(self, before: Evaluation) -> None:
+        """Begin the log of RL; `before` is the evaluation before its first step."""
+        self._begin(after_step=0, time_s=0.0, before=before)
+        for name, value in before.lines():
+            self.say(f"{name} before RL {value}")
+        self._write_curves(
+            0, {"held_out_accuracy": before.held_out_accuracy, "evaluation": before.files}
+        )
+
+    def resume(self, step: int, time_s: float, before: Evaluation) -> None:
+        """Continue the log after `step`; RL had taken `time_s` seconds by then."""
+        self._begin(step, time_s, before)
+        self.say(f"resuming after step {step}")
+
+    def _begin(self, after_step: int, time_s: float, before: Evaluation) -> None:
+        """Drop whatever an earlier part of the run logged after `after_step`, then open the log."""
+        self.before = before
+        self._start = time.perf_counter() - time_s
+        if not self._writes:
+            return
+        run_dir = self._config.run_dir
+        steps = read_json_lines(run_dir / "metrics.jsonl")
+        steps = [line for line in steps if line["step"] <= after_step]
+        self._steps = [StepMetrics(**line) for line in steps]
+        version = self._steps[-1].weight_version if self._steps else 0
+        publishes = read_json_lines(run_dir / "weights.jsonl")
+        publishes = [line for line in publishes if line["weight_version"] <= version]
+        self._rewrite("metrics.jsonl", steps)
+        self._rewrite("weights.jsonl", publishes)
+        last = evaluation_directory(run_dir, after_step)
+        for answers in last.parent.glob("step_*"):
+            if answers.name > last.name:
+                shutil.rmtree(answers)
+        self._open_curves(after_step)
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of RL so far, over all parts of the run."""
+        return time.perf_counter() - self._start
+
+    def write(self, metrics: StepMetrics, evaluation: Evaluation | None) -> None:
+        """Log one step, with its evaluation if it has one, and update the display."""
+        if not self._writes:
+            return
+        if evaluation is not None:
+            metrics = dataclasses.replace(
+                metrics,
+                held_out_accuracy=evaluation.held_out_accuracy,
+                evaluation=evaluation.files,
+            )
+        self._steps.append(metrics)
+        self._append("metrics.jsonl", dataclasses.asdict(metrics))
+        self._write_curves(metrics.step, dataclasses.asdict(metrics))
+        if self._live is None:
+            self.say(self._line(metrics))
+        else:
+            left = f"{self._left_s(metrics.step):.0f} s"
+            self._progress.update(self._task, completed=metrics.step, left=left)
+            self._live.update(self._panel(metrics))
+
+    def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
+        """Append one publish to weights.jsonl: the measures of each quantized weight, by name."""
+        if self._writes:
+            line = {"weight_version": weight_version, "weights": weights}
+            self._append("weights.jsonl", line)
+
+    def write_noise(self, noise: dict[str, dict[str, float]]) -> None:
+        """Write noise.json: the train-inference mismatch before training, by server set."""
+        if self._writes:
+            path = self._config.run_dir / "noise.json"
+            write_whole(path, json.dumps(noise, indent=2) + "\n")
+
+    def time_is_up(self) -> bool:
+        """Return whether RL has taken longer than `Config.time_limit_s`."""
+        limit_s = self._config.time_limit_s
+        return limit_s is not None and self.time_s > limit_s
+
+    def finish(self, after: Evaluation) -> None:
+        """Write summary.json, close the log and print the summary as a table."""
+        if not self._writes:
+            return
+        summary = RunSummary(
+            held_out_accuracy_before=self.before.held_out_accuracy,
+            held_out_accuracy_after=after.held_out_accuracy,
+            evaluation_before=self.before.files,
+            evaluation_after=after.files,
+            steps=len(self._steps),
+            time_s=self.time_s,
+            weight_version=self._steps[-1].weight_version,
+            time_publish_s_mean=fmean(metrics.time_publish_s for metrics in self._steps),
+            publish_bytes=self._steps[-1].publish_bytes,
+        )
+        path = self._config.run_dir / "summary.json"
+        path.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        self.close()
+        self._console.print(self._summary_table(summary, after))
+
+    def _summary_table(self, summary: RunSummary, evaluation: Evaluation) -> Table:
+        table = Table(title=str(self._config.run_dir), show_header=False)
+        for when, scores in (("before RL", self.before), ("after RL", evaluation)):
+            for name, value in scores.lines():
+                table.add_row(f"{name} {when}", value)
+        before, after = summary.held_out_accuracy_before, summary.held_out_accuracy_after
+        if before is not None and after is not None:
+            table.add_row("gain", f"{100 * (after - before):+.1f} points")
+        table.add_row("steps", f"{summary.steps}")
+        table.add_row("RL time", f"{summary.time_s:.0f} s")
+        table.add_row("weight versions published", f"{summary.weight_version}")
+        table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
+        table.add_row("bytes per publish", f"{summary.publish_bytes:,}")
+        return table
+
+    def close(self) -> None:
+        """Stop the display, leaving its last state on the screen, and close the curve writers."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def _open_curves(self, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides the points of an earlier part of the run from `purge_step` on. Step 0
+        # is the evaluation before the first step.
+        self._tensorboard = SummaryWriter(
+            str(self._config.run_dir / "tensorboard"),
+            purge_step=after_step + 1 if after_step else 0,
+        )
+        if self._config.wandb_project:
+            import wandb  # only runs that ask for it need it installed
+
+            self._wandb = wandb.init(
+                project=self._config.wandb_project,
+                group=self._config.name,
+                name=f"{self._config.name} from step {after_step + 1}",
+                dir=self._config.run_dir,
+                config=dataclasses.asdict(self._config),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+
+    def _write_curves(self, step: int, measured: dict[str, Any]) -> None:
+        """Add a point at `step` to the curve of every number in `measured`."""
+        if self._tensorboard is None:
+            return
+        values = dict(_numbers(measured))
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self._config.run_dir / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _rewrite(self, name: str, lines: list[dict[str, Any]]) -> None:
+        write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def _left_s(self, step: int) -> float:
+        """Estimate the seconds of RL left after `step`."""
+        elapsed_s = self.time_s
+        left_s = elapsed_s / step * (self._config.steps - step)
+        if self._config.time_limit_s is not None:
+            left_s = min(left_s, self._config.time_limit_s - elapsed_s)
+        return max(left_s, 0.0)
+
+    def _line(self, metrics: StepMetrics) -> str:
+        highlights = "  ".join(f"{name} {value}" for name, value in _highlights(metrics))
+        left_s = self._left_s(metrics.step)
+        return f"step {metrics.step}/{self._config.steps}  {highlights}  {left_s:.0f} s left"
+
+    def _panel(self, metrics: StepMetrics) -> Group:
+        highlights = "   ".join(f"{name} [bold]{value}[/]" for name, value in _highlights(metrics))
+        return Group(self._progress, highlights)
+
+
+def _highlights(metrics: StepMetrics) -> list[tuple[str, str]]:
+    """Return the names and formatted values that the progress display shows."""
+    return [
+        ("reward", f"{metrics.reward_mean:.3f}"),
+        ("KL(behaviour, proximal)", f"{metrics.kl_behaviour_proximal_k3:.1e}"),
+        ("tokens/s", f"{metrics.rollout_tokens_per_s:.0f}"),
+        ("version", f"{metrics.weight_version}"),
+    ]
+
+
+def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of nested dicts but `step`, by its path: `evaluation/NAME/Avg@1/mean`."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif value is not None and name != "step":
+            yield prefix + name, float(value)
