@@ -37,9 +37,9 @@ LOADS = {  # elements whose attribute a browser fetches by itself
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documentation, built strictly: a broken link or anchor would end the build."""
+    """Build the documentation strictly: a broken link or anchor would end the build."""
     site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", site]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(site)]
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return site

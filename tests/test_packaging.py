@@ -1,4 +1,4 @@
-"""The wheel is complete and works away from the checkout; one list of requirements fits another."""
+"""The wheel works away from the checkout, and the lists of requirements agree."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ INSTALLED_BY_MAKE = requirements_of(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, installed into a directory of its own, without a network."""
+    """Build the wheel and install it into a directory of its own, without a network."""
     directory = tmp_path_factory.mktemp("wheel")
-    # A build leaves files beside its sources, and takes those of an earlier one into the wheel.
+    # A build leaves files beside its sources, and a later one puts them into its wheel.
     source = directory / "source"
     for name in PACKAGES:
         shutil.copytree(
@@ -150,7 +150,7 @@ def test_its_metadata_says_what_it_is(site: Path) -> None:
     assert metadata["Version"] == PROJECT["version"]
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in (directory / "licenses" / "LICENSE").read_text()
-    assert metadata.get_payload().startswith("# QuRL")  # type: ignore[union-attr]
+    assert str(metadata.json["description"]).startswith("# QuRL")
     assert metadata["Requires-Python"] == "<3.13,>=3.11"
 
 
