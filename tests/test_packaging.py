@@ -117,6 +117,7 @@ def test_its_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> 
 
 def test_its_command_names_itself_and_plans_a_recipe_of_its_own(site: Path, tmp_path: Path) -> None:
     assert "quantized rollouts" in qurl(site, tmp_path, "--help")
+    assert PROJECT["version"] in qurl(site, tmp_path, "--version")
     plan = qurl(site, tmp_path, "plan", "Qwen2.5-32B", "--gpus", "64")
     assert plan.startswith("64 H100: ")
     assert "learner.tensor_parallel_size=" in plan
