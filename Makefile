@@ -1,16 +1,27 @@
-# `make demo` and `make test` set up .venv first; nothing is written outside this directory.
+# Every target sets up .venv first; nothing is written outside this directory.
 PYTHON ?= python3
+PYTEST = .venv/bin/pytest -rs --durations=15
+# Tests that start no server. Left out of test-fast: the files that take longest.
+NO_SERVERS = -n 2 --dist loadfile --ignore tests/e2e --ignore tests/slurm tests
+SLOW = tests/test_checkpoint.py tests/test_critic.py tests/test_docs.py tests/test_experiment.py \
+	tests/test_packaging.py
 
-.PHONY: demo test test-slurm lint
+.PHONY: demo test test-fast test-slurm docs lint
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint
-	.venv/bin/pytest -rs -n 2 --dist loadfile --ignore tests/e2e --ignore tests/slurm tests
-	.venv/bin/pytest -rs tests/e2e
+test: lint docs
+	$(PYTEST) $(NO_SERVERS)
+	$(PYTEST) tests/e2e
 
-test-slurm: .venv/ready  # wants Slurm and root: CONTRIBUTING.md
-	.venv/bin/pytest -rs tests/slurm
+test-fast: .venv/ready
+	$(PYTEST) $(addprefix --ignore ,$(SLOW)) $(NO_SERVERS)
+
+test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
+	$(PYTEST) tests/slurm
+
+docs: .venv/ready
+	.venv/bin/mkdocs build --strict
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .

@@ -1,0 +1,128 @@
+"""Pages that mkdocs generates from the code: recipes, configuration, metrics and commands."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from typer.core import TyperGroup, TyperOption
+
+# The pages are those of this checkout, also when another one is installed.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import recipes  # noqa: E402
+from qurl_megatron import cli  # noqa: E402
+from qurl_megatron.config.fields import FieldDescription, describe, field_docs  # noqa: E402
+from qurl_megatron.config.schema import Config  # noqa: E402
+from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to those of docs/."""
+    pages = {
+        "recipes.md": recipes_page,
+        "configuration.md": configuration_page,
+        "metrics.md": metrics_page,
+        "commands.md": commands_page,
+    }
+    for path, page in pages.items():
+        files.append(File.generated(config, path, content="\n".join(page()) + "\n"))
+    return files
+
+
+def recipes_page() -> Iterator[str]:
+    """Yield a section for each recipe: the docstring of its module."""
+    yield "# Recipes\n"
+    yield (
+        "A recipe is a module in `recipes/` whose function `recipe()` returns a complete "
+        "[configuration](configuration.md). `qurl train NAME` runs it, and `field=value` words "
+        "after the name change single fields.\n"
+    )
+    for module in sorted(pkgutil.iter_modules(recipes.__path__), key=lambda module: module.name):
+        docstring = inspect.getdoc(importlib.import_module(f"recipes.{module.name}"))
+        yield f"## {module.name}\n\n{docstring}\n"
+
+
+def configuration_page() -> Iterator[str]:
+    """Yield a section for each part of a configuration, with its fields."""
+    yield "# Configuration\n"
+    yield (
+        "Every field of a run, with its default. Set one with a word on the command line, "
+        "`rollout.servers=4`; values are written as in YAML, and `null` is none. A recipe sets "
+        "some of these fields itself: a run's `config.yaml` holds all values as resolved.\n"
+    )
+
+    def part(field: FieldDescription) -> tuple[str, str]:
+        return field.path.rpartition(".")[0], field.section
+
+    parts: dict[tuple[str, str], list[FieldDescription]] = {}
+    for field in describe(Config):
+        parts.setdefault(part(field), []).append(field)
+    for (name, section), fields in parts.items():
+        yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
+        for field in fields:
+            values = f"Type `{field.type}`, default `{field.default}`."
+            yield _entry(field.path, field.meaning, values)
+
+
+def metrics_page() -> Iterator[str]:
+    """Yield a section for each kind of measurement, with its fields."""
+    yield "# Metrics\n"
+    yield (
+        "In a run's directory, `metrics.jsonl` has one line for each step, and `summary.json` is "
+        "written when the run is complete. TensorBoard and Weights & Biases get the same numbers "
+        "under the same names. [Troubleshooting](troubleshooting.md) says which of them to watch. "
+        "[The method](method.md) explains behaviour, proximal and current log-probs.\n"
+    )
+    for kind, title in (
+        (StepMetrics, "Each step: `metrics.jsonl`"),
+        (RunSummary, "The run: `summary.json`"),
+        (Evaluation, "An evaluation"),
+    ):
+        yield f"## {title} {{ #{kind.__name__} }}\n\n{inspect.getdoc(kind)}\n"
+        for name, meaning in field_docs(kind).items():
+            yield _entry(name, meaning, anchor=f"{kind.__name__}.{name}")
+
+
+def commands_page() -> Iterator[str]:
+    """Yield a section for each `qurl` command, with its arguments and options."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, TyperGroup)
+    yield (
+        f"# Commands\n\n{group.help}\n\nWrong input ends a command with one line and exit code 2, "
+        "before anything has started.\n"
+    )
+    for name, command in group.commands.items():
+        entries = [_parameter(parameter) for parameter in command.params]
+        words = [word for word, is_option, _ in entries if not is_option]
+        options = ["[OPTION]..."] if any(is_option for _, is_option, _ in entries) else []
+        yield f"## qurl {name} {{ #{name} }}\n"
+        yield f"    {' '.join(['qurl', name, *words, *options])}\n"
+        yield f"{inspect.cleandoc(command.help or '')}\n"
+        yield from (f"- `{word}`: {meaning}" for word, _, meaning in entries)
+        yield ""
+
+
+def _parameter(parameter: Any) -> tuple[str, bool, str]:
+    """Return how a command's parameter is written, whether it is an option, and its meaning."""
+    is_option = isinstance(parameter, TyperOption)
+    value = parameter.metavar or parameter.name.upper()
+    if is_option:
+        value = parameter.opts[0] if parameter.is_flag else f"{parameter.opts[0]} {value}"
+    meaning = parameter.help or ""
+    if is_option and not parameter.is_flag and parameter.default is not None:
+        meaning += f" (default {parameter.default})"
+    return value, is_option, meaning
+
+
+def _entry(name: str, meaning: str, values: str = "", anchor: str = "") -> str:
+    """Return a field's paragraph, under a heading that can be linked to."""
+    return f"#### `{name}` {{ #{anchor or name} }}\n\n{meaning} {values}".rstrip() + "\n"

@@ -1,0 +1,163 @@
+"""The documentation builds, is complete, agrees with the source, and loads nothing external."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import recipes
+from qurl_megatron.config.schema import Config
+from qurl_megatron.report.metrics import RunSummary, StepMetrics
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PROSE = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *PAGES]
+PACKAGES = ("qurl_megatron", "launch", "recipes")
+LOADS = {  # elements whose attribute a browser fetches by itself
+    "audio": "src",
+    "embed": "src",
+    "iframe": "src",
+    "img": "src",
+    "link": "href",
+    "object": "data",
+    "script": "src",
+    "source": "src",
+    "video": "src",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the documentation strictly: a broken link or anchor would end the build."""
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(site)]
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return site
+
+
+def anchors(page: Path) -> set[str]:
+    return set(re.findall(r'id="([^"]+)"', page.read_text()))
+
+
+def leaves(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every leaf of nested dicts; an empty dict is one."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_recipe_has_a_section(site: Path) -> None:
+    names = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
+    assert names <= anchors(site / "recipes.html")
+
+
+def test_every_configuration_field_has_an_entry(site: Path) -> None:
+    assert set(leaves(dataclasses.asdict(Config()))) <= anchors(site / "configuration.html")
+
+
+def test_every_metric_has_an_entry(site: Path) -> None:
+    fields = {
+        f"{kind.__name__}.{field.name}"
+        for kind in (StepMetrics, RunSummary)
+        for field in dataclasses.fields(kind)
+    }
+    assert fields <= anchors(site / "metrics.html")
+
+
+def test_every_command_has_a_section(site: Path) -> None:
+    help_text = subprocess.run(
+        [sys.executable, "-c", "from qurl_megatron.cli import main; main()", "--help"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    commands = set(re.findall(r"^│ ([a-z]+) ", help_text, re.MULTILINE))
+    assert commands
+    assert commands <= anchors(site / "commands.html")
+
+
+class Loads(HTMLParser):
+    """Collects what a page makes a browser fetch by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if tag == "link" and attributes.get("rel") in ("canonical", "next", "prev"):
+            return
+        if tag in LOADS and (url := attributes.get(LOADS[tag])):
+            self.urls.append(url)
+
+
+def test_no_page_loads_anything_from_another_site(site: Path) -> None:
+    pages = sorted(site.glob("**/*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text())
+        assert loads.urls, page
+        for url in loads.urls:
+            assert not re.match(r"(\w+:)?//", url), f"{page.name} loads {url}"
+            local = (page.parent / url.partition("?")[0].partition("#")[0]).resolve()
+            assert page.name == "404.html" or local.is_file(), f"{page.name} loads {url}"
+    for style in site.glob("**/*.css"):
+        urls = re.findall(r"(?:url\(|@import)\s*[\"']?(\w+:)?//", style.read_text())
+        assert not urls, style
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    text = page.read_text()
+    roots = "qurl_megatron|launch|recipes|tests|benchmarks|docs"
+    named = re.findall(rf"`((?:{roots})/[\w./-]*\w/?)`", text)
+    named += re.findall(r"\]\((?!https?://|#)([^)#]+)", text) if page not in PAGES else []
+    missing = [name for name in named if not (REPOSITORY / name).exists()]
+    assert not missing, f"{page.name} names {missing}"
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_every_field_that_is_named_exists(page: Path) -> None:
+    """`part.field` in backticks or in a command, if `part` is a part of a configuration."""
+    fields = set(leaves(dataclasses.asdict(Config())))
+    parts = {field.rpartition(".")[0] for field in fields} - {""}
+    parts |= {part.partition(".")[0] for part in parts}
+    tables = {"evaluation.data", "quantization.uaq.layer_scales", "rollout.stages"}
+    pattern = rf"(?<![\w./-])((?:{'|'.join(parts)})\.[a-z_][\w.]*\w)(?![\w/(])"
+    for name in re.findall(pattern, page.read_text()):
+        is_part = any(field.startswith(f"{name}.") for field in fields)
+        known = name in fields or is_part or name.rpartition(".")[0] in tables
+        assert known or name.endswith(".py"), f"{page.name} names {name}"
+
+
+def texts_of_the_source() -> str:
+    """Return every string of the packages, one a line; the gaps of an f-string end a line."""
+    lines = []
+    for package in PACKAGES:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    lines.append(node.value)
+    return "\n".join(lines)
+
+
+def test_every_message_that_troubleshooting_quotes_is_one_of_the_source() -> None:
+    page = " ".join((REPOSITORY / "docs" / "troubleshooting.md").read_text().split())
+    quoted = re.findall(r"Message: `([^`]+)`", page)
+    assert len(quoted) > 5
+    texts = texts_of_the_source()
+    assert [message for message in quoted if message not in texts] == []

@@ -1,0 +1,188 @@
+"""The wheel works away from the checkout, and the lists of requirements agree."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PathDistribution, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tiny import build_tiny_model
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("qurl_megatron", "recipes", "launch")
+PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+# What a package is imported as, where that is not its name.
+IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml"}
+# torch and sglang pin these themselves; wandb is an extra that a run asks for.
+BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "wandb"}
+
+
+def requirements_of(lines: list[str]) -> dict[str, Requirement]:
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+CORE = requirements_of(PROJECT["dependencies"])
+EXTRAS = requirements_of(
+    [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
+)
+INSTALLED_BY_MAKE = requirements_of(
+    [
+        line.partition("#")[0]
+        for line in (REPOSITORY / "requirements.txt").read_text().splitlines()
+        if line.partition("#")[0].strip()
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel and install it into a directory of its own, without a network."""
+    directory = tmp_path_factory.mktemp("wheel")
+    # A build leaves files beside its sources, and a later one puts them into its wheel.
+    source = directory / "source"
+    for name in PACKAGES:
+        shutil.copytree(
+            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = [sys.executable, "-m", "pip", "--no-cache-dir", "-q"]
+    build = ["wheel", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, *build, "-w", directory, source], check=True)
+    (wheel,) = directory.glob("*.whl")
+    site = directory / "site"
+    subprocess.run(
+        [*pip, "install", "--no-index", "--no-deps", "--target", site, wheel], check=True
+    )
+    return site
+
+
+def run(site: Path, directory: Path, *command: str | Path) -> str:
+    """Return what a command prints in a directory where only the wheel can be imported."""
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def qurl(site: Path, directory: Path, *words: str) -> str:
+    return run(site, directory, sys.executable, site / "bin" / "qurl", *words)
+
+
+def files_of(root: Path) -> set[str]:
+    """Return the paths of the files of the three packages under a directory."""
+    return {
+        str(path.relative_to(root))
+        for name in PACKAGES
+        for path in (root / name).rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_no_other(site: Path) -> None:
+    assert files_of(site) == files_of(REPOSITORY)
+    names = {path.name for path in site.iterdir()} - {"bin"}
+    assert {name.partition("-")[0] for name in names} == set(PACKAGES)
+
+
+def test_its_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    program = (
+        "import json, launch, qurl_megatron.config.schema, recipes.quickstart\n"
+        "from importlib.resources import files\n"
+        "modules = [launch, qurl_megatron, qurl_megatron.config.schema, recipes.quickstart]\n"
+        "jobs = [str(path) for path in files(launch).iterdir() if path.name.endswith('.sbatch')]\n"
+        "print(json.dumps([[module.__file__ for module in modules], jobs]))\n"
+    )
+    modules, jobs = json.loads(run(site, tmp_path, sys.executable, "-c", program))
+    assert all(Path(path).is_relative_to(site) for path in [*modules, *jobs]), modules
+    assert {Path(job).name for job in jobs} == {"qurl.sbatch", "qurl_one_allocation.sbatch"}
+
+
+def test_its_command_names_itself_and_plans_a_recipe_of_its_own(site: Path, tmp_path: Path) -> None:
+    assert "quantized rollouts" in qurl(site, tmp_path, "--help")
+    assert PROJECT["version"] in qurl(site, tmp_path, "--version")
+    plan = qurl(site, tmp_path, "plan", "Qwen2.5-32B", "--gpus", "64")
+    assert plan.startswith("64 H100: ")
+    assert "learner.tensor_parallel_size=" in plan
+
+
+def test_its_command_writes_the_script_of_a_job(site: Path, tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model")
+    problems = [{"question": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(40)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    words = ["model=model", "data=problems.jsonl", "name=first"]
+    words += ["rollout.max_prompt_length=100", "rollout.max_response_length=100"]
+    script = qurl(
+        site,
+        tmp_path,
+        "launch",
+        "grpo",
+        *words,
+        "--executor",
+        "slurm",
+        "--account",
+        "a",
+        "--dry-run",
+    )
+    assert "#SBATCH --account=a" in script
+    assert f"{sys.executable} -m launch.slurm run grpo model=model" in script
+
+
+def test_its_metadata_says_what_it_is(site: Path) -> None:
+    (directory,) = site.glob("*.dist-info")
+    metadata = PathDistribution(directory).metadata
+    assert metadata["Version"] == PROJECT["version"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Apache License" in (directory / "licenses" / "LICENSE").read_text()
+    assert str(metadata.json["description"]).startswith("# QuRL")
+    assert metadata["Requires-Python"] == "<3.13,>=3.11"
+
+
+def test_the_changelog_has_an_entry_for_the_version() -> None:
+    assert f"\n## [{PROJECT['version']}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+def imported_packages() -> set[str]:
+    """Return the top-level names that the three packages import anywhere."""
+    names: set[str] = set()
+    for package in PACKAGES:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    names.add(node.module.partition(".")[0])
+    return names - set(PACKAGES) - sys.stdlib_module_names
+
+
+def test_every_imported_package_is_a_dependency_and_every_dependency_is_used() -> None:
+    declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in CORE}
+    not_imported = {"leptonai", "numpy", "sglang_router", "tensorboard"}  # by others, or run
+    assert declared - not_imported == imported_packages() - BROUGHT_BY_OTHERS
+
+
+def test_what_make_installs_is_what_the_wheel_asks_for_and_its_extras() -> None:
+    assert set(INSTALLED_BY_MAKE) == set(CORE) | set(EXTRAS)
+
+
+@pytest.mark.parametrize("name", [name for name in CORE if CORE[name].specifier])
+def test_a_pin_of_the_wheel_is_that_of_make_and_is_installed(name: str) -> None:
+    assert CORE[name].specifier == INSTALLED_BY_MAKE[name].specifier
+    assert CORE[name].specifier.contains(version(name))
