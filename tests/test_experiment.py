@@ -287,7 +287,7 @@ def test_newest_logs_are_those_of_the_last_start() -> None:
 
 @pytest.fixture
 def nemorun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The `nemorun qurl train` command; it finds the recipes through the package's entry point."""
+    """Return the `nemorun qurl train` command, which finds recipes by the package's entry point."""
 
     def nemorun(*words: str) -> None:
         from nemo_run.cli.api import create_cli

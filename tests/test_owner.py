@@ -1,4 +1,4 @@
-"""A run directory has one owner at a time, and the kernel ends the ownership of a dead process."""
+"""A run directory has one owner at a time, and loses it when the owner's process dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qurl_megatron.config.schema import Config, ConfigError
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A run with a directory and a config.yaml."""
+    """Make a run's directory with its config.yaml."""
     config = Config(output_dir=str(tmp_path), name="first")
     config.run_dir.mkdir()
     save(config, config.run_dir / "config.yaml")
