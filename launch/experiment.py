@@ -186,16 +186,17 @@ def _executors_for(
         part.container_image, part.container_mounts = None, []
         part.packager = run.Packager()  # copy nothing: the package is on the cluster
         part.poll_estimated_start_time = False
-        _check_script(part)
+        _check_script(job, part)
         parts.append(part)
     return parts
 
 
-def _check_script(executor: run.SlurmExecutor) -> None:
+def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
     """Check what nemo-run writes to a job's script or runs in a shell without quoting it.
 
     Raises:
-        ConfigError: an option has a line break, or a path has characters special to a shell.
+        ConfigError: an option has a line break, or a path has characters special to a shell or a
+            part that nemo-run replaces.
     """
     from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 
@@ -212,10 +213,10 @@ def _check_script(executor: run.SlurmExecutor) -> None:
             f"{home!r}: nemo-run passes this path to a shell unquoted; set NEMORUN_HOME or "
             "output_dir to a path of letters, digits and @ % + = : , . / _ - only"
         )
-    for text in (home, executor.comment, executor.setup_lines):
+    for text in (home, executor.comment, sys.executable, *job.overrides):
         if f"/{RUNDIR_NAME}" in text:
             raise ConfigError(
-                f"nemo-run replaces /{RUNDIR_NAME} in job scripts; use a path without it in: {text}"
+                f"{text}: nemo-run replaces /{RUNDIR_NAME} in job scripts; use a path without it"
             )
 
 

@@ -197,16 +197,15 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
     gpus = int(environment.get("SLURM_GPUS_ON_NODE", "0"))
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
-    learner_nodes = -(-world_size // gpus)
-    if learner_nodes >= len(nodes):
+    num_learner = -(-world_size // gpus)
+    if num_learner >= len(nodes):
         raise ConfigError(
-            f"--nodes={len(nodes)}: the learner's {world_size} ranks take {learner_nodes} nodes of "
+            f"--nodes={len(nodes)}: the learner's {world_size} ranks take {num_learner} nodes of "
             f"{gpus} GPUs, and at least one more is needed for the rollout servers"
         )
     cpus = min_cpus(environment["SLURM_JOB_CPUS_PER_NODE"])
-    return NodeGroup(nodes[:learner_nodes], None, cpus), NodeGroup(
-        nodes[learner_nodes:], None, cpus
-    )
+    learner, rollout = nodes[:num_learner], nodes[num_learner:]
+    return NodeGroup(learner, None, cpus), NodeGroup(rollout, None, cpus)
 
 
 def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:

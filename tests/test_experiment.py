@@ -203,7 +203,7 @@ SLURM = ["--executor", "slurm"]
         (["quickstart", "name=$(touch x)"], "name='$(touch x)': use letters"),
         (["quickstart", "name=a;b", "--sweep", "steps=1,2"], "name='a;b-1': use letters"),
         (["quickstart", "--", "--max-restarts=9"], "--max-restarts: no such field"),
-        (["quickstart", "output_dir=/tmp/nemo_run", *SLURM], "replaces /nemo_run in job scripts"),
+        (["quickstart", "output_dir=/tmp/nemo_run", *SLURM], "replaces /nemo_run in job"),
         (["quickstart", *SLURM, "--sbatch", "--qos=high"], "--sbatch --qos=high: not an sbatch"),
         (["quickstart", *SLURM, "--sbatch", "qos=a\ntouch x"], "must not have a line break"),
         (["quickstart", *SLURM, "--account", "a\ntouch x"], "must not have a line break"),
