@@ -1,1 +1,1 @@
-"""Launchers: where a run's servers and learner ranks are started."""
+"""Launchers: they check a run, then start its servers and learner ranks."""

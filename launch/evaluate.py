@@ -1,4 +1,4 @@
-"""`qurl eval`: serves a model on this machine, measures it on some files, and ends the server."""
+"""`qurl eval`: serve a model on this machine, measure its accuracy on files, end the server."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_re
 
 
 def run(config: EvalConfig) -> None:
-    """Measure, print a table, and leave `summary.json` and a jsonl of answers a data file.
+    """Measure, print a table, and write `summary.json` and one jsonl of answers per data file.
 
     Raises:
-        ConfigError, ArchitectureError, DataError: what does not fit, before the server starts.
+        ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
         ServerFailed: the server died.
     """
     output = Path(config.output)
@@ -49,12 +49,12 @@ def run(config: EvalConfig) -> None:
         tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch,
         contextlib.ExitStack() as stack,
     ):
-        model_dir = _hugging_face(Path(config.model), Path(scratch))
+        model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
         validate_server("server", config.server, architecture, length)
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        prompts = {data: _prompts(data, config, tokenizer) for data in config.data}
+        prompts = {data: _load_prompts(data, config, tokenizer) for data in config.data}
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
             quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
@@ -75,11 +75,11 @@ def run(config: EvalConfig) -> None:
         try:
             wait_ready([server], config.server.start_timeout_s)
             client = RolloutClient(server, tokenizer, architecture.eos_token_ids)
-            found: dict[str, dict[str, Average]] = {}
-            for number, (data, some) in enumerate(prompts.items()):
+            averages_of: dict[str, dict[str, Average]] = {}
+            for number, (data, problems) in enumerate(prompts.items()):
                 results = measure(
                     client,
-                    some,
+                    problems,
                     config.reward,
                     config.max_response_length,
                     k=config.k,
@@ -87,18 +87,18 @@ def run(config: EvalConfig) -> None:
                     top_p=config.top_p,
                 )
                 write_answers(results, output / f"answers_{number}.jsonl")
-                found[data] = averages(results)
+                averages_of[data] = averages(results)
         finally:
             server.stop()
     summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": {}}
-    for data, named in found.items():
+    for data, named in averages_of.items():
         summary["results"][data] = {name: dataclasses.asdict(a) for name, a in named.items()}
     write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    Console().print(_table(config, prompts, found))
+    Console().print(_table(config, prompts, averages_of))
 
 
-def _hugging_face(model: Path, scratch: Path) -> Path:
-    """The directory itself, or what a run's checkpoint is as one."""
+def _hugging_face_directory(model: Path, scratch: Path) -> Path:
+    """Return `model` itself, or if it is a run's checkpoint the directory it is exported to."""
     if not (model / "state.json").exists():
         return model
     from qurl_megatron.weight_sync.export import export_checkpoint
@@ -107,17 +107,19 @@ def _hugging_face(model: Path, scratch: Path) -> Path:
     return scratch / "exported"
 
 
-def _prompts(data: str, config: EvalConfig, tokenizer: Any) -> list[Prompt]:
+def _load_prompts(data: str, config: EvalConfig, tokenizer: Any) -> list[Prompt]:
     problems = read_problems(data, {}, config.reward, seed=config.seed)
     return tokenize(problems, tokenizer, config.max_prompt_length)
 
 
 def _table(
-    config: EvalConfig, prompts: dict[str, list[Prompt]], found: dict[str, dict[str, Average]]
+    config: EvalConfig,
+    prompts: dict[str, list[Prompt]],
+    averages_of: dict[str, dict[str, Average]],
 ) -> Table:
-    names = list(next(iter(found.values())))
+    names = list(next(iter(averages_of.values())))
     table = Table("data", "problems", *names, title=f"{config.model} served in {config.format}")
-    for data, named in found.items():
+    for data, named in averages_of.items():
         cells = [f"{a.mean:.1%} ± {a.standard_error:.1%}" for a in named.values()]
         table.add_row(data, str(len(prompts[data])), *cells)
     return table

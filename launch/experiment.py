@@ -1,18 +1,25 @@
-"""Runs as a nemo-run experiment, on this machine or as Slurm jobs; several of them are a sweep.
+"""`qurl launch`: runs as a nemo-run experiment, on this machine or as Slurm jobs.
 
-On this machine a task is `qurl train`, one after the other. On Slurm nemo-run's SlurmExecutor
-writes each job's script, submits it and keeps its number, but its own srun lines are of no use: a
-process inside a step gets neither the signal of `--signal=B:USR1@N` nor, on preemption, the chance
-to end both sides in order, and nemo-run's script takes the first part that ends for the whole job.
-So the script's set-up line puts `python -m launch.slurm run`, the batch process of the sbatch
-scripts beside this file, in the place of the shell by `exec`, and what follows is never reached.
+Several runs in one experiment are a sweep. On this machine each task is `qurl train`, and the tasks
+run one after the other. On Slurm nemo-run's SlurmExecutor writes each job's script, submits it and
+records its number, but its srun lines cannot run a job: a process inside a step gets neither the
+signal of `--signal=B:USR1@N` nor, on preemption, the time to end both sides in order, and
+nemo-run's script ends the job when the first side ends. So the script's set-up lines `exec` the
+batch process of the sbatch scripts beside this file, `python -m launch.slurm run`. It replaces the
+shell, and the lines after it never run.
 
     executor = run.SlurmExecutor(account="a", gpus_per_node=8, heterogeneous=True)
-    jobs = [check("grpo", ["model=DIR", "data=FILE", *words]) for words in combinations(sweeps)]
+    jobs = [
+        make_job("grpo", ["model=DIR", "data=FILE", *overrides])
+        for overrides in sweep_combinations(sweeps)
+    ]
     with experiment("sweep", jobs, executor) as sweep:
         sweep.run(detach=True)
 
-nemo_run takes seconds to import and reads NEMORUN_HOME while it does; `launch` sets that first.
+Nothing a user names reaches a shell unquoted. nemo-run does not quote the path of a job's script,
+nor line breaks in sbatch options, so what is unsafe there is refused.
+
+nemo_run takes seconds to import and reads NEMORUN_HOME on import; `launch` sets that first.
 """
 
 from __future__ import annotations
@@ -26,7 +33,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,43 +40,43 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from launch import slurm
-from launch.attempt import wanted_servers
-from launch.placement import place_servers
-from launch.slurm import NodePlan
+from launch.placement import place_servers, smallest_plan
+from launch.prepare import check_name, default_name, prepare_resume_or_new, run_exists
+from launch.slurm import signal_lead_s
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
     import nemo_run as run
 
-GPUS_PER_NODE = 8
+GPUS_PER_NODE = 8  # unless the executor says otherwise
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was looked at and is ready to start."""
+    """A run that has been checked and is ready to start."""
 
     recipe: str
-    words: list[str]  # field=value, its name among them
-    config: Config  # what they come to; a model that the recipe builds is not there yet
+    overrides: list[str]  # field=value, with name=
+    config: Config  # of the run; a model that the recipe builds does not exist yet
 
     @property
     def run_dir(self) -> Path:
         return self.config.run_dir
 
 
-def check(recipe: str, words: Sequence[str]) -> Job:
-    """A run of these words, begun or gone on with; without a name it gets one. Writes nothing.
+def make_job(recipe: str, overrides: Sequence[str]) -> Job:
+    """Check a run that will be created or resumed; give it a name if it has none. Write nothing.
 
     Raises:
-        ConfigError, DataError: what is wrong, in one line.
+        ConfigError, DataError: one line that says what is wrong.
     """
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    words = list(words)
+    given = dict(word.split("=", 1) for word in overrides if "=" in word)
+    overrides = list(overrides)
     if not given.get("name"):
-        words.append(f"name={recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-        given["name"] = words[-1].partition("=")[2]
+        given["name"] = default_name(recipe)
+        overrides.append(f"name={given['name']}")
+    check_name(given["name"])
     run_dir = Path(given.get("output_dir", Config.output_dir)) / given["name"]
     with tempfile.TemporaryDirectory() as scratch:
         if (run_dir / "config.yaml").is_file():
@@ -78,16 +84,18 @@ def check(recipe: str, words: Sequence[str]) -> Job:
             shutil.copy(run_dir / "config.yaml", Path(scratch) / run_dir.name)
         elif run_dir.exists():
             raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-        config = slurm.prepared(recipe, [*words, f"output_dir={scratch}"])
+        config = prepare_resume_or_new(recipe, [*overrides, f"output_dir={scratch}"])
     config.output_dir = str(run_dir.parent)
-    return Job(recipe, words, config)
+    return Job(recipe, overrides, config)
 
 
-def combinations(sweeps: Sequence[str]) -> list[list[str]]:
-    """Every combination of `field=value,value` words, as `field=value` words; one without any.
+def sweep_combinations(sweeps: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of every run of a sweep, given as `field=value,value` words.
+
+    Without sweeps there is one run with no overrides.
 
     Raises:
-        ConfigError: a word of another form, or a value that is there twice.
+        ConfigError: a word has another form, or lists a value twice.
     """
     axes = []
     for word in sweeps:
@@ -96,35 +104,13 @@ def combinations(sweeps: Sequence[str]) -> list[list[str]]:
         if not all(listed) or len(set(listed)) < len(listed):
             raise ConfigError(f"--sweep {word}: not of the form field=value,value")
         axes.append([f"{field}={value}" for value in listed])
-    return [list(words) for words in itertools.product(*axes)]
+    return [list(combination) for combination in itertools.product(*axes)]
 
 
-def name_of(base: str, words: Sequence[str]) -> str:
-    """Of a run in a sweep: `sweep-acr-int8-1.5`, its values in the order of the sweep's fields."""
-    values = (re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]) for word in words)
+def sweep_name(base: str, overrides: Sequence[str]) -> str:
+    """Return the name of a run in a sweep, such as `sweep-acr-int8-1.5`, from its values."""
+    values = (re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]) for word in overrides)
     return "-".join([base, *values])
-
-
-def nodes_of(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:
-    """As few learner nodes and rollout nodes as hold a run's ranks and servers, a GPU for each.
-
-    Raises:
-        ConfigError: a server that no node holds, or ranks that do not divide into nodes.
-    """
-    learner = [f"learner{n}" for n in range(-(-config.learner.world_size // gpus_per_node))]
-    wanted = wanted_servers(config)
-    for one in wanted:
-        if one.server.tensor_parallel_size > gpus_per_node:
-            raise ConfigError(
-                f"{one.set_name}.server.tensor_parallel_size={one.server.tensor_parallel_size}: "
-                f"a server lies within one node, of --gpus-per-node={gpus_per_node}"
-            )
-    for count in range(1, len(wanted) + 1):
-        rollout = [f"rollout{n}" for n in range(count)]
-        nodes = slurm.make_plan(config, 0, learner, rollout, port=0).nodes
-        if max(node.gpus for node in nodes) <= gpus_per_node:
-            break
-    return nodes[: len(learner)], nodes[len(learner) :]
 
 
 @contextlib.contextmanager
@@ -136,19 +122,20 @@ def experiment(
     max_restarts: int | None = None,
     base_dir: Path | None = None,
 ) -> Iterator[run.Experiment]:
-    """An experiment, entered, with a task for each run: two of a job of two kinds of nodes.
+    """Enter an experiment with one task per run, or two for a heterogeneous job.
 
-    Of a SlurmExecutor everything is kept but what follows from the run: nodes, tasks and GPUs a
-    node, the signal, requeueing, and the container, in which the job's steps run and not its batch
-    process. `heterogeneous` asks for two kinds of nodes, else it is one allocation of equal ones.
-    `base_dir` is nemo-run's home unless given.
+    A SlurmExecutor keeps its options except those that follow from the run: nodes, tasks and GPUs
+    per node, the signal, requeueing, and the container, which is for the job's steps and not for
+    its batch process. With `heterogeneous` the learner and the servers get separate groups of
+    nodes; otherwise the job is one allocation of equal nodes. `base_dir` is where nemo-run keeps
+    its files; None: nemo-run's home.
 
     Raises:
-        ConfigError: a run that fits no nodes.
+        ConfigError: a run does not fit on the nodes, or an option is unsafe in a job's script.
     """
     import nemo_run as run
 
-    executors = [_parts(job, executor, max_restarts) for job in jobs]
+    executors = [_executors_for(job, executor, max_restarts) for job in jobs]
     with run.Experiment(
         title,
         executor=executor,
@@ -158,94 +145,124 @@ def experiment(
         enable_goodbye_message=False,
         skip_status_at_exit=True,
         serialize_metadata_for_scripts=False,
-    ) as made:
+    ) as exp:
         for job, parts in zip(jobs, executors, strict=True):
             if isinstance(executor, run.SlurmExecutor):
-                task = run.Script(inline="# launch.slurm has taken the shell's place")
+                task = run.Script(inline="# launch.slurm has replaced the shell")
             else:
-                words = [str(Path(sys.executable).with_name("qurl")), "train", job.recipe]
-                task = run.Script(inline=f"exec {shlex.join([*words, *job.words])}")
+                command = [str(Path(sys.executable).with_name("qurl")), "train", job.recipe]
+                task = run.Script(inline=f"exec {shlex.join([*command, *job.overrides])}")
             name = job.config.name
             if len(parts) == 1:
-                made.add(task, parts[0], name, tail_logs=True)
+                exp.add(task, parts[0], name, tail_logs=True)
             else:
-                made.add([task] * len(parts), parts, name)
-        yield made
+                exp.add([task] * len(parts), parts, name)
+        yield exp
 
 
-def _parts(job: Job, executor: run.Executor, max_restarts: int | None) -> list[run.Executor]:
-    """The executors of a run's task, or tasks, with what follows from the run."""
+def _executors_for(
+    job: Job, executor: run.Executor, max_restarts: int | None
+) -> list[run.Executor]:
+    """Return one executor for each task of a run, with the options that follow from the run."""
     import nemo_run as run
 
     if not isinstance(executor, run.SlurmExecutor):
         return [executor]
     gpus = executor.gpus_per_node or GPUS_PER_NODE
-    sides = nodes_of(job.config, gpus)
-    both = [(len(side), max(node.gpus for node in side)) for side in sides]
+    plans = smallest_plan(job.config, gpus)
+    groups = [(len(nodes), max(node.gpus for node in nodes)) for nodes in plans]
     if not executor.heterogeneous:
-        both = [(sum(nodes for nodes, _ in both), gpus)]
+        groups = [(sum(num_nodes for num_nodes, _ in groups), gpus)]
     parts = []
-    for nodes, gpus_of_node in both:
+    for num_nodes, gpus_of_node in groups:
         part = executor.clone()
-        part.nodes, part.gpus_per_node, part.ntasks_per_node = nodes, gpus_of_node, 1
+        part.nodes, part.gpus_per_node, part.ntasks_per_node = num_nodes, gpus_of_node, 1
         part.exclusive = True
         part.job_name_prefix = "qurl."
-        part.comment = str(job.run_dir.absolute())  # by which `qurl status` knows the job
-        part.signal = f"B:USR1@{slurm.signal_lead_s(job.run_dir)}"
+        part.comment = str(job.run_dir.absolute())  # `qurl status` finds the job by it
+        part.signal = f"B:USR1@{signal_lead_s(job.run_dir)}"
         part.additional_parameters = {"requeue": True, **(executor.additional_parameters or {})}
-        part.setup_lines = _batch_process(job, executor, max_restarts)
+        part.setup_lines = _setup_lines(job, executor, max_restarts)
         part.container_image, part.container_mounts = None, []
-        part.packager = run.Packager()  # the package is on the cluster, and nothing is copied there
+        part.packager = run.Packager()  # copy nothing: the package is on the cluster
         part.poll_estimated_start_time = False
+        _check_script(job, part)
         parts.append(part)
     return parts
 
 
-def _batch_process(job: Job, executor: run.SlurmExecutor, max_restarts: int | None) -> str:
-    """The set-up lines that put the batch process in the place of the script's shell."""
-    python = "python" if executor.container_image else sys.executable  # of the steps
+def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
+    """Check what nemo-run writes to a job's script or runs in a shell without quoting it.
+
+    Raises:
+        ConfigError: an option has a line break, or a path has characters special to a shell or a
+            part that nemo-run replaces.
+    """
+    from nemo_run.config import RUNDIR_NAME, get_nemorun_home
+
+    options = {name: getattr(executor, name, None) for name in executor.SBATCH_FLAGS}
+    options |= executor.additional_parameters
+    for name, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+            raise ConfigError(f"--sbatch {name}={value}: not an sbatch option, such as qos=high")
+        if "\n" in str(value):
+            raise ConfigError(f"{name}={value!r}: an sbatch option must not have a line break")
+    home = executor.tunnel.job_dir or get_nemorun_home()
+    if home != shlex.quote(home):
+        raise ConfigError(
+            f"{home!r}: nemo-run passes this path to a shell unquoted; set NEMORUN_HOME or "
+            "output_dir to a path of letters, digits and @ % + = : , . / _ - only"
+        )
+    for text in (home, executor.comment, sys.executable, *job.overrides):
+        if f"/{RUNDIR_NAME}" in text:
+            raise ConfigError(
+                f"{text}: nemo-run replaces /{RUNDIR_NAME} in job scripts; use a path without it"
+            )
+
+
+def _setup_lines(job: Job, executor: run.SlurmExecutor, max_restarts: int | None) -> str:
+    """Return the set-up lines that replace the script's shell by the batch process."""
+    python = "python" if executor.container_image else sys.executable  # the steps' Python
     exports = {"QURL_PYTHON": os.environ.get("QURL_PYTHON", python)}
     if executor.container_image:
         exports["QURL_CONTAINER_IMAGE"] = executor.container_image
         exports["QURL_CONTAINER_MOUNTS"] = ",".join(executor.container_mounts)
-    words = [sys.executable, "-m", "launch.slurm", "run"]
-    words += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
+    command = [sys.executable, "-m", "launch.slurm", "run"]
+    command += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
     lines = [executor.setup_lines] if executor.setup_lines else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-    lines += ["unset SLURM_UNBUFFEREDIO  # it gives the steps a terminal"]
-    lines += ["# Nothing after this line is reached."]
-    lines += [f"exec {shlex.join([*words, job.recipe, *job.words])}"]
+    lines += ["unset SLURM_UNBUFFEREDIO  # it would give the steps a terminal"]
+    lines += ["# The next line replaces this shell; the lines after it never run."]
+    lines += [f"exec {shlex.join([*command, job.recipe, *job.overrides])}"]
     return "\n".join(lines)
 
 
 def launch(
     recipe: str,
-    words: Sequence[str],
+    overrides: Sequence[str],
     sweeps: Sequence[str] = (),
     *,
     slurm_options: Mapping[str, Any] | None = None,
     max_restarts: int | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Start a run, or every run of a sweep, and say where they are; returns an exit code.
+    """Start a run, or all runs of a sweep, print where they are, and return an exit code.
 
-    With `slurm_options`, SlurmExecutor's, it returns once all are submitted; without, they run on
-    this machine, one after the other, and it returns 0 if all went well. A dry run prints scripts.
+    With `slurm_options` (SlurmExecutor's arguments) the runs are submitted as jobs. Without them
+    the runs go one after the other on this machine, and the code is 0 if all succeeded. A dry run
+    prints the scripts and starts nothing.
 
     Raises:
-        ConfigError, DataError: what is wrong with any of them, in one line; nothing has started.
+        ConfigError, DataError: one line that says what is wrong with a run; nothing has started.
     """
     on_slurm = slurm_options is not None
     if on_slurm and not dry_run and not shutil.which("sbatch"):
-        raise ConfigError("--executor slurm: no sbatch here; submit from a login node")
-    jobs = _checked(recipe, list(words), sweeps)
+        raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
+    jobs = _make_jobs(recipe, overrides, sweeps)
     for job in () if on_slurm else jobs:
         place_servers(job.config, device.num_gpus())
         if job.run_dir.exists():
-            raise ConfigError(
-                f"name={job.config.name}: {job.run_dir} exists; choose another name, or go on with "
-                f"it: qurl resume {job.run_dir}"
-            )
+            raise run_exists(job.config)
     home = os.environ.setdefault(
         "NEMORUN_HOME", str(Path(jobs[0].config.output_dir).absolute() / ".nemo_run")
     )
@@ -255,88 +272,93 @@ def launch(
     if slurm_options is not None:
         tunnel = run.LocalTunnel(job_dir=f"{home}/experiments")
         executor = run.SlurmExecutor(tunnel=tunnel, **slurm_options)
-    title = _title(recipe, words) if sweeps else jobs[0].config.name
+    title = _sweep_title(recipe, overrides) if sweeps else jobs[0].config.name
     if not dry_run:
         return start(title, jobs, executor, max_restarts=max_restarts, base_dir=Path(home))
     with tempfile.TemporaryDirectory() as scratch:
         settings: dict[str, Any] = {"max_restarts": max_restarts, "base_dir": Path(scratch)}
-        with experiment(title, jobs, executor, **settings) as made:
-            print("\n".join(scripts(made, Path(scratch))))
+        with experiment(title, jobs, executor, **settings) as exp:
+            print("\n".join(job_scripts(exp, Path(scratch))))
     return 0
 
 
 def start(title: str, jobs: Sequence[Job], executor: run.Executor, **settings: Any) -> int:
-    """Start an experiment and say what came of each run; as `launch` does, its exit code.
+    """Start an experiment, print each run's job or result, and return the exit code of `launch`.
 
     Raises:
-        ConfigError: a run that fits no nodes, or what sbatch says to a script.
+        ConfigError: a run does not fit on the nodes, or sbatch refuses a script.
     """
     import nemo_run as run
 
     on_slurm = isinstance(executor, run.SlurmExecutor)
-    with experiment(title, jobs, executor, **settings) as made:
+    with experiment(title, jobs, executor, **settings) as exp:
         if on_slurm:
-            _submit(made)
+            _submit(exp)
         else:
-            _hand_on_signals()
-            made.run(sequential=True)
-    for job, task in zip(jobs, made.jobs, strict=True):
-        came_to = f"job {_job_number(task)}" if on_slurm else task.state.name.lower()
-        print(f"{job.run_dir}: {came_to}")
-    return int(not on_slurm and any(task.state.name != "SUCCEEDED" for task in made.jobs))
+            _forward_signals()
+            exp.run(sequential=True)
+    for job, task in zip(jobs, exp.jobs, strict=True):
+        state = f"job {_job_number(task)}" if on_slurm else task.state.name.lower()
+        print(f"{job.run_dir}: {state}")
+    return int(not on_slurm and any(task.state.name != "SUCCEEDED" for task in exp.jobs))
 
 
-def scripts(made: run.Experiment, base_dir: Path) -> list[str]:
-    """What an experiment under `base_dir` would start: each job's script, or each run's command."""
-    made.dryrun(log=False, delete_exp_dir=False)
+def job_scripts(exp: run.Experiment, base_dir: Path) -> list[str]:
+    """Return the script of each job, or the command of each run, in an experiment in `base_dir`."""
+    exp.dryrun(log=False, delete_exp_dir=False)
     paths = sorted(base_dir.glob("experiments/*/*/*_sbatch.sh"))
     return [path.read_text() for path in paths or sorted(base_dir.glob("**/scripts/*.sh"))]
 
 
-def _checked(recipe: str, words: Sequence[str], sweeps: Sequence[str]) -> list[Job]:
+def _make_jobs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Job]:
     if not sweeps:
-        return [check(recipe, words)]
-    title = _title(recipe, words)
+        return [make_job(recipe, overrides)]
+    title = _sweep_title(recipe, overrides)
     return [
-        check(recipe, [*words, *swept, f"name={name_of(title, swept)}"])
-        for swept in combinations(sweeps)
+        make_job(recipe, [*overrides, *swept, f"name={sweep_name(title, swept)}"])
+        for swept in sweep_combinations(sweeps)
     ]
 
 
-def _title(recipe: str, words: Sequence[str]) -> str:
-    """Of a sweep: its name=, else its recipe."""
-    names = [word.partition("=")[2] for word in words if word.startswith("name=")]
+def _sweep_title(recipe: str, overrides: Sequence[str]) -> str:
+    """Return a sweep's `name=`, or a name from its recipe."""
+    names = [word.partition("=")[2] for word in overrides if word.startswith("name=")]
     return (names or [f"{recipe}-sweep"])[-1]
 
 
-def _hand_on_signals() -> None:
-    """To the run that is going on, which nemo-run would leave behind; Ctrl-C and TERM end a sweep.
+def _forward_signals() -> None:
+    """Forward signals to the current run, which nemo-run would leave behind.
 
-    The exception waits in nemo-run's threads until that run has ended.
+    Ctrl-C and TERM also end the sweep: the exception waits in nemo-run's threads until that run has
+    ended.
     """
 
-    def hand_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
         if number != signal.SIGUSR1:
             sys.exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, hand_on)
+        signal.signal(number, forward)
 
 
-def _submit(made: run.Experiment) -> None:
-    """Raises ConfigError with what sbatch says to a script."""
+def _submit(exp: run.Experiment) -> None:
+    """Submit an experiment's jobs.
+
+    Raises:
+        ConfigError: sbatch refused a script; the text is its last line.
+    """
     from invoke.exceptions import UnexpectedExit
 
     try:
-        made.run(detach=True)
+        exp.run(detach=True)
     except UnexpectedExit as error:
-        said = error.result.stderr.strip().splitlines() or ["sbatch failed"]
-        raise ConfigError(said[-1]) from None
+        lines = error.result.stderr.strip().splitlines() or ["sbatch failed"]
+        raise ConfigError(lines[-1]) from None
 
 
 def _job_number(task: Any) -> str:
-    """Slurm's, of a task or of a task group."""
+    """Return Slurm's number of the job of a task, or of a group of tasks."""
     handle = task.handle if hasattr(task, "handle") else task.handles[0]
     return str(handle).rpartition("/")[2]

@@ -1,7 +1,7 @@
-"""Starts a run on this machine, watches it, and leaves no process behind.
+"""Start a run on this machine, watch it, and leave no process behind.
 
 The launcher owns every process of the run: the servers and the learner ranks. It ends them all when
-the learner is done, when any of them dies, on Ctrl-C and on SIGTERM; if the launcher itself is
+the learner is done, when any of them dies, on Ctrl-C and on SIGTERM. If the launcher itself is
 killed, the kernel ends them.
 """
 
@@ -15,8 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from launch.attempt import Attempt, wanted_servers
-from launch.placement import place_servers
+from launch.attempt import Attempt
+from launch.owner import claim
+from launch.placement import place_servers, server_specs
+from launch.prepare import refusals
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
@@ -31,26 +33,34 @@ from qurl_megatron.rollout.server import (
 
 LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
-GOOD_CODES = (None, 0, STOPPED_EARLY)  # of a rank that runs, is done, or stopped as asked
-REMIND_S = 5.0  # a rank that is still starting does not hear that it is to stop
+GOOD_CODES = (None, 0, STOPPED_EARLY)  # exit codes of a rank: still running, done, stopped early
+REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
 STOP_TIMEOUT_S = 20.0
 
 Rank = subprocess.Popen[bytes] | ForkedProcess
 
 
 def run(config: Config) -> int:
-    """Run `config`, whose directory holds its config.yaml, to its end; returns an exit code.
+    """Run `config`, whose directory holds its config.yaml, and return an exit code.
 
-    0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 75 when it was asked by SIGUSR1
-    to stop early and has saved a checkpoint, 1 when one of its processes died; the last lines of
-    that process's log are then printed.
+    The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, and 75 when SIGUSR1
+    asked it to stop early and it has saved a checkpoint. It is 1 when a process of the run died;
+    the last lines of that process's log are then printed. It is 2, and nothing is started, when
+    another launcher works on the run.
     """
-    # Noted and not raised: an exception in the midst of starting a process would lose it.
+    with refusals():
+        owner = claim(config.run_dir)
+    with owner:
+        return _run(config)
+
+
+def _run(config: Config) -> int:
+    # The handler only records: an exception while a process starts would lose that process.
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: received.append(number))
     print(f"run directory {config.run_dir}", flush=True)
-    attempt = Attempt.begin(config)
+    attempt = Attempt.create(config)
     servers: dict[str, list[Server]] = {}
     ranks: list[Rank] = []
     with preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload:
@@ -59,9 +69,8 @@ def run(config: Config) -> int:
             save_servers(servers, config.run_dir / "servers.json")
             if not received:
                 _start_ranks(attempt, ranks, preload)
-            return _watch(
-                ranks, [one for members in servers.values() for one in members], attempt, received
-            )
+            all_servers = [server for members in servers.values() for server in members]
+            return _watch(ranks, all_servers, attempt, received)
         except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
             return 1
@@ -78,13 +87,13 @@ def _start_servers(
     received: list[int],
     preload: Preload | None,
 ) -> None:
-    """Fill `servers` as they start, so that those already there are ended if one does not.
+    """Start the servers and add each to `servers`, so that the caller can end them on a failure.
 
-    Servers come up side by side, but one after the other on a GPU they share: each takes its part
-    of what it finds free.
+    Servers start at the same time, except on a GPU they share. There one starts after the other,
+    because each takes a fraction of the memory it finds free.
 
     Raises:
-        ServerFailed: one that others had to wait for did not come up.
+        ServerFailed: a server that others had to wait for did not start.
         PreloadFailed: SGLang could not be imported.
     """
     config = attempt.config
@@ -92,12 +101,12 @@ def _start_servers(
         preload.wait_ready(lambda: bool(received))
     placed = place_servers(config, device.num_gpus())
     used = set(range(config.learner.world_size))
-    for one in wanted_servers(config) if not received else []:
-        gpus = placed[one.set_name][one.index]
-        server = attempt.start(one, gpus=gpus, preload=preload)
-        servers.setdefault(one.set_name, []).append(server)
+    for spec in server_specs(config) if not received else []:
+        gpus = placed[spec.set_name][spec.index]
+        server = attempt.start(spec, gpus=gpus, preload=preload)
+        servers.setdefault(spec.set_name, []).append(server)
         if used & set(gpus):
-            wait_ready([server], one.server.start_timeout_s, lambda: bool(received))
+            wait_ready([server], spec.server.start_timeout_s, lambda: bool(received))
         used |= set(gpus)
 
 
@@ -133,14 +142,17 @@ def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -
                     stdin=subprocess.DEVNULL,
                     stdout=None if rank == 0 else log,  # rank 0 shows the run's progress
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C is the launcher's to handle
-                    preexec_fn=_in_rank,
+                    start_new_session=True,  # only the launcher receives Ctrl-C
+                    preexec_fn=_before_rank,
                 )
             )
 
 
-def _in_rank() -> None:
-    """In a rank before its program starts: it is not to die of what asks it to stop early."""
+def _before_rank() -> None:
+    """Set up a rank's process before its program starts.
+
+    It ignores SIGUSR1, which would kill it while it cannot handle it yet.
+    """
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -151,7 +163,7 @@ def _watch(
     attempt: Attempt,
     received: list[int],
 ) -> int:
-    """Wait until every rank is done, any process of the run has died, or a signal ends the run."""
+    """Wait until all ranks are done, a process dies or a signal ends the run; return the code."""
     reminded_at = -REMIND_S
     while True:
         ending = [number for number in received if number != signal.SIGUSR1]
@@ -166,10 +178,10 @@ def _watch(
         codes = [rank.poll() for rank in ranks]
         dead = next((server for server in servers if not server.alive()), None)
         if dead is not None:
-            return _report(f"server {dead.url} died", Path(dead.log_file))
+            return _report_death(f"server {dead.url} died", Path(dead.log_file))
         failed = next((n for n, code in enumerate(codes) if code not in GOOD_CODES), None)
         if failed is not None:
-            return _report(
+            return _report_death(
                 f"learner rank {failed} ended with code {codes[failed]}", attempt.rank_log(failed)
             )
         if None not in codes:
@@ -177,7 +189,8 @@ def _watch(
         time.sleep(POLL_S)
 
 
-def _report(what: str, log_file: Path) -> int:
+def _report_death(what: str, log_file: Path) -> int:
+    """Print what died and the end of its log; return exit code 1."""
     print(f"\nqurl: {what}; the end of {log_file}:\n{tail(log_file)}", file=sys.stderr)
     return 1
 
@@ -192,5 +205,5 @@ def _stop_ranks(ranks: list[Rank]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
-        with contextlib.suppress(ProcessLookupError):  # what a killed rank had started
+        with contextlib.suppress(ProcessLookupError):  # its group: what a killed rank had started
             os.killpg(rank.pid, signal.SIGKILL)

@@ -1,54 +1,52 @@
-"""Every recipe as a factory of nemo-run's own command, which finds this module by its entry point.
+"""Every recipe as a factory of nemo-run's own command, `nemorun`.
 
     nemorun qurl train --factory RECIPE field=value ... --yes
 
-As `qurl train` without an executor; with one (`run.executor=NAME`, a LocalExecutor or SlurmExecutor
-of the user's) as `qurl launch`, in nemo-run's home. In Python `resolve_factory(train, RECIPE)()` is
-a Partial whose `config` can be changed.
+nemo-run finds this module by its entry point. Without an executor the command is `qurl train`. With
+one (`run.executor=NAME`, the user's LocalExecutor or SlurmExecutor) it is `qurl launch`, except
+that files go to nemo-run's home. In Python, `resolve_factory(train, RECIPE)()` returns a Partial
+whose `config` can be changed.
 """
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 from importlib import import_module
 
 import nemo_run as run
 
-import recipes
 from launch import local
-from launch.experiment import check, start
-from launch.prepare import prepare, refusals
+from launch.experiment import make_job, start
+from launch.prepare import prepare_new, recipe_names, refusals
 from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 
-NAMES = sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
-
 
 class Context(run.cli.RunContext):
-    """A `nemorun qurl` command, whose words are those of `qurl train`."""
+    """A `nemorun qurl` command, which takes the overrides of `qurl train`."""
 
-    def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # as its parent
-        """The recipe's Partial with `field=value` words applied; a wrong one ends the command."""
+    def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # like its parent
+        """Return the recipe's Partial with overrides applied; a wrong one ends the command."""
         with refusals():
-            if self.factory not in NAMES:
-                raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(NAMES)}")
+            names = recipe_names()
+            if self.factory not in names:
+                raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(names)}")
             config = with_overrides(recipe_config(self.factory), args)
-            check(self.factory, overrides_between(recipe_config(self.factory), config))
+            make_job(self.factory, overrides_between(recipe_config(self.factory), config))
         return run.Partial(train, recipe=self.factory, config=config, ctx=self)
 
 
 @run.cli.entrypoint(namespace="qurl", type="experiment", run_ctx_cls=Context)
 def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) -> None:
-    """Run a recipe, on this machine or by an executor."""
+    """Run a recipe, on this machine or through an executor."""
     with refusals():
-        words = overrides_between(recipe_config(recipe), config)
+        overrides = overrides_between(recipe_config(recipe), config)
         if ctx is not None and ctx.dryrun:
             return
         if ctx is None or ctx.executor is None:
-            sys.exit(local.run(prepare(recipe, words, device.num_gpus())))
-        job = check(recipe, words)
+            sys.exit(local.run(prepare_new(recipe, overrides, device.num_gpus())))
+        job = make_job(recipe, overrides)
         sys.exit(start(job.config.name, [job], ctx.executor))
 
 
@@ -58,12 +56,12 @@ def recipe_config(name: str) -> Config:
     return config
 
 
-def _factory(name: str):  # type: ignore[no-untyped-def]  # nemo-run reads it as it runs
+def _register(name: str):  # type: ignore[no-untyped-def]  # nemo-run inspects it at run time
     def factory() -> run.Partial:
         return run.Partial(train, recipe=name, config=recipe_config(name))
 
     return run.cli.factory(factory, target=train, name=name)
 
 
-for _name in NAMES:
-    _factory(_name)
+for _name in recipe_names():
+    _register(_name)

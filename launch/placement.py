@@ -1,56 +1,178 @@
-"""Which GPUs, nodes and ranks each process of a run gets."""
+"""Decide which GPUs, nodes and learner ranks each server and each part of a run gets.
+
+On one machine: `place_servers`. On the nodes of a Slurm job: `make_plan`. For a job that is not
+submitted yet: `smallest_plan`, which finds how many nodes the run needs.
+"""
 
 from __future__ import annotations
 
-from qurl_megatron.config.schema import Config, ConfigError
+import dataclasses
+import json
+import secrets
+from pathlib import Path
 
-LARGEST_SHARE = 0.8  # of a GPU's memory, to servers that share it with a learner rank
+from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.files import write_whole
+
+LARGEST_SHARE = 0.8  # of a GPU's memory, for the servers that share it with a learner rank
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSpec:
+    """One of a run's servers, before it is started."""
+
+    set_name: str  # rollout or evaluation
+    index: int  # within its set
+    server: ServerConfig
+    weight_format: WeightFormat
+
+
+def server_specs(config: Config) -> list[ServerSpec]:
+    """Return all servers of a run: the rollout servers in order, then the evaluation server."""
+    rollout = config.rollout
+    specs = [
+        ServerSpec("rollout", index, rollout.server, config.quantization.format)
+        for index in range(rollout.servers)
+    ]
+    if config.evaluation.wanted:
+        specs.append(ServerSpec("evaluation", 0, config.evaluation.server, "bf16"))
+    return specs
 
 
 def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
-    """The GPUs of each server of each set on a machine with `num_gpus`; no GPU, empty lists.
+    """Return the GPUs of each server on this machine, by set name and index within the set.
 
-    Learner ranks have the first GPUs, one each, and servers those that follow. A server for which
-    none are left shares the first ones with the learner.
+    Each learner rank has one GPU, from GPU 0 on, and the servers have those that follow. A server
+    for which too few GPUs are left shares the first ones with the learner. With `num_gpus` 0 every
+    server gets an empty list.
 
     Raises:
-        ConfigError: there are too few GPUs, or servers that share one ask for nearly all its
-            memory.
+        ConfigError: the machine has too few GPUs, or the servers on a learner's GPU leave the
+            learner too little of its memory.
     """
-    rollout, evaluation = config.rollout, config.evaluation
-    sets = {"rollout": [rollout.server] * rollout.servers}
-    if evaluation.wanted:
-        sets["evaluation"] = [evaluation.server]
-    if num_gpus == 0:
-        return {name: [[] for _ in servers] for name, servers in sets.items()}
-    wanted = {"learner": config.learner.world_size}
-    wanted |= {f"{name}.server": some[0].tensor_parallel_size for name, some in sets.items()}
-    for name, ranks in wanted.items():
-        if ranks > num_gpus:
+    specs = server_specs(config)
+    placed: dict[str, list[list[int]]] = {spec.set_name: [] for spec in specs}
+    ranks = {"learner": config.learner.world_size}
+    ranks |= {f"{spec.set_name}.server": spec.server.tensor_parallel_size for spec in specs}
+    for name, num_ranks in ranks.items():
+        if 0 < num_gpus < num_ranks:
             raise ConfigError(
-                f"{name}.tensor_parallel_size: {ranks} ranks want a GPU each, NCCL allows no two "
-                f"on one; this machine has {num_gpus}"
+                f"{name}.tensor_parallel_size: {num_ranks} ranks need a GPU each (NCCL refuses two "
+                f"on one); this machine has {num_gpus}"
             )
-    placed: dict[str, list[list[int]]] = {name: [] for name in sets}
-    shares: dict[int, dict[str, float]] = {}  # of a learner's GPU, by the servers on it
-    free = config.learner.world_size
-    for name, servers in sets.items():
-        for server in servers:
-            fits = free + server.tensor_parallel_size <= num_gpus
-            first = free if fits else 0
-            gpus = list(range(first, first + server.tensor_parallel_size))
-            placed[name].append(gpus)
-            free += len(gpus) if fits else 0
-            for gpu in set(gpus) & set(range(config.learner.world_size)):
-                here = shares.setdefault(gpu, {})
-                here[name] = here.get(name, 0.0) + server.mem_fraction_static
-    for gpu, here in sorted(shares.items()):
-        if sum(here.values()) > LARGEST_SHARE:
-            first_set = next(iter(here))
+    shares: dict[int, dict[str, float]] = {}  # learner GPU: memory fraction of each set on it
+    first_free = config.learner.world_size
+    for spec in specs:
+        num_ranks = spec.server.tensor_parallel_size if num_gpus else 0
+        fits = first_free + num_ranks <= num_gpus
+        first = first_free if fits else 0
+        gpus = list(range(first, first + num_ranks))
+        placed[spec.set_name].append(gpus)
+        first_free += len(gpus) if fits else 0
+        for gpu in set(gpus) & set(range(config.learner.world_size)):
+            share = shares.setdefault(gpu, {})
+            share[spec.set_name] = share.get(spec.set_name, 0.0) + spec.server.mem_fraction_static
+    for gpu, share in sorted(shares.items()):
+        if sum(share.values()) > LARGEST_SHARE:
+            spec = next(spec for spec in specs if spec.set_name in share)
             raise ConfigError(
-                f"{first_set}.server.mem_fraction_static="
-                f"{sets[first_set][0].mem_fraction_static}: the learner shares GPU {gpu} with "
-                f"{' and '.join(here)}, which ask for {sum(here.values()):.2f} of it; give them "
-                f"{LARGEST_SHARE} at most together, or add GPUs"
+                f"{spec.set_name}.server.mem_fraction_static="
+                f"{spec.server.mem_fraction_static}: the learner shares GPU {gpu} with "
+                f"{' and '.join(share)}, which ask for {sum(share.values()):.2f} of its memory; "
+                f"lower their sum to {LARGEST_SHARE}, or add GPUs"
             )
     return placed
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeGroup:
+    """The nodes of an allocation that have one role."""
+
+    nodes: list[str]
+    het_group: int | None  # index in a heterogeneous job; None: a job of equal nodes
+    cpus: int  # granted on each node
+
+
+@dataclasses.dataclass(frozen=True)
+class NodePlan:
+    """The learner ranks and servers of one node, and the number of GPUs they need."""
+
+    name: str
+    gpus: int
+    ranks: int = 0
+    servers: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # set name, index
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """The plan that all tasks of a Slurm job read: plan.json in the attempt's log directory."""
+
+    token: str  # proves that a node reads this job's directory, not a local one of the same name
+    api_key: str  # of all servers
+    attempt: int  # `Attempt.number`
+    master_address: str
+    master_port: int
+    nodes: list[NodePlan]
+
+    def save(self, path: Path) -> None:
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", private=True)
+
+    @staticmethod
+    def load(path: Path) -> JobPlan:
+        tree = json.loads(path.read_text())
+        return JobPlan(**{**tree, "nodes": [NodePlan(**node) for node in tree["nodes"]]})
+
+
+def make_plan(
+    config: Config, attempt: int, learner_nodes: list[str], rollout_nodes: list[str], port: int
+) -> JobPlan:
+    """Spread ranks evenly over the learner nodes, and servers in turn over the rollout nodes.
+
+    Raises:
+        ConfigError: the ranks do not divide evenly, or a rollout node would have no server.
+    """
+    world_size = config.learner.world_size
+    if world_size % len(learner_nodes):
+        raise ConfigError(
+            f"--nodes={len(learner_nodes)} for the learner: its {world_size} ranks do not divide "
+            "evenly over that many nodes"
+        )
+    specs = server_specs(config)
+    if len(specs) < len(rollout_nodes):
+        raise ConfigError(
+            f"rollout.servers={config.rollout.servers}: {len(rollout_nodes)} rollout nodes need at "
+            f"least as many servers; there are {len(specs)}, the evaluation server included"
+        )
+    ranks = world_size // len(learner_nodes)
+    nodes = [NodePlan(name, gpus=ranks, ranks=ranks) for name in learner_nodes]
+    for number, name in enumerate(rollout_nodes):
+        on_node = specs[number :: len(rollout_nodes)]
+        gpus = sum(spec.server.tensor_parallel_size for spec in on_node)
+        servers = [(spec.set_name, spec.index) for spec in on_node]
+        nodes.append(NodePlan(name, gpus, servers=servers))
+    key = secrets.token_urlsafe(32)
+    return JobPlan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
+
+
+def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:
+    """Return the fewest learner nodes and rollout nodes that give each rank a GPU of its own.
+
+    Raises:
+        ConfigError: a server needs more than one node, or the learner's ranks do not divide evenly
+            over nodes.
+    """
+    learner = [f"learner{n}" for n in range(-(-config.learner.world_size // gpus_per_node))]
+    specs = server_specs(config)
+    for spec in specs:
+        size = spec.server.tensor_parallel_size
+        if size > gpus_per_node:
+            raise ConfigError(
+                f"{spec.set_name}.server.tensor_parallel_size={size}: a server must fit on one "
+                f"node, which has --gpus-per-node={gpus_per_node}"
+            )
+    for num_nodes in range(1, len(specs) + 1):
+        rollout = [f"rollout{n}" for n in range(num_nodes)]
+        nodes = make_plan(config, 0, learner, rollout, port=0).nodes
+        if max(node.gpus for node in nodes) <= gpus_per_node:
+            break
+    return nodes[: len(learner)], nodes[len(learner) :]

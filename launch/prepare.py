@@ -1,9 +1,13 @@
-"""Look at everything that can be wrong with a run, then make its directory."""
+"""Check everything that can be wrong with a run, then make its directory.
+
+`prepare_new` creates a run, `prepare_resume` resumes one, `prepare_resume_or_new` does either.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import shutil
 import sys
 import tempfile
@@ -13,16 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from launch.owner import claim
 from launch.placement import place_servers
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 
+# Names become paths, Slurm job names and words of nemo-run's shell commands.
+RUN_NAME = re.compile(r"\w[\w.+-]*")
+
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn what is wrong with the input into one line and exit code 2."""
+    """Turn an error in the user's input into one line on stderr and exit code 2."""
     from qurl_megatron.data.prompts import DataError
     from qurl_megatron.model.architecture import ArchitectureError
     from qurl_megatron.quantization.offline import OfflineError
@@ -38,27 +46,24 @@ def refusals() -> Iterator[None]:
         sys.exit(2)
 
 
-def prepare(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
-    """Make the run's directory with its config.yaml, and its model where the recipe builds one.
+def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
+    """Make a new run's directory with its config.yaml, and its model if the recipe builds one.
 
-    Everything that can be wrong is looked at first; the directory appears only when all is right.
-    `num_gpus` are this machine's, where the whole run is to be on it; 0 looks at none.
+    Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
+    machine if the whole run is to fit on it; 0 skips that check.
 
     Raises:
-        ConfigError, DataError: what is wrong, where, and what would be right, in one line.
+        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
     """
-
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
-    given = any(word.startswith("quantization.uaq.") for word in overrides)
-    if config.quantization.format == "bf16" and not given:
-        config.quantization.uaq = UaqConfig(scale=1)  # nothing to make updates visible to
-    config.name = config.name or f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
+    if config.quantization.format == "bf16" and not uaq_is_given:
+        config.quantization.uaq = UaqConfig(scale=1)  # there is no quantization to scale for
+    config.name = config.name or default_name(recipe)
+    check_name(config.name)
     if config.run_dir.exists():
-        raise ConfigError(
-            f"name={config.name}: {config.run_dir} exists; choose another name, or go on with it: "
-            f"qurl resume {config.run_dir}"
-        )
+        raise run_exists(config)
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         if not config.model and hasattr(module, "build_model"):
@@ -76,29 +81,72 @@ def prepare(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
 
 
 def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
-    """The run's configuration with `overrides`, written back to its config.yaml.
+    """Apply overrides to an existing run and write them to its config.yaml.
 
-    `num_gpus` as for `prepare`.
+    `num_gpus` is as for `prepare_new`.
 
     Raises:
-        ConfigError, DataError: what is wrong, where, and what would be right, in one line.
+        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
     """
-
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
-    saved = load(run_dir / "config.yaml")
-    saved.output_dir, saved.name = str(run_dir.parent), run_dir.name  # it may have been moved
-    config = with_overrides(saved, overrides)
-    validate_resume(saved, config)
-    validate(config)
-    place_servers(config, num_gpus)
-    _check_prompts(config)
-    save(config, run_dir / "config.yaml")
+    with claim(run_dir):
+        saved = load(run_dir / "config.yaml")
+        # The directory may have been moved or renamed.
+        saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
+        config = with_overrides(saved, overrides)
+        validate_resume(saved, config)
+        validate(config)
+        place_servers(config, num_gpus)
+        _check_prompts(config)
+        save(config, run_dir / "config.yaml")
     return config
 
 
+def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
+    """Resume the named run, or create it.
+
+    Raises:
+        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+    """
+    names = [word for word in overrides if word.startswith("name=")]
+    if not names:
+        raise ConfigError("name=: missing; a job needs it to find its run after a restart")
+    output_dirs = [word for word in overrides if word.startswith("output_dir=")]
+    output_dir = output_dirs[-1].partition("=")[2] if output_dirs else Config.output_dir
+    run_dir = Path(output_dir) / names[-1].partition("=")[2]
+    if not (run_dir / "config.yaml").is_file():
+        return prepare_new(recipe, list(overrides))
+    others = [word for word in overrides if word not in names + output_dirs]
+    return prepare_resume(run_dir, others)
+
+
+def default_name(recipe: str) -> str:
+    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def check_name(name: str) -> None:
+    """Check that a run's name is safe as a path and in a shell.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigError(
+            f"name={name!r}: use letters, digits and . _ + - only, and begin with a letter or digit"
+        )
+
+
+def run_exists(config: Config) -> ConfigError:
+    """Return the error for a new run whose directory exists."""
+    return ConfigError(
+        f"name={config.name}: {config.run_dir} exists; choose another name, or resume that run: "
+        f"qurl resume {config.run_dir}"
+    )
+
+
 def _check_prompts(config: Config) -> None:
-    """Raises DataError."""
+    """Raise DataError if the training data cannot be read."""
     from transformers import AutoTokenizer
 
     from qurl_megatron.data import prompts as data
@@ -116,21 +164,3 @@ def recipe_names() -> list[str]:
     import recipes
 
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
-
-
-def prepared(recipe: str, overrides: Sequence[str]) -> Config:
-    """The run of this name, gone on with where it is there, else begun.
-
-    Raises:
-        ConfigError, DataError: what is wrong, in one line.
-    """
-    named = [word for word in overrides if word.startswith("name=")]
-    if not named:
-        raise ConfigError("name=: missing; a restarted job goes on with the run of this name")
-    output_dirs = [word for word in overrides if word.startswith("output_dir=")]
-    output_dir = output_dirs[-1].partition("=")[2] if output_dirs else Config.output_dir
-    run_dir = Path(output_dir) / named[-1].partition("=")[2]
-    if not (run_dir / "config.yaml").is_file():
-        return prepare(recipe, list(overrides))
-    others = [word for word in overrides if word not in named + output_dirs]
-    return prepare_resume(run_dir, others)

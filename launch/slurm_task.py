@@ -1,11 +1,11 @@
-"""What runs on the nodes of a Slurm job, started by `launch/slurm.py` through srun.
+"""The tasks on the nodes of a Slurm job, which `launch/slurm.py` starts through srun.
 
-    preflight LOGS TOKEN    one task a node: report what the node lacks for its part in the plan
-    rollout LOGS            one task a node: start its servers, say where they are, watch them
-    learner LOGS            one task a rank
+    preflight LOGS TOKEN    one task per node: report what the node lacks for its part of the plan
+    rollout LOGS            one task per node: start its servers, write their addresses, watch them
+    learner LOGS            one task per rank
 
 All read LOGS/plan.json. USR2 ends a task at once. USR1 and TERM, which Slurm sends to every process
-of a step, ask the learner to stop early, and are nothing to the servers.
+of a step, ask the learner to stop early; the servers ignore them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launch.slurm import JobPlan, NodePlan
+    from launch.placement import JobPlan, NodePlan
     from qurl_megatron.rollout.server import Server
 
 POLL_S = 0.5
 
 
 def preflight(logs: Path, token: str) -> None:
-    """Leave a list of what is wrong with this node, empty if nothing is, in LOGS/preflight."""
+    """Write a list of this node's problems to LOGS/preflight/NODE.json, empty if it has none."""
     name = node_name()
     plan = json.loads((logs / "plan.json").read_text())
     problems = []
     if plan["token"] != token:
-        problems.append(f"{logs} is not the one this job writes to: the node does not share it")
+        problems.append(f"{logs} is not the directory of this job: the node does not share it")
     own = next(node for node in plan["nodes"] if node["name"] == name)
     problems += gpu_problems(own["gpus"], granted_gpus(), installed_gpus())
     for node in plan["nodes"]:
@@ -49,18 +49,18 @@ def preflight(logs: Path, token: str) -> None:
                 probe.bind(("", plan["master_port"]))
         except OSError as error:
             problems.append(f"port {plan['master_port']} is not free: {error.strerror}")
-    # Not of launch.attempt or files: this task imports nothing that takes seconds.
+    # Written without qurl_megatron.files: this task imports nothing that takes seconds.
     unfinished = logs / "preflight" / f"{name}.unfinished"
     unfinished.write_text(json.dumps(problems))
     unfinished.rename(unfinished.with_suffix(".json"))
 
 
 def gpu_problems(needed: int, granted: int, installed: int | None) -> list[str]:
-    """What is wrong with a node's GPUs; `installed` is None without NVIDIA's driver."""
+    """Return what is wrong with a node's GPUs; `installed` is None without NVIDIA's driver."""
     if granted < needed:
         return [f"Slurm granted {granted} GPUs, {needed} are needed; ask for --gpus-per-node"]
     if installed is not None and installed < granted:
-        return [f"Slurm granted {granted} GPUs, the driver finds {installed}"]
+        return [f"Slurm granted {granted} GPUs, the driver shows {installed}"]
     return []
 
 
@@ -77,10 +77,14 @@ def installed_gpus() -> int | None:
 
 
 def rollout(logs: Path) -> int:
-    """Start this node's servers, say where they are, watch them until one dies or USR2 comes."""
-    ended: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, _: ended.append(number))
-    from launch.attempt import Attempt, wanted_servers
+    """Start this node's servers, write their addresses, and watch them; return an exit code.
+
+    It is 1 when a server dies and 0 after USR2.
+    """
+    received: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
+    from launch.attempt import Attempt
+    from launch.placement import server_specs
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
     from qurl_megatron.process import tail
@@ -88,7 +92,7 @@ def rollout(logs: Path) -> int:
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
-    wanted = {(one.set_name, one.index): one for one in wanted_servers(attempt.config)}
+    specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
     servers: dict[str, list[Server]] = {}
     started: list[Server] = []
     first_gpu = 0
@@ -96,21 +100,21 @@ def rollout(logs: Path) -> int:
     try:
         preload = stack.enter_context(preloaded_sglang(logs / f"preload_{own.name}.log"))
         for set_name, index in own.servers:
-            one = wanted[set_name, index]
+            spec = specs[set_name, index]
             host = socket.gethostbyname(own.name)
-            gpus = range(first_gpu, first_gpu + one.server.tensor_parallel_size)
+            gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
             gpus = gpus if device.num_gpus() else range(0)
             started.append(
-                attempt.start(one, host=host, api_key=plan.api_key, gpus=gpus, preload=preload)
+                attempt.start(spec, host=host, api_key=plan.api_key, gpus=gpus, preload=preload)
             )
             servers.setdefault(set_name, []).append(started[-1])
             first_gpu += len(gpus)
         save_servers(servers, logs / f"servers_{own.name}.json")
-        while not ended:
+        while not received:
             for server in started:
                 if not server.alive():
                     log = Path(server.log_file)
-                    print(f"\nqurl: server {server.url} of {own.name} died; the end of {log}:")
+                    print(f"\nqurl: server {server.url} on {own.name} died; the end of {log}:")
                     print(tail(log), flush=True)
                     return 1
             time.sleep(POLL_S)
@@ -122,7 +126,7 @@ def rollout(logs: Path) -> int:
 
 
 def learner(logs: Path) -> int:
-    """One rank of the learner, on the servers that the rollout nodes have told of."""
+    """Run one learner rank once all servers are known; return its exit code."""
     signal.signal(signal.SIGUSR2, lambda number, _: sys.exit(128 + number))
     rank = int(os.environ["SLURM_PROCID"])
     plan, _ = read_plan(logs)
@@ -145,10 +149,10 @@ def learner(logs: Path) -> int:
 
 
 def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list[Server]]:
-    """The servers by set, once every rollout node has told of its own.
+    """Wait until every rollout node has written its servers; return them by set.
 
     Raises:
-        TimeoutError: one has not.
+        TimeoutError: a node has written none in `timeout_s`.
     """
     from qurl_megatron.rollout.server import load_servers
 
@@ -158,7 +162,7 @@ def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list
         path = logs / f"servers_{node.name}.json"
         while node.servers and not path.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{node.name} has not told of its servers in {path}")
+                raise TimeoutError(f"{node.name} has not written its servers to {path}")
             time.sleep(POLL_S)
         for name, members in load_servers(path).items() if node.servers else ():
             servers.setdefault(name, []).extend(members)
@@ -166,15 +170,15 @@ def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list
 
 
 def read_plan(logs: Path) -> tuple[JobPlan, NodePlan]:
-    """The plan, and this node's part in it."""
-    from launch.slurm import JobPlan
+    """Return the plan, and this node's part of it."""
+    from launch.placement import JobPlan
 
     plan = JobPlan.load(logs / "plan.json")
     return plan, next(node for node in plan.nodes if node.name == node_name())
 
 
 def run_dir_of(logs: Path, plan: JobPlan) -> Path:
-    """RUN of RUN/logs or RUN/logs/resumed_N."""
+    """Return RUN of RUN/logs or RUN/logs/resumed_N."""
     return logs.parent.parent if plan.attempt else logs.parent
 
 
@@ -183,9 +187,9 @@ def node_name() -> str:
 
 
 def main() -> None:
-    role, logs, *others = sys.argv[1:]
+    role, logs, *token = sys.argv[1:]
     if role == "preflight":
-        preflight(Path(logs), *others)
+        preflight(Path(logs), *token)
     else:
         sys.exit({"rollout": rollout, "learner": learner}[role](Path(logs)))
 

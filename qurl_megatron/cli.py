@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.prepare import load_recipe, prepare, prepare_resume, recipe_names, refusals
+from launch.prepare import load_recipe, prepare_new, prepare_resume, recipe_names, refusals
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
@@ -92,7 +92,7 @@ def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     from qurl_megatron.device import num_gpus
 
     with refusals():
-        config = prepare(recipe, overrides or [], num_gpus())
+        config = prepare_new(recipe, overrides or [], num_gpus())
     sys.exit(local.run(config))
 
 

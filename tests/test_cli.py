@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import recipes
-from launch.prepare import prepare
+from launch.prepare import prepare_new
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.yaml_file import load
@@ -45,12 +45,12 @@ def good_problems(count: int = 40) -> list[str]:
 
 
 def test_valid_command_writes_a_run_directory_with_its_configuration(tmp_path: Path) -> None:
-    config = prepare("grpo", [*grpo_words(tmp_path, good_problems()), "name=first"])
+    config = prepare_new("grpo", [*grpo_words(tmp_path, good_problems()), "name=first"])
     assert load(tmp_path / "runs" / "first" / "config.yaml") == config
 
 
 def test_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path: Path) -> None:
-    config = prepare("quickstart", [f"output_dir={tmp_path}", "name=first"])
+    config = prepare_new("quickstart", [f"output_dir={tmp_path}", "name=first"])
     assert config.model == str(tmp_path / "first" / "model")
     assert (tmp_path / "first" / "model" / "model.safetensors").exists()
 
@@ -120,7 +120,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     recipe = importlib.import_module(f"recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     words += write_inputs(name, tmp_path)
-    config = prepare(name, words)
+    config = prepare_new(name, words)
     assert load(tmp_path / "first" / "config.yaml") == config
 
     given = with_overrides(recipe.recipe(), words)
@@ -133,9 +133,9 @@ def test_every_recipe_is_ready_to_start_in_every_format(
 
 def test_bf16_rollout_turns_uaq_off_unless_an_override_sets_it(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "quantization.format=bf16"]
-    assert prepare("quickstart", [*words, "name=without"]).quantization.uaq.scale == 1
+    assert prepare_new("quickstart", [*words, "name=without"]).quantization.uaq.scale == 1
     words += ["quantization.uaq.scale=2"]
-    assert prepare("quickstart", [*words, "name=with"]).quantization.uaq.scale == 2
+    assert prepare_new("quickstart", [*words, "name=with"]).quantization.uaq.scale == 2
 
 
 def test_deepscaler_stages_are_those_of_the_paper() -> None:
@@ -170,7 +170,7 @@ def test_wrong_input_is_named_and_no_directory_appears(
 ) -> None:
     words = grpo_words(tmp_path, good_problems())
     with pytest.raises((ConfigError, DataError)) as refused:
-        prepare("grpo", [*words, change])
+        prepare_new("grpo", [*words, change])
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "runs").exists()
@@ -189,7 +189,7 @@ def test_broken_data_line_is_named_by_its_number(tmp_path: Path, line: str, mess
     problems = good_problems()
     problems[2] = line
     with pytest.raises(DataError, match=message):
-        prepare("grpo", grpo_words(tmp_path, problems))
+        prepare_new("grpo", grpo_words(tmp_path, problems))
 
 
 def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
@@ -198,14 +198,14 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     fields = json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}
     path.write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match="MambaForCausalLM"):
-        prepare("grpo", words)
+        prepare_new("grpo", words)
 
 
 def test_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     words = [*grpo_words(tmp_path, good_problems()), "name=first"]
-    prepare("grpo", words)
+    prepare_new("grpo", words)
     with pytest.raises(ConfigError, match="exists; choose another"):
-        prepare("grpo", words)
+        prepare_new("grpo", words)
 
 
 def qurl(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:

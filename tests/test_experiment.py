@@ -1,4 +1,4 @@
-"""`qurl launch` before anything is started: nodes, scripts, sweeps and refusals."""
+"""`qurl launch` before it starts anything: nodes, scripts, sweeps and refusals."""
 
 from __future__ import annotations
 
@@ -8,43 +8,38 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launch import experiment, status
-from launch.attempt import wanted_servers
+from launch.placement import server_specs
+from launch.prepare import prepare_new
 from qurl_megatron import cli
-from qurl_megatron.config.schema import (
-    Config,
-    ConfigError,
-    LearnerConfig,
-    RolloutConfig,
-    ServerConfig,
-)
+from qurl_megatron.config.schema import ConfigError
 from test_cli import RECIPES, write_inputs
 
-GPUS = 8  # a node
+GPUS_PER_NODE = 8
 
 
 @pytest.fixture(autouse=True)
-def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "runs" / ".nemo_run"))
-    with open(os.devnull) as nothing:  # nemo-run's commands read it, which pytest's refuses
-        monkeypatch.setattr(sys, "stdin", nothing)
+    with open(os.devnull) as empty:  # nemo-run reads stdin, and pytest's raises
+        monkeypatch.setattr(sys, "stdin", empty)
         yield
 
 
-def words_for(recipe: str) -> list[str]:
-    """Those that name what `write_inputs` wrote, outside the directory of the test."""
+def inputs_of(recipe: str) -> list[str]:
+    """Write a recipe's inputs outside the test's directory; return their overrides."""
     return write_inputs(recipe, Path.cwd().with_name(Path.cwd().name + "-inputs"))
 
 
 def parts_of(script: str) -> list[dict[str, str]]:
-    """The #SBATCH options of a script, of each kind of nodes."""
+    """Return the #SBATCH options of a script, for each component of the job."""
     parts: list[dict[str, str]] = [{}]
     for option in re.findall(r"^#SBATCH (.+)$", script, re.MULTILINE):
         if option == "hetjob":
@@ -56,24 +51,29 @@ def parts_of(script: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_becomes_a_job_of_the_nodes_it_takes(
+def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*words_for(recipe), "name=first", "rollout.servers=3"]
-    options = {"account": "acc", "gpus_per_node": GPUS, "heterogeneous": True, "time": "04:00:00"}
+    words = [*inputs_of(recipe), "name=first", "rollout.servers=3"]
+    options = {
+        "account": "acc",
+        "gpus_per_node": GPUS_PER_NODE,
+        "heterogeneous": True,
+        "time": "04:00:00",
+    }
     assert experiment.launch(recipe, words, slurm_options=options, dry_run=True) == 0
     script = capsys.readouterr().out
     learner, rollout = parts_of(script)
-    config = experiment.check(recipe, words).config
+    config = experiment.make_job(recipe, words).config
     assert int(learner["nodes"]) * int(learner["gpus-per-node"]) == config.learner.world_size
-    servers = sum(one.server.tensor_parallel_size for one in wanted_servers(config))
-    assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - servers < GPUS
+    server_gpus = sum(spec.server.tensor_parallel_size for spec in server_specs(config))
+    assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
     for part in (learner, rollout):
-        assert int(part["gpus-per-node"]) <= GPUS
-        assert part["signal"] == "B:USR1@600"  # nothing is measured yet
+        assert int(part["gpus-per-node"]) <= GPUS_PER_NODE
+        assert part["signal"] == "B:USR1@600"  # the run has measured nothing yet
         assert "requeue" in part and "exclusive" in part
         assert (part["open-mode"], part["account"], part["time"]) == ("append", "acc", "04:00:00")
-    # The batch process takes the shell's place before any srun of nemo-run's that would wait.
+    # The batch process replaces the shell before nemo-run's srun lines.
     (command,) = re.findall(r"^exec (.+)$", script, re.MULTILINE)
     expected = [sys.executable, "-m", "launch.slurm", "run", recipe, *words]
     assert shlex.split(command) == expected
@@ -81,7 +81,7 @@ def test_every_recipe_becomes_a_job_of_the_nodes_it_takes(
     assert list(Path.cwd().iterdir()) == []  # nothing is written
 
 
-def test_one_allocation_has_nodes_for_both_and_a_container_for_the_steps_only(
+def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = {
@@ -96,7 +96,7 @@ def test_one_allocation_has_nodes_for_both_and_a_container_for_the_steps_only(
     experiment.launch("quickstart", words, **settings)  # type: ignore[arg-type]
     script = capsys.readouterr().out
     (part,) = parts_of(script)
-    # Two ranks on one node; seven servers, that of evaluation included, on two of four GPUs.
+    # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
     assert "account" not in part
     assert "--container" not in script
@@ -113,38 +113,39 @@ def test_a_run_on_this_machine_is_qurl_train(capsys: pytest.CaptureFixture[str])
     assert shlex.split(command) == ["exec", str(qurl), "train", "quickstart", "name=first"]
 
 
-def config_of(ranks: int, servers: int, gpus_a_server: int, problems: int = 0) -> Config:
-    server = ServerConfig(tensor_parallel_size=gpus_a_server)
-    config = Config(
-        learner=LearnerConfig(tensor_parallel_size=ranks),
-        rollout=RolloutConfig(servers=servers, server=server),
+def test_a_job_script_passes_every_word_to_the_run_as_it_was_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The script's last line is run by bash, with `printf` in place of Python."""
+    data = Path("""a $(touch x) `touch x` ;"'&|.jsonl""")
+    data.write_text('{"question": "1 + 3?", "answer": "4"}\n')
+    words = [f"evaluation.data.test={data}", "reward=exact", "name=first"]
+    options = {
+        "account": "$(touch x)",
+        "container_image": "$(touch x)",
+        "container_mounts": ["/d;touch x:/d"],
+        "additional_parameters": {"qos": "`touch x`"},
+    }
+    experiment.launch("quickstart", words, slurm_options=options, dry_run=True)
+    script = capsys.readouterr().out
+    (command,) = re.findall(r"^exec \S+ -m launch.slurm run (.+)$", script, re.MULTILINE)
+    exports = "\n".join(re.findall(r"^export QURL.+$", script, re.MULTILINE))
+    comments = "\n".join(re.findall(r"^#SBATCH.+$", script, re.MULTILINE))
+    shown = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"{comments}\n{exports}\nprintf '%s\\0' {command} \"$QURL_CONTAINER_MOUNTS\"",
+        ],
+        capture_output=True,
+        text=True,
     )
-    config.evaluation.problems = problems
-    return config
+    assert shown.stdout.split("\0") == ["quickstart", *words, "/d;touch x:/d", ""]
+    assert shown.stderr == ""
+    assert list(Path.cwd().iterdir()) == [Path.cwd() / data]  # nothing was touched
 
 
-def test_nodes_are_as_few_as_hold_the_ranks_and_the_servers() -> None:
-    learner, rollout = experiment.nodes_of(config_of(16, 5, 4, problems=1), gpus_per_node=8)
-    assert [node.ranks for node in learner] == [8, 8]
-    assert [len(node.servers) for node in rollout] == [2, 2, 2]
-    assert [node.gpus for node in rollout] == [8, 8, 5]  # evaluation has a GPU of its own
-    learner, rollout = experiment.nodes_of(config_of(1, 1, 1), gpus_per_node=8)
-    assert ([node.gpus for node in learner], [node.gpus for node in rollout]) == ([1], [1])
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (config_of(9, 1, 1), "its 9 ranks do not divide"),
-        (config_of(8, 1, 16), "rollout.server.tensor_parallel_size=16: a server lies within one"),
-    ],
-)
-def test_what_fits_no_nodes_is_refused(config: Config, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        experiment.nodes_of(config, gpus_per_node=8)
-
-
-def test_a_sweep_is_every_combination_each_with_a_name(
+def test_a_sweep_has_a_named_run_for_each_combination(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sweeps = [
@@ -152,8 +153,8 @@ def test_a_sweep_is_every_combination_each_with_a_name(
         "quantization.format=int8,fp8",
         "quantization.uaq.scale=1,1.5,2",
     ]
-    combinations = experiment.combinations(sweeps)
-    names = [experiment.name_of("ablation", words) for words in combinations]
+    combinations = experiment.sweep_combinations(sweeps)
+    names = [experiment.sweep_name("ablation", words) for words in combinations]
     assert len(set(names)) == 2 * 2 * 3
     assert names[0] == "ablation-tis-int8-1" and names[-1] == "ablation-acr-fp8-2"
     assert combinations[-1] == [
@@ -161,9 +162,9 @@ def test_a_sweep_is_every_combination_each_with_a_name(
         "quantization.format=fp8",
         "quantization.uaq.scale=2",
     ]
-    assert experiment.name_of("x", ["data=/a/b.jsonl"]) == "x-_a_b.jsonl"
+    assert experiment.sweep_name("x", ["data=/a/b.jsonl"]) == "x-_a_b.jsonl"
 
-    options = {"account": "acc", "gpus_per_node": GPUS}
+    options = {"account": "acc", "gpus_per_node": GPUS_PER_NODE}
     small = ["name=ablation", "steps=2"]
     experiment.launch("quickstart", small, sweeps[:2], slurm_options=options, dry_run=True)
     commands = re.findall(r"^exec .+ run (.+)$", capsys.readouterr().out, re.MULTILINE)
@@ -176,9 +177,12 @@ def test_a_sweep_is_every_combination_each_with_a_name(
 
 
 @pytest.mark.parametrize("sweep", ["steps", "steps=", "steps=1,", "steps=1,1"])
-def test_a_sweep_of_another_form_is_refused(sweep: str) -> None:
+def test_a_malformed_sweep_is_refused(sweep: str) -> None:
     with pytest.raises(ConfigError, match=f"--sweep {sweep}: not of the form"):
-        experiment.combinations([sweep])
+        experiment.sweep_combinations([sweep])
+
+
+SLURM = ["--executor", "slurm"]
 
 
 @pytest.mark.parametrize(
@@ -189,70 +193,85 @@ def test_a_sweep_of_another_form_is_refused(sweep: str) -> None:
         (["quickstart", "--sweep", "objective.objective=tis,acl"], "objective.objective=acl"),
         (["quickstart", "--executor", "ray"], "--executor ray: executors are local and slurm"),
         (["quickstart", "--account", "a"], "--account: only with --executor slurm"),
-        (["quickstart", "--executor", "slurm", "--sbatch", "qos"], "--sbatch qos: not of the form"),
-        (["grpo", "--executor", "slurm", "model=/no/such", "data=x.jsonl"], "/no/such"),
+        (["quickstart", *SLURM, "--sbatch", "qos"], "--sbatch qos: not of the form"),
+        (["grpo", *SLURM, "model=/no/such", "data=x.jsonl"], "/no/such"),
         (
-            ["quickstart", "--executor", "slurm", "rollout.server.tensor_parallel_size=2"]
+            ["quickstart", *SLURM, "rollout.server.tensor_parallel_size=2"]
             + ["--gpus-per-node", "1"],
-            "rollout.server.tensor_parallel_size=2: a server lies within one node",
+            "rollout.server.tensor_parallel_size=2: a server must fit on one node",
         ),
+        (["quickstart", "name=$(touch x)"], "name='$(touch x)': use letters"),
+        (["quickstart", "name=a;b", "--sweep", "steps=1,2"], "name='a;b-1': use letters"),
+        (["quickstart", "--", "--max-restarts=9"], "--max-restarts: no such field"),
+        (["quickstart", "output_dir=/tmp/nemo_run", *SLURM], "replaces /nemo_run in job"),
+        (["quickstart", *SLURM, "--sbatch", "--qos=high"], "--sbatch --qos=high: not an sbatch"),
+        (["quickstart", *SLURM, "--sbatch", "qos=a\ntouch x"], "must not have a line break"),
+        (["quickstart", *SLURM, "--account", "a\ntouch x"], "must not have a line break"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_is_submitted(
+def test_bad_input_is_refused_in_one_line_before_anything_is_submitted(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.app(["launch", *words, "--dry-run"], standalone_mode=False)
+        cli.app(["launch", "--dry-run", *words], standalone_mode=False)
     assert ended.value.code == 2
-    shown = capsys.readouterr().err.splitlines()  # with the bar of writing the start model
+    shown = capsys.readouterr().err.splitlines()  # with the progress bar of the start model
     (line,) = [line for line in shown if line.strip() and "model shards" not in line]
     assert line.startswith("qurl: ") and message in line
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_without_sbatch_and_over_a_run_that_is_there_nothing_is_started(
+def test_a_home_of_nemo_run_that_is_unsafe_in_a_shell_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NEMORUN_HOME", str(Path.cwd() / "$(touch x)"))
+    with pytest.raises(ConfigError, match="passes this path to a shell unquoted"):
+        experiment.launch("quickstart", [], slurm_options={"account": None}, dry_run=True)
+
+
+def test_nothing_starts_without_sbatch_or_over_an_existing_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/no/such")
-    with pytest.raises(ConfigError, match="no sbatch here"):
+    with pytest.raises(ConfigError, match="this machine has no sbatch"):
         experiment.launch("quickstart", [], slurm_options={"account": None})
-    cli.prepare("quickstart", ["name=first"])
+    prepare_new("quickstart", ["name=first"])
     with pytest.raises(ConfigError, match="runs/first exists; choose another name"):
         experiment.launch("quickstart", ["name=first"])
-    # A job goes on with it, and only as far as a resume may change it.
-    assert experiment.check("quickstart", ["name=first", "steps=9"]).config.steps == 9
+    # A job resumes it, and may change only what a resume may change.
+    assert experiment.make_job("quickstart", ["name=first", "steps=9"]).config.steps == 9
     with pytest.raises(ConfigError, match="seed=1: the run has 0"):
-        experiment.check("quickstart", ["name=first", "seed=1"])
+        experiment.make_job("quickstart", ["name=first", "seed=1"])
     saved = yaml.safe_load(Path("runs/first/config.yaml").read_text())
     assert saved["steps"] == 80
 
 
-def test_status_says_how_far_a_run_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_the_progress_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status.shutil, "which", lambda name: None)
     run_dir = Path("runs/first")
     with pytest.raises(ConfigError, match="runs/first: not a run's directory"):
         status.status(run_dir)
-    cli.prepare("quickstart", ["name=first", "steps=40"])
-    goes_on = "not running; qurl resume runs/first goes on"
-    assert status.status(run_dir) == f"step 0 of 40, no checkpoint, {goes_on}"
+    prepare_new("quickstart", ["name=first", "steps=40"])
+    stopped = "not running; to resume: qurl resume runs/first"
+    assert status.status(run_dir) == f"step 0 of 40, no checkpoint, {stopped}"
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
     for name in ("step_000001", "step_000002.partial"):
         (run_dir / "checkpoints" / name).mkdir(parents=True)
-    come = "step 2 of 40, newest checkpoint step_000001"
-    assert status.status(run_dir) == f"{come}, {goes_on}"
-    words = [sys.executable, "-c", "input()", "-m", "qurl_megatron.loop.train", "runs/first"]
-    rank = subprocess.Popen(words, stdin=subprocess.PIPE)
+    progress = "step 2 of 40, newest checkpoint step_000001"
+    assert status.status(run_dir) == f"{progress}, {stopped}"
+    command = [sys.executable, "-c", "input()", "-m", "qurl_megatron.loop.train", "runs/first"]
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
-        assert status.status(run_dir) == f"{come}, running here"
+        assert status.status(run_dir) == f"{progress}, running here"
     finally:
         rank.communicate(b"\n")
     (run_dir / "summary.json").write_text("{}")
     assert status.status(run_dir) == "step 2 of 40, finished"
 
 
-def test_logs_are_those_of_the_last_start() -> None:
+def test_newest_logs_are_those_of_the_last_start() -> None:
     logs = Path("runs/first/logs")
-    with pytest.raises(ConfigError, match="no logs"):
+    with pytest.raises(ConfigError, match="the run has no logs"):
         status.newest_logs(Path("runs/first"))
     for directory in (logs, logs / "resumed_2", logs / "resumed_10"):
         directory.mkdir(parents=True)
@@ -266,28 +285,45 @@ def test_logs_are_those_of_the_last_start() -> None:
     ]
 
 
-def nemorun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("nemorun"), "qurl", "train", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def nemorun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return the `nemorun qurl train` command, which finds recipes by the package's entry point."""
+
+    def nemorun(*words: str) -> None:
+        from nemo_run.cli.api import create_cli
+
+        monkeypatch.setattr(sys, "argv", ["nemorun", "qurl", "train", *words])
+        create_cli()(standalone_mode=False)
+
+    return nemorun
 
 
-def test_nemorun_finds_every_recipe_by_the_entry_point() -> None:
-    ended = nemorun("--factory", "no_such_recipe", "--yes")
-    assert ended.returncode == 2
-    assert ended.stderr == f"qurl: --factory no_such_recipe: recipes are {', '.join(RECIPES)}\n"
+def test_nemorun_refuses_an_unknown_recipe_and_lists_those_it_has(
+    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        nemorun("--factory", "no_such_recipe", "--yes")
+    assert ended.value.code == 2
+    expected = f"qurl: --factory no_such_recipe: recipes are {', '.join(RECIPES)}\n"
+    assert capsys.readouterr().err == expected
 
 
-def test_nemorun_shows_a_recipe_with_the_fields_that_were_set() -> None:
+def test_nemorun_shows_a_recipe_with_the_fields_that_were_set(
+    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["name=first", "steps=7", "quantization.uaq.scale=2"]
-    ended = nemorun("--factory", "quickstart", *words, "--dryrun", "--yes")
-    assert ended.returncode == 0, ended.stderr
-    for shown in ("steps=7,", "scale=2.0,", "objective='acr'", "name='first'"):
-        assert shown in ended.stdout
+    nemorun("--factory", "quickstart", *words, "--dryrun", "--yes")
+    shown = capsys.readouterr().out
+    for text in ("steps=7,", "scale=2.0,", "objective='acr'", "name='first'"):
+        assert text in shown
     assert not Path("runs").exists()
 
 
-def test_nemorun_names_a_mistyped_field_in_one_line() -> None:
-    ended = nemorun("--factory", "quickstart", "stepz=1", "--yes")
-    assert ended.returncode == 2
-    assert ended.stderr == "qurl: stepz: no such field; did you mean steps?\n"
+def test_nemorun_refuses_a_mistyped_field_in_one_line(
+    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        nemorun("--factory", "quickstart", "stepz=1", "--yes")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "qurl: stepz: no such field; did you mean steps?\n"
     assert list(Path.cwd().iterdir()) == []

@@ -1,4 +1,4 @@
-"""What launchers decide before they start anything; tests/slurm runs real jobs."""
+"""Decisions that launchers make before they start anything; tests/slurm runs real jobs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from launch import slurm, slurm_task
-from launch.attempt import Attempt, wanted_servers
-from launch.slurm import JobPlan, NodePlan
+from launch.attempt import Attempt
+from launch.placement import JobPlan, NodePlan, make_plan, server_specs, smallest_plan
+from launch.prepare import check_name, prepare_resume_or_new
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -22,20 +23,20 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.process import free_port
 
 
-def config_of(ranks: int, servers: int, gpus_a_server: int, problems: int = 0) -> Config:
+def config_of(ranks: int, servers: int, gpus_per_server: int, problems: int = 0) -> Config:
     config = Config(
         learner=LearnerConfig(tensor_parallel_size=ranks),
         rollout=RolloutConfig(
-            servers=servers, server=ServerConfig(tensor_parallel_size=gpus_a_server)
+            servers=servers, server=ServerConfig(tensor_parallel_size=gpus_per_server)
         ),
     )
     config.evaluation.problems = problems
     return config
 
 
-def test_ranks_and_servers_are_spread_evenly_and_each_node_needs_a_gpu_for_each() -> None:
-    config = config_of(ranks=8, servers=3, gpus_a_server=2, problems=64)
-    plan = slurm.make_plan(config, 0, ["a", "b"], ["c", "d"], port=1)
+def test_ranks_and_servers_spread_evenly_and_each_node_needs_a_gpu_for_each() -> None:
+    config = config_of(ranks=8, servers=3, gpus_per_server=2, problems=64)
+    plan = make_plan(config, 0, ["a", "b"], ["c", "d"], port=1)
     assert plan.nodes == [
         NodePlan("a", gpus=4, ranks=4),
         NodePlan("b", gpus=4, ranks=4),
@@ -44,14 +45,14 @@ def test_ranks_and_servers_are_spread_evenly_and_each_node_needs_a_gpu_for_each(
     ]
 
 
-def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = slurm.make_plan(config_of(2, 1, 1), 3, ["a"], ["b"], port=1)
+def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
+    plan = make_plan(config_of(2, 1, 1), 3, ["a"], ["b"], port=1)
     plan.save(tmp_path / "plan.json")
     read = JobPlan.load(tmp_path / "plan.json")
     assert (read.token, read.attempt, read.master_address) == (plan.token, 3, "a")
     assert [node.ranks for node in read.nodes] == [2, 0]
     mode = (tmp_path / "plan.json").stat().st_mode
-    assert stat.S_IMODE(mode) == 0o600  # there is a key in it
+    assert stat.S_IMODE(mode) == 0o600  # it has the API key
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,31 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         (2, 3, "rollout.servers=2: 3 rollout nodes"),
     ],
 )
-def test_what_does_not_come_out_even_is_refused(
-    learner_nodes: int, rollout_nodes: int, message: str
-) -> None:
+def test_an_uneven_spread_is_refused(learner_nodes: int, rollout_nodes: int, message: str) -> None:
     names = [str(number) for number in range(learner_nodes + rollout_nodes)]
     with pytest.raises(ConfigError, match=message):
-        slurm.make_plan(config_of(8, 2, 1), 0, names[:learner_nodes], names[learner_nodes:], port=1)
+        make_plan(config_of(8, 2, 1), 0, names[:learner_nodes], names[learner_nodes:], port=1)
+
+
+def test_smallest_plan_has_the_fewest_nodes_that_hold_the_ranks_and_servers() -> None:
+    learner, rollout = smallest_plan(config_of(16, 5, 4, problems=1), gpus_per_node=8)
+    assert [node.ranks for node in learner] == [8, 8]
+    assert [len(node.servers) for node in rollout] == [2, 2, 2]
+    assert [node.gpus for node in rollout] == [8, 8, 5]  # the evaluation server has its own GPU
+    learner, rollout = smallest_plan(config_of(1, 1, 1), gpus_per_node=8)
+    assert ([node.gpus for node in learner], [node.gpus for node in rollout]) == ([1], [1])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of(9, 1, 1), "its 9 ranks do not divide"),
+        (config_of(8, 1, 16), "rollout.server.tensor_parallel_size=16: a server must fit on one"),
+    ],
+)
+def test_a_run_that_fits_on_no_number_of_nodes_is_refused(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        smallest_plan(config, gpus_per_node=8)
 
 
 def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
@@ -79,22 +99,22 @@ def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
         "SLURM_JOB_CPUS_PER_NODE": "64(x2),32",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    learner, rollout = slurm.parts(environment, world_size=8)
+    learner, rollout = slurm.node_groups(environment, world_size=8)
     assert (learner.nodes, rollout.nodes, learner.cpus) == (["a", "b"], ["c"], 32)
-    with pytest.raises(ConfigError, match="12 ranks take 3 nodes of 4 GPUs, and at least one is"):
-        slurm.parts(environment, world_size=12)
+    with pytest.raises(ConfigError, match="12 ranks take 3 nodes of 4 GPUs, and at least one more"):
+        slurm.node_groups(environment, world_size=12)
     with pytest.raises(ConfigError, match="ask for --gpus-per-node"):
-        slurm.parts({**environment, "SLURM_GPUS_ON_NODE": "0"}, world_size=8)
+        slurm.node_groups({**environment, "SLURM_GPUS_ON_NODE": "0"}, world_size=8)
 
 
-def test_every_server_of_every_attempt_has_random_numbers_of_its_own() -> None:
-    config = config_of(1, servers=2, gpus_a_server=1)
+def test_every_server_in_every_attempt_has_its_own_seed() -> None:
+    config = config_of(1, servers=2, gpus_per_server=1)
     seeds = [Attempt(config, n).server_seed(i) for n in range(3) for i in range(2)]
     assert len(set(seeds)) == 6 and seeds[0] == config.seed
-    assert [one.index for one in wanted_servers(config)] == [0, 1]
+    assert [spec.index for spec in server_specs(config)] == [0, 1]
 
 
-def test_the_lead_of_the_signal_comes_from_the_longest_step_and_save(tmp_path: Path) -> None:
+def test_the_signal_leads_by_the_longest_step_and_save(tmp_path: Path) -> None:
     assert slurm.signal_lead_s(tmp_path) == slurm.LEAD_UNMEASURED_S
     steps = [{"step": 1, "time_rollout_s": 100.0, "time_update_s": 20.0}, {"time_rollout_s": 90.0}]
     saves = [{"step": 1, "time_write_s": 30.0}, {"step": 2, "time_write_s": 45.0}]
@@ -103,16 +123,16 @@ def test_the_lead_of_the_signal_comes_from_the_longest_step_and_save(tmp_path: P
     assert slurm.signal_lead_s(tmp_path) == 60 + 120 + 45
 
 
-def test_gpus_that_slurm_or_the_driver_lacks_are_counted() -> None:
+def test_missing_gpus_are_counted_by_slurm_and_by_the_driver() -> None:
     assert slurm_task.gpu_problems(needed=2, granted=2, installed=None) == []
     (problem,) = slurm_task.gpu_problems(needed=2, granted=1, installed=None)
     assert "granted 1 GPUs, 2 are needed" in problem
     (problem,) = slurm_task.gpu_problems(needed=2, granted=8, installed=7)
-    assert "granted 8 GPUs, the driver finds 7" in problem
+    assert "granted 8 GPUs, the driver shows 7" in problem
 
 
 def preflight(directory: Path, plan: JobPlan, token: str) -> list[str]:
-    """What the preflight of this machine, called `here`, reports."""
+    """Return the preflight report of this machine, as the node `here`."""
     (directory / "preflight").mkdir()
     plan.save(directory / "plan.json")
     slurm_task.preflight(directory, token)
@@ -134,38 +154,49 @@ def as_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-def test_preflight_passes_a_node_that_has_what_it_needs(as_node: None, tmp_path: Path) -> None:
+def test_preflight_reports_nothing_for_a_good_node(as_node: None, tmp_path: Path) -> None:
     plan = JobPlan("token", "key", 0, "here", free_port(), [NodePlan("here", gpus=2, ranks=2)])
     assert preflight(tmp_path, plan, "token") == []
 
 
-def test_preflight_names_everything_that_is_wrong_with_a_node(
-    as_node: None, tmp_path: Path
-) -> None:
+def test_preflight_reports_every_problem_of_a_node(as_node: None, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         port = taken.getsockname()[1]
         nodes = [NodePlan("here", gpus=4, ranks=4), NodePlan("there", gpus=1)]
-        found = preflight(tmp_path, JobPlan("other", "key", 0, "here", port, nodes), "token")
-    assert [problem.split(":")[0].split(",")[0] for problem in found] == [
-        f"{tmp_path} is not the one this job writes to",
+        problems = preflight(tmp_path, JobPlan("other", "key", 0, "here", port, nodes), "token")
+    assert [problem.split(":")[0].split(",")[0] for problem in problems] == [
+        f"{tmp_path} is not the directory of this job",
         "Slurm granted 2 GPUs",
         "cannot resolve there",
         f"port {port} is not free",
     ]
 
 
-def test_a_container_is_used_where_one_is_named() -> None:
-    assert slurm.container({}) == []
-    words = slurm.container({"QURL_CONTAINER_IMAGE": "i.sqsh", "QURL_CONTAINER_MOUNTS": "/d:/d"})
-    assert "--container-image=i.sqsh" in words and "--container-mounts=/d:/d" in words
+def test_steps_run_in_the_container_that_the_environment_names() -> None:
+    assert slurm.container_options({}) == []
+    options = slurm.container_options(
+        {"QURL_CONTAINER_IMAGE": "i.sqsh", "QURL_CONTAINER_MOUNTS": "/d:/d"}
+    )
+    assert "--container-image=i.sqsh" in options and "--container-mounts=/d:/d" in options
 
 
-def test_steps_are_not_told_what_sbatch_was_asked_for() -> None:
+def test_steps_do_not_inherit_the_options_of_sbatch() -> None:
     environment = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "8", "SLURM_JOB_ID": "7"}
     assert slurm.step_environment(environment) == {"SLURM_JOB_ID": "7"}
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="name=: missing"):
-        slurm.prepared("quickstart", ["steps=1"])
+        prepare_resume_or_new("quickstart", ["steps=1"])
+
+
+@pytest.mark.parametrize("name", ["$(touch x)", "a;b", "a b", "a\nb", "../a", "-a", ".a", "a%j"])
+def test_a_name_that_is_unsafe_in_a_shell_or_a_path_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="use letters, digits and"):
+        check_name(name)
+
+
+def test_names_of_default_runs_and_sweeps_are_accepted() -> None:
+    for name in ("first", "grpo-20250101-120000", "sweep-acr-int8-1.5", "x-_a_b.jsonl", "a+b"):
+        check_name(name)

@@ -1,8 +1,8 @@
-"""A real Slurm of several nodes on this machine: munged, slurmctld and a slurmd a node.
+"""A real Slurm of several nodes on this machine: munged, slurmctld and one slurmd per node.
 
-Every node has a hostname, an address and fake GPUs of its own (character devices that nobody opens)
-and is this machine in all else. Nothing is written outside the cluster's directory, which is to be
-under a path that only root can write to, for munged's sake.
+Every node has its own hostname, address and fake GPUs (character devices that no process opens) and
+shares the rest of this machine. Nothing is written outside the cluster's directory. munged requires
+that only root can write to the path of that directory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from qurl_megatron.process import free_port
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]
 NODES = ["n1", "n2", "n3", "n4"]
-GPUS = 2  # a node
+GPUS_PER_NODE = 2
 START_TIMEOUT_S = 60.0
 
 
-def missing() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
-    lacking = [name for name in PROGRAMS if not shutil.which(name)]
-    if lacking:
-        return f"no Slurm here (no {', '.join(lacking)}): apt-get update && {INSTALL}"
-    return None if os.geteuid() == 0 else "Slurm's daemons are started as root here"
+def reason_to_skip() -> str | None:
+    """Return why Slurm cannot be started on this machine, or None if it can."""
+    missing = [name for name in PROGRAMS if not shutil.which(name)]
+    if missing:
+        return f"Slurm is not installed (no {', '.join(missing)}): apt-get update && {INSTALL}"
+    return None if os.geteuid() == 0 else "these tests start Slurm's daemons and need root"
 
 
 @dataclass
 class Job:
-    """A submitted job; `id` is that of its first component."""
+    """A submitted job; `id` is the number of its first component."""
 
     cluster: Cluster
     id: str
@@ -47,21 +47,21 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
     def state(self) -> str:
-        """PENDING, RUNNING, COMPLETED, FAILED, ..., of the first component."""
+        """Return the state of the first component: PENDING, RUNNING, COMPLETED, FAILED, ..."""
         return self.show("JobState")
 
     def exit_code(self) -> int:
-        """Of a job that has ended."""
+        """Return the exit code of a job that has ended."""
         return int(self.show("ExitCode").partition(":")[0])
 
     def show(self, field: str) -> str:
-        said = self.cluster.call("scontrol", "show", "job", self.id).split()
-        return next(word.partition("=")[2] for word in said if word.startswith(f"{field}="))
+        shown = self.cluster.call("scontrol", "show", "job", self.id).split()
+        return next(word.partition("=")[2] for word in shown if word.startswith(f"{field}="))
 
 
 class Cluster:
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
-        """Start it; `environment` is that of every command and job."""
+        """Start the cluster; every command and job gets `environment`."""
         self.directory = directory
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {**environment, "SLURM_CONF": str(directory / "slurm.conf")}
@@ -73,7 +73,7 @@ class Cluster:
             self._start("slurmctld", ["slurmctld", "-D"])
             for node in NODES:
                 self.start_node(node)
-            self.wait_for(self._states, idle, what="up")
+            self.wait_for(self._states, all_idle, what="up")
         except BaseException:
             self.close()
             raise
@@ -86,20 +86,20 @@ class Cluster:
         return done.stdout
 
     def submit(self, directory: Path, *words: str | Path) -> Job:
-        """sbatch from a directory, which has its logs."""
+        """Submit a job from a directory; its logs go to `logs` there."""
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         number = self.call("sbatch", "--parsable", *words, cwd=directory).strip().split(";")[0]
         return Job(self, number, directory / "logs" / f"qurl-{number}.out")
 
     def wait_for(self, look, good, timeout_s: float = START_TIMEOUT_S, what: str = "") -> None:
-        """Return once `good(look())`; the last thing seen is in the failure."""
+        """Wait until `good(look())`; a failure shows the last value of `look()`."""
         deadline = time.monotonic() + timeout_s
         while not good(seen := look()):
             assert time.monotonic() < deadline, f"not {what} in {timeout_s} s:\n{seen}"
             time.sleep(0.2)
 
     def start_node(self, node: str) -> None:
-        """A slurmd with a hostname of its own, which is in its hosts file with the others'."""
+        """Start a slurmd with its own hostname and a hosts file of all nodes."""
         script = (
             f"hostname {node} && mount --bind {self.directory}/hosts /etc/hosts "
             f"&& exec slurmd -D -N {node}"
@@ -108,34 +108,34 @@ class Cluster:
         self._start(node, ["unshare", "--uts", "--mount", "sh", "-c", script])
 
     def kill_node(self, node: str) -> None:
-        """As a power loss would: slurmd and every process of the node, at once."""
+        """Kill slurmd and every process of the node at once, like a power loss."""
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._daemons.pop(node).wait()
 
     def processes(self, node: str) -> list[psutil.Process]:
-        """All that run on a node: those with its hostname."""
-        own = os.readlink(f"/proc/{self._daemons[node].pid}/ns/uts")
-        found = []
+        """Return the processes on a node: those in its hostname's namespace."""
+        namespace = os.readlink(f"/proc/{self._daemons[node].pid}/ns/uts")
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if os.readlink(f"/proc/{process.pid}/ns/uts") == own:
-                    found.append(process)
-        return found
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == namespace:
+                    processes.append(process)
+        return processes
 
     def tasks(self, node: str, role: str, rank: int) -> list[psutil.Process]:
-        """The task of a run on a node, without the processes it has started."""
-        found = []
+        """Return the task of a rank on a node, without the processes it has started."""
+        tasks = []
         for process in self.processes(node):
             parent = process.parent()
             if parent and "slurmstepd" in parent.name() and role in process.cmdline():
                 if process.environ().get("SLURM_PROCID") == str(rank):
-                    found.append(process)
-        return found
+                    tasks.append(process)
+        return tasks
 
     def left_over(self) -> list[str]:
-        """Command lines of Python processes on the nodes, of which no job is to leave any."""
+        """Return the command lines of Python processes on the nodes; a job must leave none."""
         return [
             " ".join(process.cmdline())
             for node in NODES
@@ -145,15 +145,15 @@ class Cluster:
         ]
 
     def cancel_all(self) -> None:
-        """End what a test has left, its jobs and what waits for them."""
+        """Cancel all jobs that a test has left, and start the nodes it has killed."""
         for node in NODES:
             if node not in self._daemons:
                 self.start_node(node)
         self.call("scancel", "--user=root")
-        self.wait_for(self._states, idle, 120, "idle")
+        self.wait_for(self._states, all_idle, 120, "idle")
 
     def close(self) -> None:
-        """End every daemon and every process of the nodes; their mounts end with them."""
+        """End every daemon and every process of the nodes, and with them their mounts."""
         for node in NODES:
             if node in self._daemons:
                 self.kill_node(node)
@@ -162,7 +162,7 @@ class Cluster:
             daemon.wait(30)
 
     def _states(self) -> list[str]:
-        """Of each node, once for each of its partitions."""
+        """Return the state of each node, once for each of its partitions."""
         return self.call("sinfo", "-h", "-N", "-o", "%t").split()
 
     def _configure(self) -> None:
@@ -172,7 +172,7 @@ class Cluster:
         (here / "hosts").write_text(Path("/etc/hosts").read_text() + own)
         nodes = "".join(
             f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={free_port()} CPUs=16 "
-            f"RealMemory=4000 Gres=gpu:{GPUS}\n"
+            f"RealMemory=4000 Gres=gpu:{GPUS_PER_NODE}\n"
             for node, address in addresses.items()
         )
         (here / "slurm.conf").write_text(f"""\
@@ -212,10 +212,10 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 """)
         devices = here / "devices"
         devices.mkdir()
-        for number in range(GPUS):
+        for number in range(GPUS_PER_NODE):
             os.mknod(devices / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
         (here / "gres.conf").write_text(
-            f"Name=gpu File={devices}/gpu[0-{GPUS - 1}] Flags=nvidia_gpu_env\n"
+            f"Name=gpu File={devices}/gpu[0-{GPUS_PER_NODE - 1}] Flags=nvidia_gpu_env\n"
         )
 
     def _start_munge(self) -> None:
@@ -245,5 +245,5 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
             )
 
 
-def idle(states: list[str]) -> bool:
+def all_idle(states: list[str]) -> bool:
     return set(states) == {"idle"}

@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing
+from cluster import Cluster, reason_to_skip
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def cluster(slurm: Cluster) -> Iterator[Cluster]:
-    """The Slurm of this session, idle before and after a test."""
+    """Return the session's Slurm, idle before and after each test."""
     yield slurm
     slurm.cancel_all()
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """A Slurm of four nodes."""
-    if why := missing():
-        pytest.skip(why)
+    """Start a Slurm of four nodes, or skip the tests."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
     directory = Path(tempfile.mkdtemp(prefix="qurl-slurm-"))
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: real Slurm, learner and servers, a tiny model, nodes that die for real."""
+"""Runs as Slurm jobs, with real Slurm, learner, servers and node failures, on a tiny model."""
 
 from __future__ import annotations
 
@@ -8,46 +8,16 @@ import stat
 import sys
 from pathlib import Path
 
-from cluster import Cluster, Job
+from cluster import Cluster
+from runs import WORDS, metrics_of, wait_for_end, wait_for_text
 
-from e2e.running import SMALL
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
 SCRIPTS = Path(__file__).parents[2] / "launch"
-TIMEOUT_S = 900.0  # a start is a minute on an idle machine
-WORDS = [
-    "quickstart",
-    *SMALL,
-    "rollout.server.mem_fraction_static=0.6",  # other servers take memory while one starts
-]
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for_text(job: Job, pattern: str, count: int = 1) -> None:
-    """Until the job's output has `pattern` that many times; fails when the job ends before."""
-
-    def look() -> str:
-        text = job.text()
-        if text.count(pattern) < count:
-            state = job.state()
-            assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), f"{state}:\n{text}"
-        return text
-
-    job.cluster.wait_for(look, lambda text: text.count(pattern) >= count, TIMEOUT_S, repr(pattern))
-
-
-def wait_for_end(job: Job) -> str:
-    """The state the job came to."""
-    ends = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
-    job.cluster.wait_for(job.state, lambda state: state in ends, TIMEOUT_S, "ended")
-    return job.state()
-
-
-def test_a_job_told_to_stop_is_requeued_and_goes_on_at_that_step_until_it_completes(
+def test_a_job_told_to_stop_is_requeued_and_resumes_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
@@ -75,9 +45,9 @@ def test_a_job_told_to_stop_is_requeued_and_goes_on_at_that_step_until_it_comple
     stopped_at = read_state(saved).step
     assert 3 <= stopped_at < 90
     before = metrics_of(run_dir)
-    assert len(before) == stopped_at  # not a step is lost
+    assert len(before) == stopped_at  # no step is lost
 
-    # Restarted, told again, and now at its last restart.
+    # The restarted job is told to stop again, and has no restarts left.
     wait_for_text(job, f"resuming after step {stopped_at}")
     assert job.show("Restarts") == "1"
     wait_for_text(job, f"step {stopped_at + 2}/")
@@ -86,7 +56,7 @@ def test_a_job_told_to_stop_is_requeued_and_goes_on_at_that_step_until_it_comple
     assert job.exit_code() == STOPPED_EARLY == 75
     assert "not finished after 1 restarts, and no more are allowed" in job.text()
 
-    # The next of the chain completes the run, and the one after it finds nothing to do.
+    # The next job of the chain completes the run, and the one after it has nothing to do.
     assert wait_for_end(chained) == "COMPLETED", chained.text()
     after = metrics_of(run_dir)
     assert [step["step"] for step in after] == list(range(1, 101))
@@ -106,7 +76,7 @@ def lead_command(run_dir: Path) -> list[str | Path]:
     return [sys.executable, "-m", "launch.slurm", "lead", run_dir]
 
 
-def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
+def test_a_death_ends_the_job_with_its_reason_and_the_next_job_resumes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     words = [*WORDS, "steps=100000", "checkpoint.every_steps=2"]
@@ -126,25 +96,25 @@ def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
     assert "task 1: Killed" in first.text()
     assert cluster.left_over() == []
 
-    # The next of the chain goes on from its checkpoint, and loses a rollout node.
+    # The next job of the chain resumes from its checkpoint, and loses a rollout node.
     done = read_state(list_checkpoints(run_dir)[-1]).step
     wait_for_text(second, f"resuming after step {done}")
     wait_for_text(second, f"step {done + 5}/")
     cluster.kill_node("n2")
     wait_for_text(second, "side ended with code")
     assert "server http://127.0.1.2" in second.text()  # the learner lost it
-    cluster.start_node("n2")  # without it Slurm cannot tell that the job is gone from there
+    cluster.start_node("n2")  # without it Slurm cannot tell that the job has ended there
     assert wait_for_end(second) == "FAILED"
     assert second.exit_code() == 1
     assert cluster.left_over() == []
 
-    # Preempted: saved at once, whatever the schedule, and requeued until the nodes are free.
+    # A preempted job saves at once, whatever the schedule, and is requeued until nodes are free.
     third = cluster.submit(tmp_path, *nodes, script, *words, "checkpoint.every_steps=100000")
     done = read_state(list_checkpoints(run_dir)[-1]).step
     wait_for_text(third, f"resuming after step {done}")
     wait_for_text(third, f"step {done + 3}/")
     urgent = ["--partition=high", "--exclusive", "--nodes=2", "--nodelist=n1,n2", "--output=urgent"]
-    cluster.call("sbatch", *urgent, "--wrap=sleep 5", cwd=tmp_path)
+    cluster.call("sbatch", *urgent, "--wrap=true", cwd=tmp_path)
     wait_for_text(third, "requeueing job")
     stopped_at = read_state(list_checkpoints(run_dir)[-1]).step
     assert stopped_at >= done + 3
@@ -152,7 +122,7 @@ def test_a_death_ends_the_job_with_its_reason_and_the_next_goes_on(
     wait_for_text(third, f"resuming after step {stopped_at}")
     wait_for_text(third, f"step {stopped_at + 1}/")
 
-    # Cancelled: saved as well, and not requeued.
+    # A cancelled job saves too, and is not requeued.
     cluster.call("scancel", third.id)
     assert wait_for_end(third) == "CANCELLED"
     assert "not requeued" in third.text()

@@ -1,4 +1,4 @@
-"""`qurl launch --executor slurm`: nemo-run's experiment as a job of the real Slurm."""
+"""`qurl launch --executor slurm`: a nemo-run experiment as a job of a real Slurm."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 from cluster import Cluster, Job
-from test_jobs import WORDS, wait_for_end, wait_for_text
+from runs import WORDS, wait_for_end, wait_for_text
 
 from e2e.running import QURL
 
-TIMEOUT_S = 300.0  # of a command: nemo-run's imports take seconds on an idle machine
+TIMEOUT_S = 300.0  # for a command; importing nemo-run takes seconds on an idle machine
 
 
 def test_a_launched_run_is_a_job_that_is_requeued_when_told_to_stop_and_completes(
@@ -21,12 +21,12 @@ def test_a_launched_run_is_a_job_that_is_requeued_when_told_to_stop_and_complete
         return cluster.call(QURL, *words, cwd=tmp_path, timeout_s=TIMEOUT_S)
 
     options = ["--executor=slurm", "--partition=low", "--gpus-per-node=2", "--heterogeneous"]
-    said = qurl("launch", *WORDS, "steps=100", "checkpoint.every_steps=1000", *options)
-    number = re.fullmatch(r"runs/run: job (\d+)\n", said)
-    assert number, said
+    output = qurl("launch", *WORDS, "steps=100", "checkpoint.every_steps=1000", *options)
+    number = re.fullmatch(r"runs/run: job (\d+)\n", output)
+    assert number, output
     (directory,) = (tmp_path / "runs" / ".nemo_run" / "experiments" / "run").iterdir()
-    output = directory / "run" / f"sbatch_qurl.run-0_{number[1]}.out"
-    job = Job(cluster, number[1], output)
+    log = directory / "run" / f"sbatch_qurl.run-0_{number[1]}.out"
+    job = Job(cluster, number[1], log)
     wait_for_text(job, "step 3/")
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
     wait_for_text(job, "requeueing job")
@@ -34,7 +34,7 @@ def test_a_launched_run_is_a_job_that_is_requeued_when_told_to_stop_and_complete
     assert re.match(
         rf"runs/run: step \d+ of 100, newest checkpoint step_\d+, job {job.id} ", status
     )
-    assert f"==> {output} <==" in qurl("logs", "runs/run")
+    assert f"==> {log} <==" in qurl("logs", "runs/run")
     wait_for_text(job, "resuming after step")
     assert wait_for_end(job) == "COMPLETED", job.text()
 

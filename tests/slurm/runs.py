@@ -1,0 +1,41 @@
+"""The run that the tests submit as a job; functions that wait for its output and its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cluster import Job
+
+from e2e.running import SMALL
+
+TIMEOUT_S = 900.0  # one start takes a minute on an idle machine
+WORDS = [
+    "quickstart",
+    *SMALL,
+    "rollout.server.mem_fraction_static=0.6",  # other servers take memory while one starts
+]
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_text(job: Job, pattern: str, count: int = 1) -> None:
+    """Wait until the job's output has `pattern` that many times; fail if the job ends first."""
+
+    def look() -> str:
+        text = job.text()
+        if text.count(pattern) < count:
+            state = job.state()
+            assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), f"{state}:\n{text}"
+        return text
+
+    job.cluster.wait_for(look, lambda text: text.count(pattern) >= count, TIMEOUT_S, repr(pattern))
+
+
+def wait_for_end(job: Job) -> str:
+    """Wait until the job has ended; return its last state."""
+    ends = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+    job.cluster.wait_for(job.state, lambda state: state in ends, TIMEOUT_S, "ended")
+    return job.state()

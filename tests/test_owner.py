@@ -1,0 +1,102 @@
+"""A run directory has one owner at a time, and loses it when the owner's process dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch import local, slurm
+from launch.owner import FILE_NAME, claim
+from qurl_megatron import cli
+from qurl_megatron.config.overrides import save
+from qurl_megatron.config.schema import Config, ConfigError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Make a run's directory with its config.yaml."""
+    config = Config(output_dir=str(tmp_path), name="first")
+    config.run_dir.mkdir()
+    save(config, config.run_dir / "config.yaml")
+    return config
+
+
+def test_a_second_launcher_is_refused_with_pid_and_host_until_the_first_ends(
+    tmp_path: Path,
+) -> None:
+    with claim(tmp_path):
+        with pytest.raises(ConfigError) as refused:
+            claim(tmp_path)
+    name = f"process {os.getpid()} on {socket.gethostname()}"
+    expected = f"{tmp_path}: {name} works on this run; wait for it to end, or stop it"
+    assert str(refused.value) == expected
+    claim(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda config: local.run(config),
+        lambda config: slurm.run(config, max_restarts=0),
+        lambda config: cli.app(["resume", str(config.run_dir), "steps=9"]),
+    ],
+    ids=["train", "slurm", "resume"],
+)
+def test_no_launcher_starts_or_changes_anything_in_a_directory_with_an_owner(
+    start: Any, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = (config.run_dir / "config.yaml").read_text()
+    with claim(config.run_dir), pytest.raises(SystemExit) as ended:
+        start(config)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"qurl: {config.run_dir}: process {os.getpid()} on ")
+    assert {path.name for path in config.run_dir.iterdir()} == {"config.yaml", FILE_NAME}
+    assert (config.run_dir / "config.yaml").read_text() == saved
+
+
+def test_a_killed_owner_leaves_the_directory_free(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from launch.owner import claim\n"
+        "file = claim(Path(sys.argv[1])); print('claimed', flush=True); input()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"claimed\n"
+        with pytest.raises(ConfigError, match=f"process {owner.pid} on"):
+            claim(tmp_path)
+        owner.kill()
+    claim(tmp_path).close()
+
+
+def test_without_flock_a_recorded_process_is_the_owner_while_it_runs_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_flock(file: object, operation: int) -> None:
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        record = {
+            "host": socket.gethostname(),
+            "pid": other.pid,
+            "started": psutil.Process(other.pid).create_time(),
+        }
+        (tmp_path / FILE_NAME).write_text(json.dumps(record))
+        with pytest.raises(ConfigError, match=f"process {other.pid} on"):
+            claim(tmp_path)
+        for change in ({"host": "another"}, {"started": 0.0}):  # not known, and another process
+            (tmp_path / FILE_NAME).write_text(json.dumps({**record, **change}))
+            claim(tmp_path).close()
+        other.kill()
+    (tmp_path / FILE_NAME).write_text(json.dumps(record))
+    claim(tmp_path).close()
