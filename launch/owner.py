@@ -19,9 +19,8 @@ import socket
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
-
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.process import start_ticks
 
 FILE_NAME = "owner.json"
 
@@ -46,12 +45,27 @@ def claim(run_dir: Path) -> TextIO:
         file.close()
         name = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
         raise ConfigError(f"{run_dir}: {name} works on this run; wait for it to end, or stop it")
-    own = psutil.Process()
-    owner = {"host": socket.gethostname(), "pid": own.pid, "started": own.create_time()}
+    pid = os.getpid()
+    owner = {"host": socket.gethostname(), "pid": pid, "start_ticks": start_ticks(pid)}
     file.truncate(0)
     file.write(json.dumps(owner) + "\n")
     file.flush()
     return file
+
+
+def is_owned(run_dir: Path) -> bool:
+    """Return whether a launcher, as far as this machine can see, works in a run directory."""
+    try:
+        with (run_dir / FILE_NAME).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # the file system has no flock
+        with (run_dir / FILE_NAME).open() as file:
+            return _runs_here(_read(file))
 
 
 def _read(file: TextIO) -> dict[str, Any]:
@@ -67,7 +81,4 @@ def _runs_here(owner: dict[str, Any]) -> bool:
     """Return whether a recorded owner is another process of this machine that still runs."""
     if owner.get("host") != socket.gethostname() or owner["pid"] == os.getpid():
         return False
-    try:
-        return psutil.Process(owner["pid"]).create_time() == owner["started"]
-    except psutil.NoSuchProcess:
-        return False
+    return start_ticks(owner["pid"]) == owner["start_ticks"]

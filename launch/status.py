@@ -1,15 +1,13 @@
-"""Progress of a run, from its directory, this machine's processes and Slurm's queue."""
+"""Progress of a run, from its directory, its owner and Slurm's queue."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
-
+from launch.owner import is_owned
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import PARTIAL, read_json_lines
@@ -35,7 +33,7 @@ def status(run_dir: Path) -> str:
         path.name for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
     )
     checkpoint = f"newest checkpoint {saved[-1]}" if saved else "no checkpoint"
-    running = ", ".join(jobs) or ("running here" if is_running_here(run_dir) else "")
+    running = ", ".join(jobs) or ("running here" if is_owned(run_dir) else "")
     state = running or f"not running; to resume: qurl resume {run_dir}"
     return f"{progress}, {checkpoint}, {state}"
 
@@ -59,17 +57,6 @@ def slurm_jobs(run_dir: Path) -> list[str]:
             detail = f" ({reason})" if state == "PENDING" else ""
             jobs.setdefault(number, f"job {number} {state.lower()}{detail}")
     return list(jobs.values())
-
-
-def is_running_here(run_dir: Path) -> bool:
-    """Return whether a learner rank of this run is among this machine's processes."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            command = process.cmdline()
-            if "qurl_megatron.loop.train" in command:
-                if Path(process.cwd(), command[-1]).resolve() == run_dir.resolve():
-                    return True
-    return False
 
 
 def newest_logs(run_dir: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from launch import experiment, status
+from launch.owner import claim
 from launch.placement import server_specs
 from launch.prepare import prepare_new
 from qurl_megatron import cli
@@ -259,12 +260,9 @@ def test_status_shows_the_progress_of_a_run(monkeypatch: pytest.MonkeyPatch) -> 
         (run_dir / "checkpoints" / name).mkdir(parents=True)
     progress = "step 2 of 40, newest checkpoint step_000001"
     assert status.status(run_dir) == f"{progress}, {stopped}"
-    command = [sys.executable, "-c", "input()", "-m", "qurl_megatron.loop.train", "runs/first"]
-    rank = subprocess.Popen(command, stdin=subprocess.PIPE)
-    try:
+    with claim(run_dir):
         assert status.status(run_dir) == f"{progress}, running here"
-    finally:
-        rank.communicate(b"\n")
+    assert status.status(run_dir) == f"{progress}, {stopped}"
     (run_dir / "summary.json").write_text("{}")
     assert status.status(run_dir) == "step 2 of 40, finished"
 

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from launch import local, slurm
 from launch.owner import FILE_NAME, claim
 from qurl_megatron import cli
-from qurl_megatron.config.overrides import save
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.yaml_file import save
+from qurl_megatron.process import start_ticks
 
 
 @pytest.fixture
@@ -89,12 +89,12 @@ def test_without_flock_a_recorded_process_is_the_owner_while_it_runs_on_this_hos
         record = {
             "host": socket.gethostname(),
             "pid": other.pid,
-            "started": psutil.Process(other.pid).create_time(),
+            "start_ticks": start_ticks(other.pid),
         }
         (tmp_path / FILE_NAME).write_text(json.dumps(record))
         with pytest.raises(ConfigError, match=f"process {other.pid} on"):
             claim(tmp_path)
-        for change in ({"host": "another"}, {"started": 0.0}):  # not known, and another process
+        for change in ({"host": "another"}, {"start_ticks": 0}):  # not known, and another process
             (tmp_path / FILE_NAME).write_text(json.dumps({**record, **change}))
             claim(tmp_path).close()
         other.kill()
