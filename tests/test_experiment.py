@@ -185,7 +185,10 @@ def test_a_sweep_of_another_form_is_refused(sweep: str) -> None:
     ("words", "message"),
     [
         (["no_such_recipe"], "no_such_recipe: no such recipe"),
-        (["quickstart", "stepz=1"], "stepz: no such field; did you mean steps?"),
+        (
+            ["quickstart", "stepz=1"],
+            "stepz: no such field; did you mean steps (Number of rollout steps)?",
+        ),
         (["quickstart", "--sweep", "objective.objective=tis,acl"], "objective.objective=acl"),
         (["quickstart", "--executor", "ray"], "--executor ray: executors are local and slurm"),
         (["quickstart", "--account", "a"], "--account: only with --executor slurm"),
@@ -289,5 +292,8 @@ def test_nemorun_shows_a_recipe_with_the_fields_that_were_set() -> None:
 def test_nemorun_names_a_mistyped_field_in_one_line() -> None:
     ended = nemorun("--factory", "quickstart", "stepz=1", "--yes")
     assert ended.returncode == 2
-    assert ended.stderr == "qurl: stepz: no such field; did you mean steps?\n"
+    assert (
+        ended.stderr
+        == "qurl: stepz: no such field; did you mean steps (Number of rollout steps)?\n"
+    )
     assert list(Path.cwd().iterdir()) == []
