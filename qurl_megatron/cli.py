@@ -26,7 +26,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, such as quickstart.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
 Overrides = Annotated[
@@ -35,8 +34,6 @@ Overrides = Annotated[
         metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
     ),
 ]
-
-
 SourceDirectory = Annotated[
     Path, typer.Argument(metavar="SRC", help="Hugging Face directory: config.json, safetensors.")
 ]

@@ -190,7 +190,10 @@ SLURM = ["--executor", "slurm"]
     ("words", "message"),
     [
         (["no_such_recipe"], "no_such_recipe: no such recipe"),
-        (["quickstart", "stepz=1"], "stepz: no such field; did you mean steps?"),
+        (
+            ["quickstart", "stepz=1"],
+            "stepz: no such field; did you mean steps (Number of rollout steps)?",
+        ),
         (["quickstart", "--sweep", "objective.objective=tis,acl"], "objective.objective=acl"),
         (["quickstart", "--executor", "ray"], "--executor ray: executors are local and slurm"),
         (["quickstart", "--account", "a"], "--account: only with --executor slurm"),
@@ -323,5 +326,6 @@ def test_nemorun_refuses_a_mistyped_field_in_one_line(
     with pytest.raises(SystemExit) as ended:
         nemorun("--factory", "quickstart", "stepz=1", "--yes")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "qurl: stepz: no such field; did you mean steps?\n"
+    suggestion = "did you mean steps (Number of rollout steps)?"
+    assert capsys.readouterr().err == f"qurl: stepz: no such field; {suggestion}\n"
     assert list(Path.cwd().iterdir()) == []
