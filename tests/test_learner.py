@@ -97,7 +97,7 @@ def learner_config(layout: tuple[int, ...], **fields: Any) -> LearnerConfig:
     return LearnerConfig(*layout, **fields)
 
 
-def weights_of(learner: Any) -> list[weight_map.Part]:
+def weights_of(learner: Any) -> list[weight_map.TensorPart]:
     from megatron.core import parallel_state
 
     return [
@@ -118,9 +118,9 @@ def weights_of(learner: Any) -> list[weight_map.Part]:
 @dataclass
 class Measured:
     scores: dict[float, tuple[Tensor, Tensor]]
-    first_weights: list[weight_map.Part]
+    first_weights: list[weight_map.TensorPart]
     updates: list[Any]
-    last_weights: list[weight_map.Part]
+    last_weights: list[weight_map.TensorPart]
 
 
 def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measured]:
@@ -235,9 +235,9 @@ def test_every_rank_has_the_same_result(by_rank, name):
                 assert torch.equal(mine, theirs)
 
 
-def gathered(parts_by_rank: list[list[weight_map.Part]]) -> dict[str, Tensor]:
+def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:
     """Full tensors out of every rank's parts; no part may be missing or disagree with a copy."""
-    by_name: dict[str, list[weight_map.Part]] = {}
+    by_name: dict[str, list[weight_map.TensorPart]] = {}
     for part in (part for parts in parts_by_rank for part in parts):
         by_name.setdefault(part.name, []).append(part)
     tensors = {}

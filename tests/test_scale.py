@@ -89,7 +89,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
                 chunks = build_chunks(architecture, LEARNER, Policy)
                 shapes[name].append(
                     [
-                        (rule.megatron[0], layer, tuple(parameter.shape))
+                        (rule.megatron_names[0], layer, tuple(parameter.shape))
                         for _, rule, layer, parameter in parameters_of(chunks, architecture)
                     ]
                 )
@@ -161,7 +161,7 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
     sent: dict[str, torch.Tensor] = {}
     for rule in weight_map.rules(architecture):
         for layer in range(architecture.num_layers) if rule.layered else [None]:
-            for part, tensor_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
+            for part, tensor_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 shape = weight_map.full_shape(part, architecture)
                 sent[tensor_name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
                 if rule.quantized:

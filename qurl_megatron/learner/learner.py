@@ -310,7 +310,7 @@ class Learner:
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         for _, rule, layer, parameter in self._parameters():
             parts = []
-            for part, hf_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
+            for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
                 master = weights.read(hf_name, index).float()
                 parts.append(transform(hf_name, master) if transform else master)
@@ -494,7 +494,7 @@ def build_chunks(
         chunks.append(model(config, architecture, virtual_stage if virtual_stages else None))
     for _, rule, _, parameter in parameters_of(chunks, architecture):
         # Megatron marks them as it initializes them; unmarked, they count once in the norm.
-        parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = rule.tensors[0].partition_dim is not None  # type: ignore[attr-defined]
     return chunks
 
 
@@ -575,7 +575,7 @@ class Policy(GPTModel):
         first token.
         """
         rule, _ = weight_map.find_megatron("output_layer.weight")
-        (part,) = rule.parts
+        (part,) = rule.tensors
         run, _ = weight_map.part_index(
             rule, part, self._architecture, self.tp_group.rank(), self.tp_group.size()
         )

@@ -84,7 +84,7 @@ def num_parameters(architecture: Architecture) -> int:
     return sum(
         _numel(part, architecture) * (architecture.num_layers if rule.layered else 1)
         for rule in weight_map.rules(architecture)
-        for part in rule.parts
+        for part in rule.tensors
     )
 
 
@@ -95,7 +95,7 @@ def linear_weights(architecture: Architecture) -> int:
         _numel(part, architecture) * architecture.num_layers
         for rule in weight_map.rules(architecture)
         if rule.quantized
-        for part in rule.parts
+        for part in rule.tensors
     )
 
 
@@ -121,8 +121,8 @@ def _rank_parameters(
     padded = architecture.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
     vocabulary = padded * architecture.hidden_size
     for rule in weight_map.rules(architecture):
-        if rule.parts[0].sizes[0] == "vocabulary":
-            embedding = rule.megatron[0].startswith("embedding")
+        if rule.tensors[0].sizes[0] == "vocabulary":
+            embedding = rule.megatron_names[0].startswith("embedding")
             # A tied model's last stage has a copy of the embedding for its output.
             copied = architecture.tie_word_embeddings and last
             if (stage == 0 or copied) if embedding else last:
@@ -130,8 +130,8 @@ def _rank_parameters(
             continue
         numel = sum(
             _numel(part, architecture)
-            // (1 if part.shared_dim is None else learner.tensor_parallel_size)
-            for part in rule.parts
+            // (1 if part.partition_dim is None else learner.tensor_parallel_size)
+            for part in rule.tensors
         )
         if rule.layered:
             yield rule, numel, layers[stage]
@@ -167,19 +167,19 @@ def server_weight_bytes(
     found = {"linear": 0, "unquantized": 0}
     for rule in weight_map.rules(architecture):
         count = architecture.num_layers if rule.layered else 1
-        for part in rule.parts:
+        for part in rule.tensors:
             shape = weight_map.full_shape(part, architecture)
             share = tensor_parallel_size
-            if part.shared_dim is None:
+            if part.partition_dim is None:
                 share = 1
-            elif part.sizes[part.shared_dim] == "key_value":  # ranks share heads, not their rows
+            elif part.sizes[part.partition_dim] == "key_value":  # ranks share heads, not their rows
                 share = min(share, architecture.num_key_value_heads)
             if not rule.quantized or weight_format == "bf16":
                 kind = "linear" if rule.quantized else "unquantized"
                 found[kind] += count * -(-2 * math.prod(shape) // share)
                 continue
             # Scales of channels are whole on every rank of a layer that is cut along its input.
-            cut = weight_format == "fp8-block" or part.shared_dim == 0
+            cut = weight_format == "fp8-block" or part.partition_dim == 0
             scales = _scales(shape, weight_format) // (share if cut else 1)
             found["linear"] += count * (math.prod(shape) // share + 4 * scales)
     return found
@@ -254,10 +254,10 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     total = 0
     for rule in weight_map.rules(architecture):
         if rule.quantized:
-            for part in rule.parts:
+            for part in rule.tensors:
                 shape = list(weight_map.full_shape(part, architecture))
-                if part.shared_dim is not None:
-                    shape[part.shared_dim] = -(-shape[part.shared_dim] // size)
+                if part.partition_dim is not None:
+                    shape[part.partition_dim] = -(-shape[part.partition_dim] // size)
                 step = -(-shape[0] // MEASURED_ROWS)
                 total += len(range(step // 2, shape[0], step)) * shape[1] * (element + 1)
     return total * stage_layers(architecture, config.learner)[stage]
@@ -323,7 +323,7 @@ def bucket_memory(architecture: Architecture, config: Config) -> int:
     largest = max(
         _numel(part, architecture) * (1 if rule.quantized and weight_format != "bf16" else 2)
         for rule in weight_map.rules(architecture)
-        for part in rule.parts
+        for part in rule.tensors
     )
     return (
         2

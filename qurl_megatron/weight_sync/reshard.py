@@ -213,7 +213,7 @@ class Converter:
                     yield _Weight(part, True, _quantized_tensors(part, self._format))
                 else:
                     dtype = torch.float32 if masters else torch.bfloat16
-                    tensor = _Tensor(part.name, dtype, part.full_shape, part.dim, part.runs)
+                    tensor = _Tensor(part.name, dtype, part.full_shape, part.dim, part.rank_slices)
                     yield _Weight(part, False, [tensor])
 
     def _convert(
@@ -352,25 +352,25 @@ def _square_sum(tensor: Tensor) -> float:
 def _quantized_tensors(part: TensorPart, weight_format: str) -> list[_Tensor]:
     """The codes and the scales of one weight, and how ranks share them."""
     codes = _Tensor(
-        part.name, quantize.code_dtype(weight_format), part.full_shape, part.dim, part.runs
+        part.name, quantize.code_dtype(weight_format), part.full_shape, part.dim, part.rank_slices
     )
     shape = _grid_shape(part, weight_format)
     name = quantize.scale_name(part.name, weight_format)
     if weight_format == "fp8-tensor":
         shape = (part.full_shape[0], 1)  # as `quantize.engine_scale`
     block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
-    if block is None or part.runs is None or _blocks_are_shared(part, weight_format):
+    if block is None or part.rank_slices is None or _blocks_are_shared(part, weight_format):
         return [codes, _Tensor(name, torch.float32, shape)]
-    runs = [slice(run.start // block, -(-run.stop // block)) for run in part.runs]
+    runs = [slice(run.start // block, -(-run.stop // block)) for run in part.rank_slices]
     return [codes, _Tensor(name, torch.float32, shape, part.dim, runs)]
 
 
 def _blocks_are_shared(part: TensorPart, weight_format: str) -> bool:
     """True if some block of one scale lies on more than one rank."""
-    if part.dim is None or part.runs is None or len(part.runs) == 1:
+    if part.dim is None or part.rank_slices is None or len(part.rank_slices) == 1:
         return False
     block = quantize.block_shape(weight_format)[part.dim]
-    inner = [run.start for run in part.runs if 0 < run.start < part.full_shape[part.dim]]
+    inner = [run.start for run in part.rank_slices if 0 < run.start < part.full_shape[part.dim]]
     return block is None or any(start % block for start in inner)
 
 
