@@ -153,7 +153,7 @@ def test_the_command_prints_a_plan_or_one_line(
 
 
 def test_a_process_that_refuses_a_plan_ends_with_code_2_and_one_line() -> None:
-    words = [QURL, "plan", "Qwen2.5-32B", "--gpus", "8"]
+    words = [str(QURL), "plan", "Qwen2.5-32B", "--gpus", "8"]
     process = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert process.returncode == 2, process.stderr
     (line,) = process.stderr.splitlines()
