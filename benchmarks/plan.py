@@ -1,12 +1,12 @@
-"""How far off `qurl plan` is: `python benchmarks/plan.py`, tables, and a picture for docs/.
+"""Measure the errors of `qurl plan`: `python benchmarks/plan.py` prints tables and draws a figure.
 
-1. Memory: what real learners allocate here, tiny ones and one layer of Qwen2.5-32B's width (for
-   which 16 GB should be free), on one and two ranks over gloo, against what is planned for them.
-2. The fit of the decode constants in `planning/step_time.py`, made again from the published
-   latencies they come from.
-3. Times and ratios that others published and that no constant was fitted to, with their sources.
-   The setting is rebuilt as far as its source tells it; what it does not tell is said beside it.
-4. Step time against GPUs by format, as the recipe scaling_32b would run.
+1. Memory: what real learners allocate on this machine, compared with their plan. They are tiny
+   models and one layer of Qwen2.5-32B's width, on one and two ranks over gloo. The wide layer needs
+   16 GB of free memory.
+2. Decode constants of `planning/step_time.py`, fitted again to the latencies they come from.
+3. Published times and ratios that no constant was fitted to, with their sources. Settings that a
+   source leaves out are stated beside the figure.
+4. Step time against the number of GPUs by format, for the recipe scaling_32b: docs/plan_32b.svg.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,22 +40,22 @@ from tiny import build_tiny_model  # noqa: E402
 QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 
 
-def _like(base: Architecture, *sizes: int, **fields: Any) -> Architecture:
+def _variant(base: Architecture, *sizes: int, **fields: Any) -> Architecture:
     names = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "vocab_size")
     return dataclasses.replace(base, **dict(zip(names, sizes, strict=True)), **fields)
 
 
-QWEN3_8B = _like(QWEN3_32B, 36, 4096, 12288, 32, 8, 128, 151936)
-QWEN3_14B = _like(QWEN3_32B, 40, 5120, 17408, 40, 8, 128, 151936)
-QWEN2_7B = _like(QWEN2_32B, 28, 3584, 18944, 28, 4, 128, 152064)
-LLAMA_8B = _like(QWEN2_32B, 32, 4096, 14336, 32, 8, 128, 128256, family="llama", qkv_bias=False)
-LLAMA_70B = _like(QWEN2_32B, 80, 8192, 28672, 64, 8, 128, 128256, family="llama", qkv_bias=False)
+QWEN3_8B = _variant(QWEN3_32B, 36, 4096, 12288, 32, 8, 128, 151936)
+QWEN3_14B = _variant(QWEN3_32B, 40, 5120, 17408, 40, 8, 128, 151936)
+QWEN2_7B = _variant(QWEN2_32B, 28, 3584, 18944, 28, 4, 128, 152064)
+LLAMA_8B = _variant(QWEN2_32B, 32, 4096, 14336, 32, 8, 128, 128256, family="llama", qkv_bias=False)
+LLAMA_70B = _variant(QWEN2_32B, 80, 8192, 28672, 64, 8, 128, 128256, family="llama", qkv_bias=False)
 
-# (format, tokens of context in the mean, {sequences: median inter-token latency in ms}): Qwen3-8B,
-# one H100, vLLM 0.30. github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at 93e4887,
-# decode-128-1024, balanced-2048-2048 and longctx-8192-512: prompt and half of the output. Beyond
-# these the sequences no longer all ran at once.
+# (format, mean context in tokens, {sequences: median inter-token latency in ms}) of Qwen3-8B on one
+# H100 with vLLM 0.30. Source: github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at
+# 93e4887, decode-128-1024, balanced-2048-2048 and longctx-8192-512. The mean context is the prompt
+# and half of the output. With more sequences than these, not all of them ran at once.
 FITTED: list[tuple[str, int, dict[int, float]]] = [
     ("bf16", 640, {1: 6.858, 4: 7.009, 16: 7.530, 32: 8.110, 64: 9.494, 128: 12.004, 256: 18.084}),
     ("fp8", 640, {1: 4.662, 4: 4.815, 16: 5.251, 32: 6.032, 64: 7.260, 128: 10.159, 256: 16.129}),
@@ -65,10 +64,10 @@ FITTED: list[tuple[str, int, dict[int, float]]] = [
     ("fp8", 8448, {1: 5.104, 4: 6.425, 10: 9.506}),
 ]
 
-# (model, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}): H100,
-# BF16, vLLM. github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. Contexts are not told:
-# the mean output is taken, too much where memory is full. The chat task lets new prompts in
-# between the tokens, which the plan leaves out.
+# (model, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}) on H100 in
+# BF16 with vLLM. Source: github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. It does
+# not state the context, for which the mean output is assumed; that is too much when memory is full.
+# In the chat task new prompts are read between the tokens, which the plan leaves out.
 LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
     ("Qwen3-32B", QWEN3_32B, 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
     ("Qwen3-14B", QWEN3_14B, 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
@@ -85,7 +84,8 @@ LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
 ]
 
 
-def allocations() -> None:
+def compare_allocations() -> None:
+    """Print planned and allocated bytes of real learners."""
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     wide_layer: dict[str, Any] = {
         "num_hidden_layers": 1,
@@ -100,14 +100,14 @@ def allocations() -> None:
         ("32B-width layer", "qwen2", wide_layer, LearnerConfig(tensor_parallel_size=size))
         for size in (1, 2)
     ]
-    print("1. Memory of a rank in bfloat16, MiB: planned, allocated, error\n")
+    print("1. Memory of a rank in bfloat16: planned, allocated, error\n")
     for name, family, dims, learner in cases:
         with tempfile.TemporaryDirectory() as scratch:
             directory = Path(scratch)
             build_tiny_model(directory, family, **dims)  # type: ignore[arg-type]
             architecture = Architecture.from_directory(directory)
-            rows, time = (1, 32) if dims else (2, 128)  # BF16 products are slow on a CPU
-            found = run_ranks(
+            rows, time = (1, 32) if dims else (2, 128)  # a CPU is slow at BF16 products
+            measured = run_ranks(
                 allocated, learner.world_size, directory, learner, rows, time, timeout_s=500
             )[0]
         config = Config(learner=learner)
@@ -116,26 +116,27 @@ def allocations() -> None:
             architecture, learner, rows, time, fused=False
         )
         print(f"   {name}, tensor parallel size {learner.tensor_parallel_size}")
-        for part, num_bytes in found.items():
-            row(part, planned[part] / 2**20, num_bytes / 2**20, "MiB")
-    print("   (activations are planned for layers alone, in a CPU's separate operations)\n")
+        for part, num_bytes in measured.items():
+            print_row(part, planned[part] / 2**20, num_bytes / 2**20, "MiB")
+    print("   (activations are planned for the layers only, with a CPU's unfused kernels)\n")
 
 
-def row(what: str, planned: float, published: float, unit: str) -> None:
-    error = planned / published - 1
-    print(f"   {what:58} {planned:9.2f} {published:9.2f} {unit:5} {error:+7.1%}", flush=True)
+def print_row(label: str, planned: float, measured: float, unit: str) -> None:
+    """Print a planned value beside a measured or published one, with the plan's error."""
+    error = planned / measured - 1
+    print(f"   {label:58} {planned:9.2f} {measured:9.2f} {unit:5} {error:+7.1%}", flush=True)
 
 
-def fit() -> None:
-    """The constants that come closest to `FITTED`, relatively and in the mean square."""
+def refit_constants() -> None:
+    """Fit the constants to `FITTED` by least squares of the relative error, and print them."""
     from scipy.optimize import least_squares
 
-    linear, output = memory.linear_weights(QWEN3_8B), memory.output_weights(QWEN3_8B)
+    linear, output = memory.num_linear_weights(QWEN3_8B), memory.num_output_weights(QWEN3_8B)
     kv_bytes = memory.kv_bytes_per_token(QWEN3_8B)
 
     def errors(constants: np.ndarray) -> list[float]:
         weights, kv, layer_s, sequence_s, bf16, eight_bit = constants * scale
-        found = []
+        relative = []
         for weight_format, context, latencies in FITTED:
             quantized = weight_format != "bf16"
             for sequences, latency_ms in latencies.items():
@@ -155,8 +156,8 @@ def fit() -> None:
                 )
                 time_s += sequences * context * kv_bytes / (step_time.HBM_BYTES_PER_S * kv)
                 time_s += QWEN3_8B.num_layers * layer_s + sequences * sequence_s
-                found.append(1000 * time_s / latency_ms - 1)
-        return found
+                relative.append(1000 * time_s / latency_ms - 1)
+        return relative
 
     constants = {
         "HBM_EFFICIENCY of weights": step_time.HBM_EFFICIENCY["weights"],
@@ -168,54 +169,55 @@ def fit() -> None:
     }
     scale = np.array(list(constants.values()))
     best = least_squares(errors, np.ones(6), bounds=(0.1, 10))
-    print(
-        "2. Decode constants: in step_time.py, fitted again to Qwen3-8B on one H100 (silybench)\n"
-    )
+    print("2. Decode constants: in step_time.py, and fitted to Qwen3-8B on one H100 (silybench)\n")
     for (name, value), fitted in zip(constants.items(), best.x * scale, strict=True):
         print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
     own = np.array(errors(np.ones(6)))
     print(
-        f"   {len(own)} latencies: error {np.sqrt(np.mean(own**2)):.1%} in the mean square, "
-        f"at most {np.abs(own).max():.1%}\n"
+        f"   {len(own)} latencies: root mean square error {np.sqrt(np.mean(own**2)):.1%}, "
+        f"largest {np.abs(own).max():.1%}\n"
     )
 
 
-def published() -> None:
-    print("3. Against what was published: planned, published, error\n")
+def compare_published() -> None:
+    """Print planned times and ratios beside published ones that no constant was fitted to."""
+    print("3. Published figures: planned, published, error\n")
     print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100, BF16")
     for name, architecture, gpus, task, context, latencies in LATENCIES:
         for sequences, latency_ms in latencies.items():
             planned = step_time.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
-            row(
+            print_row(
                 f"{name}, {gpus} GPUs, {task}, {sequences} sequences",
                 1000 * planned,
                 latency_ms,
                 "ms",
             )
     print("\n   8-bit over BF16 in throughput")
-    print("   QuRL paper, Figure 8, INT8 on H100 (lengths not told; 512 + 1024 tokens taken)")
-    row("7B, 1 GPU (+20 to 30 %)", throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8"), 1.25, "x")
-    row("32B, 2 GPUs (+90 %)", throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8"), 1.9, "x")
+    print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
+    print_row(
+        "7B, 1 GPU (+20 to 30 %)", throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8"), 1.25, "x"
+    )
+    print_row("32B, 2 GPUs (+90 %)", throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8"), 1.9, "x")
     print("   GPUStack performance lab, Qwen3-32B, ShareGPT, TensorRT-LLM: 1926 / 1280 tokens/s")
-    row("FP8, 1 GPU", throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9), 1926 / 1280, "x")
+    print_row("FP8, 1 GPU", throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9), 1926 / 1280, "x")
     print("\n   Step of GRPO, NeMo-RL v0.4 performance summary, H100, BF16, on policy, colocated")
-    print("   (2048 sequences, 4 minibatches, a reference; prompts of 150 tokens taken)")
-    row(
+    print("   (2048 sequences, 4 minibatches, a reference; prompts of 150 tokens assumed)")
+    print_row(
         "Qwen3-32B, 32 GPUs, TP4, learner TP4 x PP4 x DP2",
         colocated_step_s(QWEN3_32B, 32, 4, (4, 4, 2), 3206),
         393.0,
         "s",
     )
-    row(
+    print_row(
         "Llama 3.1 8B, 16 GPUs, TP1, learner PP2 x DP8",
         colocated_step_s(LLAMA_8B, 16, 1, (1, 2, 8), 1060),
         97.7,
         "s",
     )
-    print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (a floor is planned)")
+    print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (plan: lower bound)")
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none"]
     config = with_overrides(study("", 64, "bf16"), words)
-    row("TP8 x PP2", step_time.publish_s(QWEN2_32B, config), 14.2, "s")
+    print_row("TP8 x PP2", step_time.publish_s(QWEN2_32B, config), 14.2, "s")
     print(
         "\n   Layout of Qwen3-32B on 32 GPUs with sequence parallelism and a distributed optimizer"
     )
@@ -242,7 +244,7 @@ def throughput_ratio(
     weight_format: str,
     fraction: float = 0.85,
 ) -> float:
-    """Tokens per second of a full server, over BF16's; reading the prompts is part of it."""
+    """Return the throughput of a full server over that in BF16, with the time to read prompts."""
 
     def tokens_per_s(weight_format: Any) -> float:
         weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
@@ -265,7 +267,10 @@ def colocated_step_s(
     sizes: tuple[int, int, int],
     mean_length: int,
 ) -> float:
-    """A step whose servers and learner take turns on all GPUs: 64 prompts x 32, 4096 tokens."""
+    """Return the time of a step if servers and learner take turns on all GPUs.
+
+    The step has 64 prompts x 32 responses of up to 4096 tokens with the prompt.
+    """
     workload = Workload(150, mean_length - 150)
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     config = Config(
@@ -294,27 +299,30 @@ def colocated_step_s(
     return rollout + sum(step_time.learner_s(architecture, config, workload).values())
 
 
-def picture(file: Path) -> None:
+def plot_step_time(file: Path) -> None:
+    """Print and plot the planned step time of every layout in the recipe scaling_32b."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "plan"  # the same file every time
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text as text: a tenth of the size
-    print("4. Seconds a step of Qwen2.5-32B, rollout + rest, of the recipe's layouts\n")
+    matplotlib.rcParams["svg.hashsalt"] = "plan"  # makes the file reproducible
+    matplotlib.rcParams["svg.fonttype"] = (
+        "none"  # text instead of glyph outlines, a tenth of the size
+    )
+    print("4. Seconds per step of Qwen2.5-32B in the recipe's layouts, rollout + rest\n")
     gpus = list(LAYOUTS)
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for weight_format, colour, marker in (("bf16", "#777777", "o"), ("int8", "#d1495b", "s"),
                                           ("fp8", "#00798c", "x")):  # fmt: skip
         plans = [plan.plan(QWEN2_32B, study("", n, weight_format), n) for n in gpus]  # type: ignore[arg-type]
-        for number, one in zip(gpus, plans, strict=True):
-            rollout_s = one.step_s["rollout"]
-            rest_s = one.total_s - rollout_s
+        for number, planned in zip(gpus, plans, strict=True):
+            rollout_s = planned.step_s["rollout"]
+            rest_s = planned.total_s - rollout_s
             print(f"   {weight_format:6} {number:4} GPUs {rollout_s:7.1f} + {rest_s:6.1f}")
         style: dict[str, Any] = {"color": colour, "marker": marker}
-        axes.plot(gpus, [one.total_s for one in plans], label=weight_format, **style)
-        rollouts = [one.step_s["rollout"] for one in plans]
+        axes.plot(gpus, [planned.total_s for planned in plans], label=weight_format, **style)
+        rollouts = [planned.step_s["rollout"] for planned in plans]
         axes.plot(gpus, rollouts, linestyle=":", label=f"{weight_format}, rollout", **style)
     axes.set(
         xscale="log", yscale="log", xlabel="H100, learner and servers", ylabel="seconds a step"
@@ -331,17 +339,18 @@ def picture(file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--without-memory", action="store_true", help="no learner is started")
+    parser.add_argument("--without-memory", action="store_true", help="do not start learners")
     arguments = parser.parse_args()
     print(
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, ",
         end="",
     )
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")), "\n")
-    parts: list[Callable[[], None]] = [] if arguments.without_memory else [allocations]
-    for part in (*parts, fit, published):
-        part()
-    picture(REPOSITORY / "docs" / "plan_32b.svg")
+    if not arguments.without_memory:
+        compare_allocations()
+    refit_constants()
+    compare_published()
+    plot_step_time(REPOSITORY / "docs" / "plan_32b.svg")
 
 
 if __name__ == "__main__":

@@ -69,12 +69,12 @@ class Layer:
         self._shards: list[tuple[Rule, int | None, Tensor]] = []
         for rule in weight_map.rules(architecture):
             parts = []
-            for part in rule.parts:
+            for part in rule.tensors:
                 index = weight_map.part_index(rule, part, architecture, tp_rank, tp_size)
                 shape = [run.stop - run.start for run in index]
                 # Replicated tensors must be equal on all ranks, so they are all ones.
                 random = torch.empty(shape).normal_(std=0.02, generator=generator)
-                parts.append(random if part.shared_dim is not None else torch.ones(shape))
+                parts.append(random if part.partition_dim is not None else torch.ones(shape))
             shard = weight_map.merge(rule, parts, architecture, tp_size).bfloat16()
             layer = 0 if rule.layered else None
             self._shards.append((rule, layer, shard.to(device.device())))
@@ -116,7 +116,7 @@ def gather_then_quantize(
 def _gather(part: TensorPart, size: int) -> Tensor | None:
     """Return the full tensor in BF16 on rank 0, None elsewhere."""
     own = part.tensor.contiguous()
-    if part.dim is None or part.runs is None:
+    if part.dim is None or part.rank_slices is None:
         return own if dist.get_rank() == 0 else None
     if dist.get_rank() != 0:
         dist.gather(own, dst=0)

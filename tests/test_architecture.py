@@ -1,4 +1,4 @@
-"""What is read from config.json, what is refused, and with which words."""
+"""Check what is read from config.json, and which models and layouts are refused."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ LLAMA3_SCALING = {
 }
 
 
-def written(directory: Path, **changes: Any) -> Path:
+def write_config(directory: Path, **changes: Any) -> Path:
+    """Write OLD_LLAMA with some fields changed, or left out if 'absent'; return the directory."""
     config = {k: v for k, v in {**OLD_LLAMA, **changes}.items() if v != "absent"}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
-def test_an_old_config_is_read(tmp_path):
-    assert Architecture.from_directory(written(tmp_path)) == Architecture(
+def test_a_config_in_the_old_spelling_is_read(tmp_path):
+    assert Architecture.from_directory(write_config(tmp_path)) == Architecture(
         family="llama",
         num_layers=6,
         hidden_size=48,
@@ -61,9 +62,9 @@ def test_an_old_config_is_read(tmp_path):
     )
 
 
-def test_transformers_5_spelling_means_the_same(tmp_path):
-    old = Architecture.from_directory(written(tmp_path))
-    new = written(
+def test_transformers_5_spelling_gives_the_same_architecture(tmp_path):
+    old = Architecture.from_directory(write_config(tmp_path))
+    new = write_config(
         tmp_path,
         rope_theta="absent",
         torch_dtype="absent",
@@ -75,7 +76,7 @@ def test_transformers_5_spelling_means_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_what_transformers_writes_is_read_back(tmp_path, family):
+def test_a_config_that_transformers_writes_is_read(tmp_path, family):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(
@@ -102,13 +103,13 @@ def test_what_transformers_writes_is_read_back(tmp_path, family):
     ids=["old", "transformers 5"],
 )
 def test_llama3_rope_scaling_is_read(tmp_path, spelling):
-    architecture = Architecture.from_directory(written(tmp_path, **spelling))
+    architecture = Architecture.from_directory(write_config(tmp_path, **spelling))
     assert architecture.rope_theta == 500000.0
     assert architecture.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
-def test_end_of_sequence_tokens_are_those_of_the_generation_config(tmp_path):
-    written(tmp_path)
+def test_generation_config_takes_precedence_for_end_of_sequence_tokens(tmp_path):
+    write_config(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
     assert Architecture.from_directory(tmp_path).eos_token_ids == (3, 9)
 
@@ -128,9 +129,9 @@ def test_end_of_sequence_tokens_are_those_of_the_generation_config(tmp_path):
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 5}, "sliding"),
     ],
 )
-def test_what_the_learner_lacks_is_refused_by_name(tmp_path, changes, words):
+def test_a_model_the_learner_does_not_support_is_refused_by_field(tmp_path, changes, words):
     with pytest.raises(ArchitectureError, match=words) as refusal:
-        Architecture.from_directory(written(tmp_path, **changes))
+        Architecture.from_directory(write_config(tmp_path, **changes))
     assert "\n" not in str(refusal.value)
 
 
@@ -141,11 +142,11 @@ def test_what_the_learner_lacks_is_refused_by_name(tmp_path, changes, words):
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
     ],
 )
-def test_a_sliding_window_no_layer_uses_is_accepted(tmp_path, unused):
-    Architecture.from_directory(written(tmp_path, **unused))
+def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path, unused):
+    Architecture.from_directory(write_config(tmp_path, **unused))
 
 
-def test_a_missing_or_broken_directory_is_named(tmp_path):
+def test_a_missing_directory_or_broken_config_is_refused(tmp_path):
     with pytest.raises(ArchitectureError, match="nowhere' does not exist"):
         Architecture.from_directory(tmp_path / "nowhere")
     with pytest.raises(ArchitectureError, match="no config.json"):
@@ -164,31 +165,70 @@ def test_a_missing_or_broken_directory_is_named(tmp_path):
         (1, 4, "6 layers .* pipeline_parallel_size=4; .* 1, 2, 3, 6; or set"),
     ],
 )
-def test_a_layout_that_does_not_divide_is_refused_with_what_would(
+def test_a_layout_that_does_not_divide_is_refused_with_the_sizes_that_do(
     tmp_path, tensor, pipeline, words
 ):
     with pytest.raises(ArchitectureError, match=words):
-        Architecture.from_directory(written(tmp_path)).check_layout(tensor, pipeline)
+        Architecture.from_directory(write_config(tmp_path)).check_layout(tensor, pipeline)
 
 
-def test_intermediate_channels_and_tiny_vocabularies_count_too(tmp_path):
+def test_indivisible_intermediate_channels_and_tiny_vocabularies_are_refused(tmp_path):
     with pytest.raises(ArchitectureError, match="82 intermediate channels"):
-        Architecture.from_directory(written(tmp_path, intermediate_size=82)).check_layout(4, 1)
+        Architecture.from_directory(write_config(tmp_path, intermediate_size=82)).check_layout(4, 1)
     with pytest.raises(ArchitectureError, match="vocabulary of 5"):
-        Architecture.from_directory(written(tmp_path, vocab_size=5)).check_layout(4, 1)
+        Architecture.from_directory(write_config(tmp_path, vocab_size=5)).check_layout(4, 1)
 
 
-def test_the_vocabulary_is_padded_to_equal_shares(tmp_path):
-    architecture = Architecture.from_directory(written(tmp_path))
+def test_several_ranks_may_share_a_key_value_head(tmp_path):
+    """12 query heads and 4 key-value heads: 12 ranks are 3 for each key-value head, 6 are not."""
+    architecture = Architecture.from_directory(
+        write_config(tmp_path, intermediate_size=96, vocab_size=1310)
+    )
+    architecture.check_layout(12, 1)
+    with pytest.raises(ArchitectureError, match="4 key-value heads"):
+        architecture.check_layout(6, 1)
+    assert [architecture.key_value_heads_on_rank(size) for size in (1, 2, 4, 12)] == [4, 2, 1, 1]
+
+
+def test_layers_divide_over_pipeline_stages_with_a_shorter_last_one(tmp_path):
+    """64 layers on 5 stages: 64 / 5 rounded up is 13, and 64 - 4 x 13 is 12."""
+    architecture = Architecture.from_directory(write_config(tmp_path, num_hidden_layers=64))
+    assert architecture.stage_layers(4) == [16, 16, 16, 16]
+    assert architecture.shorter_last_stage(5) == 12
+    assert architecture.stage_layers(5, 12) == [13, 13, 13, 13, 12]
+    assert architecture.shorter_last_stage(4) is None  # the stages are equal
+    assert architecture.shorter_last_stage(9) is None  # 8 stages of 8 layers leave none
+    with pytest.raises(ArchitectureError, match="leaves 53 layers, .* over the other 4 of"):
+        architecture.stage_layers(5, 11)
+
+
+def test_virtual_stages_divide_the_layers_of_every_stage(tmp_path):
+    architecture = Architecture.from_directory(write_config(tmp_path))
+    architecture.check_layout(1, 2, 3)
+    with pytest.raises(ArchitectureError, match="=2 does not divide a stage's 3 layers; .* 1, 3$"):
+        architecture.check_layout(1, 2, 2)
+    with pytest.raises(ArchitectureError, match="pipeline_parallel_size=1 has none"):
+        architecture.check_layout(1, 1, 2)
+
+
+def test_server_ranks_divide_the_attention_heads(tmp_path):
+    architecture = Architecture.from_directory(write_config(tmp_path))
+    architecture.check_server_layout(6)
+    with pytest.raises(ArchitectureError, match="12 attention heads .*=8; .* 1, 2, 3, 4, 6, 12$"):
+        architecture.check_server_layout(8)
+
+
+def test_the_vocabulary_is_padded_to_equal_rows_per_rank(tmp_path):
+    architecture = Architecture.from_directory(write_config(tmp_path))
     assert [architecture.padded_vocab_size(n) for n in (1, 2, 4)] == [131, 132, 132]
 
 
-def test_blocks_that_a_server_could_not_hold_are_refused(tmp_path):
+def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path):
     fits = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 512}
-    qwen = written(tmp_path, architectures=["Qwen3ForCausalLM"], **fits)
+    qwen = write_config(tmp_path, architectures=["Qwen3ForCausalLM"], **fits)
     Architecture.from_directory(qwen).check_blocks(2)
     with pytest.raises(ArchitectureError, match="one of 4 server ranks has 192 query channels"):
         Architecture.from_directory(qwen).check_blocks(4)
-    llama = written(tmp_path, **fits)
+    llama = write_config(tmp_path, **fits)
     with pytest.raises(ArchitectureError, match="SGLang's Llama"):
         Architecture.from_directory(llama).check_blocks(2)

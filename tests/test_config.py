@@ -251,7 +251,10 @@ def test_valid_configuration_is_accepted(model_dir: Path) -> None:
         ("model=/no/such/directory", "/no/such/directory"),
         ("learner.tensor_parallel_size=3", "tensor_parallel_size=3"),
         ("learner.pipeline_parallel_size=5", "pipeline_parallel_size=5"),
-        ("rollout.server.tensor_parallel_size=3", "must divide the model's"),
+        (
+            "rollout.server.tensor_parallel_size=3",
+            "rollout.server: 4 attention heads are not divisible by",
+        ),
         ("rollout.max_response_length=1000000", "add up to 1000008 tokens"),
         ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
         ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),

@@ -1,4 +1,4 @@
-"""A model directory whose weights do not fit its config is refused before anything is built."""
+"""Check that a model directory is read if its weights fit its config, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def changed(model, tmp_path):
-    """Writes the model with other tensors, in one file or in two with an index."""
+def write_changed(model, tmp_path):
+    """Return a function that writes the model with changed tensors, in one file or in two."""
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     tensors = load_file(model / "model.safetensors")
 
@@ -40,27 +40,32 @@ def changed(model, tmp_path):
     return write
 
 
-def opened(directory: Path) -> Weights:
+def open_weights(directory: Path) -> Weights:
     return Weights(directory, Architecture.from_directory(directory))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_runs_of_all_ranks_are_the_stored_tensor(model, changed, sharded):
-    weights = opened(changed(sharded=sharded))
+def test_the_parts_of_all_ranks_are_the_stored_tensor(model, write_changed, sharded):
+    weights = open_weights(write_changed(sharded=sharded))
     for name, stored in load_file(model / "model.safetensors").items():
         rule, layer = weight_map.find_hugging_face(name)
-        part = rule.parts[rule.hugging_face_names(layer).index(name)]
+        hf_tensor = rule.tensors[rule.hugging_face_names(layer).index(name)]
         architecture = Architecture.from_directory(model)
-        runs = [
-            weights.read(name, weight_map.part_index(rule, part, architecture, rank, 2))
+        parts = [
+            weights.read(name, weight_map.part_index(rule, hf_tensor, architecture, rank, 2))
             for rank in range(2)
         ]
-        together = runs[0] if part.shared_dim is None else torch.cat(runs, part.shared_dim)
-        assert torch.equal(together, stored)
+        if hf_tensor.partition_dim is None:
+            assert all(torch.equal(part, stored) for part in parts)
+        else:
+            assert torch.equal(torch.cat(parts, hf_tensor.partition_dim), stored)
 
 
-def test_what_follows_from_other_tensors_is_passed_over(changed):
-    opened(changed(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})))
+def test_a_redundant_copy_of_a_tied_embedding_is_ignored(write_changed):
+    def add_copy(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    open_weights(write_changed(add_copy))
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -83,17 +88,17 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     ],
     ids=["missing", "two missing", "unknown", "misshapen"],
 )
-def test_a_tensor_that_does_not_fit_is_named_in_one_line(changed, change, words):
+def test_a_missing_unknown_or_misshapen_tensor_is_named_in_one_line(write_changed, change, words):
     with pytest.raises(ArchitectureError, match=words) as refusal:
-        opened(changed(change))
+        open_weights(write_changed(change))
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_file_is_named(changed):
-    directory = changed(sharded=True)
+def test_a_missing_file_is_named(write_changed):
+    directory = write_changed(sharded=True)
     (directory / "part-1.safetensors").unlink()
     with pytest.raises(ArchitectureError, match="lacks part-1.safetensors"):
-        opened(directory)
+        open_weights(directory)
     (directory / "model.safetensors.index.json").unlink()
     with pytest.raises(ArchitectureError, match="neither model.safetensors nor"):
-        opened(directory)
+        open_weights(directory)

@@ -1,4 +1,4 @@
-"""What does not fit is refused, what is suggested fits, and the command says either."""
+"""Check which plans are refused and suggested, and what `qurl plan` prints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from qurl_megatron.cli import app
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.planning import plan
-from qurl_megatron.planning.memory import GIB, GPU_BYTES, Savings, kv_bytes_per_token
+from qurl_megatron.planning.memory import GIB, GPU_BYTES, Savings
 from qurl_megatron.planning.step_time import Workload
 from recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
@@ -23,15 +25,27 @@ QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("gpus", LAYOUTS)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_every_run_of_the_study_fits_and_is_near_the_best_layout(
+def test_every_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
     name: str, gpus: int, weight_format: str
 ) -> None:
     config = study(name, gpus, weight_format)  # type: ignore[arg-type]
     planned = plan.plan(ARCHITECTURES[name], config, gpus)
     best = plan.suggest(ARCHITECTURES[name], config, gpus)
     assert best is not None
-    assert best.total_s <= planned.total_s < 1.1 * best.total_s
+    assert planned.total_s < 1.1 * best.total_s
     assert planned.servers == config.rollout.servers
+
+
+def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
+    """docs/findings.md: 886 s with 20 learner GPUs, against 964 s for TP 8 x PP 3."""
+    config = study("Qwen2.5-32B", 64, "int8")
+    best = plan.suggest(QWEN2, config, 32)
+    assert best is not None
+    assert best.total_s == pytest.approx(886, abs=0.5)
+    assert best.config.learner.world_size == 20 and best.config.learner.recompute_activations
+    words = ["learner.pipeline_parallel_size=3", "learner.layers_in_last_pipeline_stage=20"]
+    without_recomputation = plan.plan(QWEN2, with_overrides(config, words), 32)
+    assert without_recomputation.total_s == pytest.approx(964, abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -39,59 +53,71 @@ def test_every_run_of_the_study_fits_and_is_near_the_best_layout(
     [
         ("learner.tensor_parallel_size=4 learner.pipeline_parallel_size=1 "
          "learner.layers_in_last_pipeline_stage=none", 64,
-         "optimizer break it: a rank of stage 0 needs"),
-        ("learner.tensor_parallel_size=4", 64, "activations break it"),
+         "the optimizer does not fit: a rank of stage 0 needs"),
+        ("learner.tensor_parallel_size=4", 64, "the activations do not fit"),
         ("rollout.server.tensor_parallel_size=1 rollout.server.mem_fraction_static=0.79 "
          "quantization.format=bf16", 64,
-         "the KV cache break it: a GPU holds 61.0 GiB of bf16 weights"),
+         "the KV cache does not fit: mem_fraction_static=0.79 of a GPU is 62.5 GiB, bf16 weights "
+         "take 61.0 GiB"),
         ("rollout.server.mem_fraction_static=0.2 rollout.server.tensor_parallel_size=2", 64,
-         "weights break it"),
-        ("learner.tensor_parallel_size=3", 64, "40 attention heads do not divide by"),
-        ("advantage_estimator=gae", 64, "a critic is not planned for"),
+         "the weights do not fit"),
+        ("learner.tensor_parallel_size=3", 64, "40 attention heads are not divisible by"),
+        ("advantage_estimator=gae", 64, "plans do not support a critic"),
         ("rollout.server.tensor_parallel_size=5", 64, "must divide the 8 GPUs of a node"),
-        ("", 40, "the learner's 40 leave 0, and a rollout server takes 4"),
+        ("", 40, "the learner's 40 leave 0, and a rollout server needs 4"),
         ("evaluation.problems=8 evaluation.server.tensor_parallel_size=4", 44,
          "the learner's 40 and the evaluation server leave 0"),
-        ("learner.data_parallel_size=3", 192, "2048 completions do not divide into 6"),
+        ("learner.data_parallel_size=3", 192, "2048 completions are not divisible by 6"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_the_part_that_breaks_it(
+def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_does_not(
     words: str, gpus: int, message: str
 ) -> None:
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), words.split())
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as refusal:
         plan.plan(QWEN2, config, gpus)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_suggested_layout_is_one_that_fits() -> None:
+def test_a_refusal_suggests_a_layout_that_fits() -> None:
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), ["learner.tensor_parallel_size=4"])
     half = Workload.half(config)
-    with pytest.raises(ConfigError, match="what fits: ") as refused:
+    with pytest.raises(ConfigError, match="this layout fits: ") as refusal:
         plan.plan_or_suggest(QWEN2, config, 64, Savings(), half, has_layout=True)
-    words = str(refused.value).partition("what fits: ")[2].split()
+    words = str(refusal.value).partition("this layout fits: ")[2].split()
     plan.plan(QWEN2, with_overrides(config, words), 64)
 
 
-def test_where_no_layout_fits_it_is_said_what_the_learner_lacks() -> None:
+def test_if_no_layout_fits_the_refusal_names_the_savings_that_would_help() -> None:
     config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
     half = Workload.half(config)
     with pytest.raises(
-        ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens; a learner with"
+        ConfigError,
+        match="no layout of 16 GPUs fits .* 32768 tokens; with sequence .* would fit: ",
     ):
         plan.plan_or_suggest(QWEN2, config, 16, Savings(), half, has_layout=False)
     with pytest.raises(ConfigError, match="not even with"):
         plan.plan_or_suggest(QWEN2, config, 4, Savings(), half, has_layout=False)
-    everything = Savings(True, True)
-    found = plan.plan_or_suggest(QWEN2, config, 16, everything, half, has_layout=False)
-    assert found.learner_total_bytes < GPU_BYTES
+    all_savings = Savings(sequence_parallel=True, distributed_optimizer=True)
+    suggested = plan.plan_or_suggest(QWEN2, config, 16, all_savings, half, has_layout=False)
+    assert suggested.learner_total_bytes < GPU_BYTES
+    assert suggested.kv_tokens >= 32768
 
 
-def test_a_servers_memory_adds_up_to_a_gpu() -> None:
-    found = plan.plan(QWEN3, study("", 64, "fp8"), 64)
-    assert sum(found.server_bytes.values()) == pytest.approx(GPU_BYTES, abs=GIB / 1024)
-    assert found.kv_tokens * kv_bytes_per_token(QWEN3, 4) == found.server_bytes["KV cache"]
+def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
+    """Qwen3-32B in FP8 on four GPUs; a token takes 64 layers x 2 heads x 128 x 2 x 2 B."""
+    linear = 64 * (2 * 5120 * 8192 + 2 * 1024 * 5120 + 3 * 25600 * 5120)
+    # Scales of q, k, v, gate and up are divided; those of o and down are on every GPU.
+    scales = 64 * ((8192 + 2 * 1024 + 2 * 25600) // 4 + 2 * 5120)
+    vocabulary = 2 * 151936 * 5120  # embedding and output layer
+    norms = 64 * (2 * 5120 + 2 * 128) + 5120
+    weights = linear // 4 + 4 * scales + 2 * vocabulary // 4 + 2 * norms
+    kv_tokens = (int(0.85 * 79.1 * GIB) - weights) // 65536
+    planned = plan.plan(QWEN3, study("", 64, "fp8"), 64)
+    assert planned.server_bytes["linear"] + planned.server_bytes["unquantized"] == weights
+    assert planned.kv_tokens == pytest.approx(kv_tokens, abs=1)
+    assert planned.slots == kv_tokens // (512 + 4096)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +138,23 @@ def test_a_servers_memory_adds_up_to_a_gpu() -> None:
 def test_the_command_prints_a_plan_or_one_line(
     tmp_path: Path, words: list[str], code: int, text: str
 ) -> None:
-    """A directory with nothing but config.json is enough."""
+    """A model directory needs nothing but config.json."""
     if "MODEL" in words:
         build_tiny_model(tmp_path, max_position_embeddings=16384)
         for path in tmp_path.iterdir():
             if path.name != "config.json":
                 path.unlink()
         words = [str(tmp_path) if word == "MODEL" else word for word in words]
-    ended = subprocess.run([QURL, "plan", *words], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == code, ended.stderr
-    assert text in (ended.stdout if code == 0 else ended.stderr)
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert result.exit_code == code, result.output
+    assert text in (result.stdout if code == 0 else result.stderr)
     if code:
-        assert len(ended.stderr.splitlines()) == 1 and not ended.stdout
+        assert len(result.stderr.splitlines()) == 1 and not result.stdout
+
+
+def test_a_process_that_refuses_a_plan_ends_with_code_2_and_one_line() -> None:
+    words = [str(QURL), "plan", "Qwen2.5-32B", "--gpus", "8"]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 2, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("qurl: no layout of 8 GPUs fits") and not process.stdout

@@ -10,52 +10,18 @@ import json
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import sglang_loader
 from distributed import run_ranks
+from published import MODELS, PARAMETERS
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 
-# The fields of the published config.json that determine shapes.
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-32B": QWEN2,  # and DeepSeek-R1-Distill-Qwen-32B
-    "Qwen3-32B": {
-        **QWEN2,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "intermediate_size": 25600,
-        "num_attention_heads": 64,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-    },
-}
-PARAMETERS = {
-    "Qwen2.5-32B": 32_763_876_352,
-    "Qwen3-32B": 32_762_123_264,
-}
 LEARNER = LearnerConfig(tensor_parallel_size=8, pipeline_parallel_size=4)
 
 
@@ -87,7 +53,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
                 chunks = build_chunks(architecture, LEARNER, Policy)
                 shapes[name].append(
                     [
-                        (rule.megatron[0], layer, tuple(parameter.shape))
+                        (rule.megatron_names[0], layer, tuple(parameter.shape))
                         for _, rule, layer, parameter in parameters_of(chunks, architecture)
                     ]
                 )
@@ -165,7 +131,7 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
     sent: dict[str, torch.Tensor] = {}
     for rule in weight_map.rules(architecture):
         for layer in range(architecture.num_layers) if rule.layered else [None]:
-            for part, tensor_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
+            for part, tensor_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 shape = weight_map.full_shape(part, architecture)
                 sent[tensor_name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
                 if rule.quantized:

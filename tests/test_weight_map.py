@@ -1,6 +1,6 @@
-"""The weight map: every operation is exact and has its inverse, for every layout at once.
+"""Check the weight map: each operation is exact and has an inverse, on every rank of a layout.
 
-All sizes are unequal, so that a transposed or misplaced tensor cannot fit by accident.
+All sizes differ, so that a transposed or misplaced tensor cannot fit by accident.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.weight_map import Rule
 
-# 12 query heads over 4 key-value heads: an odd ratio of 3; a vocabulary that 2 and 4 do not divide.
+# The 12 query heads per 4 key-value heads give an odd ratio. 2 and 4 do not divide the vocabulary.
 QWEN2 = Architecture(
     family="qwen2",
     num_layers=3,
@@ -44,21 +44,22 @@ LAYER = 2
 
 
 def full_tensors(rule: Rule, architecture: Architecture) -> list[Tensor]:
-    """Tensors whose every element is different, one for each part of the rule."""
-    shapes = [weight_map.full_shape(part, architecture) for part in rule.parts]
+    """Return the full tensors of a rule; no two of their elements are equal."""
+    shapes = [weight_map.full_shape(hf_tensor, architecture) for hf_tensor in rule.tensors]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    numbers = torch.arange(sum(sizes), dtype=torch.float64)
-    return [run.view(shape) for run, shape in zip(numbers.split(sizes), shapes, strict=True)]
+    values = torch.arange(sum(sizes), dtype=torch.float64).split(sizes)
+    return [flat.view(shape) for flat, shape in zip(values, shapes, strict=True)]
 
 
 def shards(rule: Rule, architecture: Architecture, tp_size: int) -> list[Tensor]:
+    """Return the shard of every rank, merged from the parts of the full tensors."""
     tensors = full_tensors(rule, architecture)
     return [
         weight_map.merge(
             rule,
             [
-                full[weight_map.part_index(rule, part, architecture, rank, tp_size)]
-                for part, full in zip(rule.parts, tensors, strict=True)
+                full[weight_map.part_index(rule, hf_tensor, architecture, rank, tp_size)]
+                for hf_tensor, full in zip(rule.tensors, tensors, strict=True)
             ],
             architecture,
             tp_size,
@@ -67,7 +68,7 @@ def shards(rule: Rule, architecture: Architecture, tp_size: int) -> list[Tensor]
     ]
 
 
-# One key-value head for several ranks: Megatron cuts the groups of the fused QKV between them.
+# With 4 or 8 ranks, several share a key-value head: Megatron divides its group of rows over them.
 FEW_GROUPS = dataclasses.replace(QWEN2, num_attention_heads=24, num_key_value_heads=2, head_dim=4)
 LAYOUTS = [
     (architecture, tp_size)
@@ -82,11 +83,12 @@ LAYOUTS = [
     LAYOUTS,
     ids=[f"{a.family}-{a.num_attention_heads}-heads-TP{n}" for a, n in LAYOUTS],
 )
-def test_shards_split_and_concatenated_are_the_checkpoint_bit_for_bit(architecture, tp_size):
+def test_split_shards_concatenated_equal_the_checkpoint_bit_for_bit(architecture, tp_size):
     assert_round_trip(architecture, tp_size)
 
 
 def assert_round_trip(architecture: Architecture, tp_size: int) -> None:
+    """Assert that parts split from the shards of all ranks tile every full tensor in order."""
     for rule in weight_map.rules(architecture):
         by_rank = [
             weight_map.split(rule, shard, architecture, LAYER, rank, tp_size)
@@ -115,7 +117,7 @@ def assert_round_trip(architecture: Architecture, tp_size: int) -> None:
     family=st.sampled_from([QWEN2, QWEN3, LLAMA]),
 )
 @settings(deadline=None, max_examples=200)
-def test_so_are_those_of_any_model_that_divides(
+def test_split_shards_of_any_divisible_model_equal_the_checkpoint(
     ratio,
     key_value_heads,
     head_dim,
@@ -142,9 +144,9 @@ def test_so_are_those_of_any_model_that_divides(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_shards_have_the_shape_megatron_gives_its_parameters(tp_size):
+def test_shards_have_the_shapes_of_megatron_parameters(tp_size):
     shapes = {
-        rule.megatron[0].split("{layer}.")[-1]: shards(rule, QWEN2, tp_size)[-1].shape
+        rule.megatron_names[0].split("{layer}.")[-1]: shards(rule, QWEN2, tp_size)[-1].shape
         for rule in weight_map.rules(QWEN2)
     }
     assert shapes["embedding.word_embeddings.weight"] == (-(-131 // tp_size), 40)
@@ -155,23 +157,24 @@ def test_shards_have_the_shape_megatron_gives_its_parameters(tp_size):
     assert shapes["mlp.linear_fc2.weight"] == (40, 56 // tp_size)
 
 
-def test_qkv_rows_go_by_key_value_head_with_its_queries_first():
+def test_fused_qkv_rows_are_grouped_by_key_value_head_with_queries_first():
     rule, _ = weight_map.find_megatron("decoder.layers.0.self_attention.linear_qkv.bias")
     query, key, value = full_tensors(rule, QWEN2)
-    shard = shards(rule, QWEN2, 4)[1]  # rank 1 of 4 holds key-value head 1: query heads 3 to 5
+    shard = shards(rule, QWEN2, 4)[1]  # rank 1 of 4 has key-value head 1 and query heads 3 to 5
     expected = torch.cat([query[3 * 6 : 6 * 6], key[6:12], value[6:12]])
     assert torch.equal(shard, expected)
 
 
-def test_a_group_shared_by_ranks_is_cut_where_a_rank_s_share_of_its_rows_ends():
+def test_ranks_that_share_a_key_value_head_have_equal_numbers_of_rows_of_its_group():
     rule, _ = weight_map.find_megatron("decoder.layers.0.self_attention.linear_qkv.bias")
     query, key, value = full_tensors(rule, FEW_GROUPS)
-    group = torch.cat([query[48:], key[4:], value[4:]])  # the second: 12 heads, one, and one
-    for rank, share in enumerate(group.chunk(4), start=4):
-        assert torch.equal(shards(rule, FEW_GROUPS, 8)[rank], share)
+    # The second group has 12 query heads, a key head and a value head. Ranks 4 to 7 divide it.
+    group = torch.cat([query[48:], key[4:], value[4:]])
+    for rank, rows in enumerate(group.chunk(4), start=4):
+        assert torch.equal(shards(rule, FEW_GROUPS, 8)[rank], rows)
 
 
-def test_vocabulary_padding_is_zero_and_only_in_the_last_shard():
+def test_vocabulary_padding_is_zero_rows_at_the_end_of_the_last_shard():
     rule, _ = weight_map.find_megatron("embedding.word_embeddings.weight")
     (full,) = full_tensors(rule, QWEN2)
     last = shards(rule, QWEN2, 4)[3]
@@ -180,7 +183,7 @@ def test_vocabulary_padding_is_zero_and_only_in_the_last_shard():
     assert not last[32:].any()
 
 
-def test_parts_are_views_of_the_shards_memory():
+def test_split_parts_are_views_of_the_shard():
     for rule in weight_map.rules(QWEN2):
         shard = shards(rule, QWEN2, 2)[0]
         for part in weight_map.split(rule, shard, QWEN2, LAYER, 0, 2):
@@ -188,7 +191,7 @@ def test_parts_are_views_of_the_shards_memory():
             assert storage == shard.untyped_storage().data_ptr()
 
 
-def test_names_are_those_of_the_checkpoint():
+def test_hugging_face_names_are_those_of_the_checkpoint():
     names = weight_map.hugging_face_names(QWEN2)
     assert len(names) == 3 + 3 * 12
     assert "model.layers.2.self_attn.k_proj.bias" in names and "lm_head.weight" in names
@@ -197,18 +200,18 @@ def test_names_are_those_of_the_checkpoint():
     assert "model.layers.0.self_attn.q_norm.weight" in names and "lm_head.weight" not in names
 
 
-def test_both_spellings_of_a_norm_are_one_rule():
+def test_both_megatron_names_of_a_norm_find_one_rule():
     local = weight_map.find_megatron("decoder.layers.1.input_layernorm.weight")
     fused = weight_map.find_megatron("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight")
     assert local == fused
     assert local[0].hugging_face_names(1) == ("model.layers.1.input_layernorm.weight",)
 
 
-def test_linear_layers_of_blocks_are_quantized_and_those_after_a_norm_name_it():
+def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them():
     def last_word(name: str) -> str:
         return name.removesuffix(".weight").split(".")[-1]
 
-    quantized = {last_word(p.name) for r in weight_map.RULES if r.quantized for p in r.parts}
+    quantized = {last_word(t.name) for r in weight_map.RULES if r.quantized for t in r.tensors}
     assert quantized == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
@@ -217,7 +220,7 @@ def test_linear_layers_of_blocks_are_quantized_and_those_after_a_norm_name_it():
         last_word(part.name): last_word(rule.fed_by)
         for rule in weight_map.RULES
         if rule.norm_fed
-        for part in rule.parts
+        for part in rule.tensors
     }
     assert feeds == {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
@@ -225,7 +228,7 @@ def test_linear_layers_of_blocks_are_quantized_and_those_after_a_norm_name_it():
     }
 
 
-def test_an_unknown_name_is_refused_by_name():
+def test_an_unknown_name_raises_with_the_name():
     with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
         weight_map.find_megatron("decoder.layers.0.mlp.router.weight")
     with pytest.raises(KeyError, match=r"model\.vision\.weight"):

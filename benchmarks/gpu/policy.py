@@ -43,7 +43,7 @@ class RandomPolicy:
         generator = torch.Generator(device=device.device()).manual_seed(0)
         for rule in weight_map.rules(architecture):
             parts = []
-            for part in rule.parts:
+            for part in rule.tensors:
                 index = weight_map.part_index(rule, part, architecture, 0, 1)
                 shape = [run.stop - run.start for run in index]
                 random = torch.empty(shape, dtype=torch.bfloat16, device=device.device())

@@ -68,11 +68,10 @@ def validate_server(
     Raises:
         ConfigError: it cannot.
     """
-    if architecture.num_attention_heads % server.tensor_parallel_size:
-        raise ConfigError(
-            f"{name}.tensor_parallel_size={server.tensor_parallel_size}: must divide the model's "
-            f"{architecture.num_attention_heads} attention heads"
-        )
+    try:
+        architecture.check_server_layout(server.tensor_parallel_size)
+    except ArchitectureError as error:
+        raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
         raise ConfigError(
             f"max_prompt_length and max_response_length add up to {length} tokens, more than the "

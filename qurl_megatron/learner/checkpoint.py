@@ -241,10 +241,10 @@ def _read(
     """Yield the tensors of `rules` in one layer; None stands for those outside the layers."""
     slices = {}
     for rule in rules:
-        shapes = [weight_map.full_shape(part, architecture) for part in rule.parts]
+        shapes = [weight_map.full_shape(part, architecture) for part in rule.tensors]
         shard = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
         # Megatron stores Transformer Engine's names and stacks the tensors of all layers.
-        name = prefix + rule.megatron[-1].replace("{layer}.", "")
+        name = prefix + rule.megatron_names[-1].replace("{layer}.", "")
         slices[name] = shard if layer is None else shard[None]
     torch.distributed.checkpoint.load(
         slices,
@@ -281,4 +281,4 @@ class _SlicePlanner(DefaultLoadPlanner):
 
 
 def _bytes(rule: Rule, architecture: Architecture) -> int:
-    return sum(4 * math.prod(weight_map.full_shape(part, architecture)) for part in rule.parts)
+    return sum(4 * math.prod(weight_map.full_shape(part, architecture)) for part in rule.tensors)

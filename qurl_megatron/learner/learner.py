@@ -325,7 +325,7 @@ class Learner:
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         for _, rule, layer, parameter in self._parameters():
             parts = []
-            for part, hf_name in zip(rule.parts, rule.hugging_face_names(layer), strict=True):
+            for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
                 master = weights.read(hf_name, index).float()
                 parts.append(transform(hf_name, master) if transform else master)

@@ -80,7 +80,7 @@ def build_chunks(
     for _, rule, _, parameter in parameters_of(chunks, architecture):
         # Megatron marks shards only when it initializes them. The gradient norm would count an
         # unmarked shard on one tensor-parallel rank alone.
-        parameter.tensor_model_parallel = rule.parts[0].shared_dim is not None  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = rule.tensors[0].partition_dim is not None  # type: ignore[attr-defined]
     return chunks
 
 
@@ -156,7 +156,7 @@ class Policy(GPTModel):
             temperature: divides the logits.
         """
         rule, _ = weight_map.find_megatron("output_layer.weight")
-        (part,) = rule.parts
+        (part,) = rule.tensors
         run, _ = weight_map.part_index(
             rule, part, self._architecture, self.tp_group.rank(), self.tp_group.size()
         )

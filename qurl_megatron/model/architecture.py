@@ -1,8 +1,11 @@
-"""What a Hugging Face directory says of its model's shape, read once and checked.
+"""The shape of a model, read from its `config.json`, and the parallel layouts it admits.
 
-Everything that builds, plans or reshards a model takes an `Architecture`; nothing else reads
-`config.json`. Both spellings are understood: transformers 5 (`rope_parameters`, `dtype`) and
-earlier (`rope_theta`, `rope_scaling`, `torch_dtype`).
+Everything that builds, plans or reshards a model takes an `Architecture`; only this module reads
+the shape from `config.json`. It accepts the spelling of transformers 5 (`rope_parameters`) and the
+earlier one (`rope_theta`, `rope_scaling`).
+
+Divisibility rules live here and nowhere else: `check_layout` for the learner's ranks,
+`check_server_layout` and `check_blocks` for a server's, `stage_layers` for pipeline stages.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ Family = Literal["qwen2", "qwen3", "llama"]
 
 
 class ArchitectureError(ValueError):
-    """A model directory or layout that cannot be used; the text is the one line a user sees."""
+    """A model directory or layout that cannot be used. The message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class _FamilyTraits:
     qk_norm: bool
 
 
-# The table to extend for a new dense architecture; its weights must fit `weight_map.RULES`.
+# Extend this table for a new dense architecture. Its weights must fit `weight_map.RULES`.
 SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
     "Qwen2ForCausalLM": _FamilyTraits("qwen2", qkv_bias=True, qk_norm=False),
     "Qwen3ForCausalLM": _FamilyTraits("qwen3", qkv_bias=False, qk_norm=True),
@@ -36,7 +39,7 @@ SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """The frequency scaling of Llama 3.1 and later; fields as in `config.json`."""
+    """The rotary frequency scaling of Llama 3.1 and later, with the fields of `config.json`."""
 
     factor: float
     low_freq_factor: float
@@ -46,7 +49,10 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder-only transformer: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+    """A dense decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Sizes are those of the checkpoint, before padding and tensor parallelism.
+    """
 
     family: Family
     num_layers: int
@@ -55,7 +61,7 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    vocab_size: int  # rows of the embedding as stored, at least the tokenizer's size
+    vocab_size: int  # rows of the stored embedding; the tokenizer may have fewer tokens
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
@@ -63,15 +69,15 @@ class Architecture:
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
     max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]  # of generation_config.json where there is one
+    eos_token_ids: tuple[int, ...]  # generation_config.json takes precedence over config.json
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Architecture:
         """Read `path/config.json`.
 
         Raises:
-            ArchitectureError: the directory or file is missing, the architecture is not in
-                `SUPPORTED_ARCHITECTURES`, or it uses something the learner does not have.
+            ArchitectureError: The directory or file is missing, the architecture is not in
+                `SUPPORTED_ARCHITECTURES`, or the model needs a feature the learner lacks.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -97,12 +103,12 @@ class Architecture:
             raise ArchitectureError(
                 f"{config_file}: architecture '{names[0]}' is not supported; supported are "
                 f"{', '.join(SUPPORTED_ARCHITECTURES)} "
-                "(qurl_megatron.model.architecture.SUPPORTED_ARCHITECTURES is the table to extend)"
+                "(to add one, extend qurl_megatron.model.architecture.SUPPORTED_ARCHITECTURES)"
             )
         for name in ("attention_bias", "mlp_bias"):
             if config.get(name):
                 raise ArchitectureError(
-                    f"{config_file}: '{name}' true is not supported, only false"
+                    f"{config_file}: '{name}' must be false; true is not supported"
                 )
         if config.get("hidden_act", "silu") != "silu":
             raise ArchitectureError(
@@ -111,7 +117,7 @@ class Architecture:
         num_layers = field("num_hidden_layers")
         if _uses_sliding_window(config, num_layers):
             raise ArchitectureError(
-                f"{config_file}: sliding window attention layers are not supported; "
+                f"{config_file}: sliding window attention is not supported; "
                 "only full attention is (use_sliding_window false)"
             )
         rope_theta, rope_scaling = _rope(config, config_file)
@@ -137,12 +143,56 @@ class Architecture:
         )
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Embedding rows with padding: the smallest multiple of `tensor_parallel_size`.
+        """Return the embedding rows with padding: the next multiple of `tensor_parallel_size`.
 
-        Megatron's habit of 128 rows a rank buys nothing here, since published vocabularies are
-        already multiples of 64. Padding rows are zero and never take part in a softmax.
+        Megatron pads to a multiple of 128 rows per rank by default. That is not needed here,
+        because published vocabularies are already multiples of 64. Padding rows are zero and are
+        excluded from every softmax.
         """
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
+
+    def key_value_heads_on_rank(self, tensor_parallel_size: int) -> int:
+        """Return the key-value heads that one rank holds, counting a head it shares as one."""
+        return max(1, self.num_key_value_heads // tensor_parallel_size)
+
+    def stage_layers(
+        self, pipeline_parallel_size: int, layers_in_last_pipeline_stage: int | None = None
+    ) -> list[int]:
+        """Return the number of layers in each pipeline stage.
+
+        Args:
+            pipeline_parallel_size: Number of stages.
+            layers_in_last_pipeline_stage: None if all stages have the same number.
+
+        Raises:
+            ArchitectureError: The layers do not divide over the stages.
+        """
+        stages, last = pipeline_parallel_size, layers_in_last_pipeline_stage
+        if last is None:
+            if stages < 1 or self.num_layers % stages:
+                raise ArchitectureError(
+                    f"{self.num_layers} layers are not divisible by "
+                    f"pipeline_parallel_size={stages}; sizes that divide them: "
+                    f"{_divisors(self.num_layers)}; or set layers_in_last_pipeline_stage"
+                )
+            return [self.num_layers // stages] * stages
+        others = self.num_layers - last
+        if stages == 1 or others <= 0 or others % (stages - 1):
+            raise ArchitectureError(
+                f"layers_in_last_pipeline_stage={last} of {self.num_layers} leaves {others} "
+                f"layers, which do not divide over the other {stages - 1} of "
+                f"pipeline_parallel_size={stages}"
+            )
+        return [others // (stages - 1)] * (stages - 1) + [last]
+
+    def shorter_last_stage(self, pipeline_parallel_size: int) -> int | None:
+        """Return the layers left for a last stage after equal stages that are rounded up.
+
+        None if the layers divide evenly, or if none are left.
+        """
+        stages = pipeline_parallel_size
+        last = self.num_layers - -(-self.num_layers // stages) * (stages - 1)
+        return last if self.num_layers % stages and last > 0 else None
 
     def check_layout(
         self,
@@ -151,81 +201,81 @@ class Architecture:
         virtual_pipeline_parallel_size: int = 1,
         layers_in_last_pipeline_stage: int | None = None,
     ) -> None:
-        """Raise `ArchitectureError` if the model does not divide over these ranks."""
-        # Ranks may share a key-value head, but not one and a half of them.
-        groups = self.num_key_value_heads
-        shares_heads = tensor_parallel_size > groups and tensor_parallel_size % groups == 0
-        for what, number, divides in (
-            ("attention heads", self.num_attention_heads, True),
-            ("key-value heads", groups, not shares_heads),
-            ("intermediate channels", self.intermediate_size, True),
-        ):
-            if divides and (tensor_parallel_size < 1 or number % tensor_parallel_size):
-                raise ArchitectureError(
-                    f"{number} {what} do not divide by "
-                    f"tensor_parallel_size={tensor_parallel_size}; "
-                    f"sizes that divide them: {_divisors(number)}"
-                )
-        self._check_stages(
+        """Check that the learner can divide this model over its tensor and pipeline ranks.
+
+        Raises:
+            ArchitectureError: It cannot; the message names the size and what would divide.
+        """
+        size = tensor_parallel_size
+        self._check_divides("attention heads", self.num_attention_heads, size)
+        # Several ranks may share one key-value head, but every head needs equally many ranks.
+        if size <= self.num_key_value_heads or size % self.num_key_value_heads:
+            self._check_divides("key-value heads", self.num_key_value_heads, size)
+        self._check_divides("intermediate channels", self.intermediate_size, size)
+        self._check_virtual_stages(
             pipeline_parallel_size, virtual_pipeline_parallel_size, layers_in_last_pipeline_stage
         )
-        rows = self.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
-        if rows * (tensor_parallel_size - 1) >= self.vocab_size:
+        rows = self.padded_vocab_size(size) // size
+        if rows * (size - 1) >= self.vocab_size:
             raise ArchitectureError(
                 f"a vocabulary of {self.vocab_size} tokens leaves a rank of "
-                f"tensor_parallel_size={tensor_parallel_size} without any; use fewer ranks"
+                f"tensor_parallel_size={size} without any; use fewer ranks"
             )
 
-    def check_blocks(self, tensor_parallel_size: int = 1) -> None:
-        """Raise `ArchitectureError` if servers cannot hold this model in blocks of 128 x 128.
+    def check_server_layout(self, tensor_parallel_size: int) -> None:
+        """Check that an SGLang server can divide this model over its tensor-parallel ranks.
 
-        SGLang fuses q, k, v and gate, up, and cuts layers over its ranks, between whole blocks.
+        Raises:
+            ArchitectureError: It cannot; the message lists the sizes that would.
+        """
+        self._check_divides("attention heads", self.num_attention_heads, tensor_parallel_size)
+
+    def check_blocks(self, tensor_parallel_size: int = 1) -> None:
+        """Check that a server can hold this model in fp8-block, with one scale per 128 x 128 block.
+
+        SGLang fuses q, k, v and gate, up, and shards layers over its ranks. It can do both only at
+        block boundaries, so every width on a rank must be a multiple of 128.
+
+        Raises:
+            ArchitectureError: It cannot.
         """
         if self.family == "llama":
             raise ArchitectureError(
-                "SGLang's Llama looks for the scales of blocks under another name and loads none; "
-                "use format fp8, whose scales are a channel's"
+                "SGLang's Llama looks for block scales under another name and loads none; "
+                "use format fp8, which has one scale per channel"
             )
-        kv_heads = max(1, self.num_key_value_heads // tensor_parallel_size)
-        for what, width in (
+        for width_name, width in (
             ("query", self.num_attention_heads // tensor_parallel_size * self.head_dim),
-            ("key-value", kv_heads * self.head_dim),
+            ("key-value", self.key_value_heads_on_rank(tensor_parallel_size) * self.head_dim),
             ("intermediate", self.intermediate_size // tensor_parallel_size),
         ):
             if width % 128:
                 raise ArchitectureError(
                     f"blocks are 128 wide, but one of {tensor_parallel_size} server ranks has "
-                    f"{width} {what} channels; use format fp8, whose scales are a channel's"
+                    f"{width} {width_name} channels; use format fp8, which has one scale per "
+                    "channel"
                 )
 
-    def _check_stages(self, stages: int, virtual_stages: int, in_last: int | None) -> None:
+    @staticmethod
+    def _check_divides(unit: str, number: int, tensor_parallel_size: int) -> None:
+        if tensor_parallel_size < 1 or number % tensor_parallel_size:
+            raise ArchitectureError(
+                f"{number} {unit} are not divisible by "
+                f"tensor_parallel_size={tensor_parallel_size}; "
+                f"sizes that divide them: {_divisors(number)}"
+            )
+
+    def _check_virtual_stages(self, stages: int, virtual_stages: int, last: int | None) -> None:
         if virtual_stages > 1 and stages == 1:
             raise ArchitectureError(
-                f"virtual_pipeline_parallel_size={virtual_stages} cuts pipeline stages, and "
+                f"virtual_pipeline_parallel_size={virtual_stages} divides pipeline stages, and "
                 "pipeline_parallel_size=1 has none; leave it at 1"
             )
-        if in_last is None:
-            if stages < 1 or self.num_layers % stages:
-                raise ArchitectureError(
-                    f"{self.num_layers} layers do not divide by pipeline_parallel_size={stages}; "
-                    f"sizes that divide them: {_divisors(self.num_layers)}; or set "
-                    "layers_in_last_pipeline_stage"
-                )
-            per_stage = {self.num_layers // stages}
-        else:
-            others = self.num_layers - in_last
-            if stages == 1 or others <= 0 or others % (stages - 1):
-                raise ArchitectureError(
-                    f"layers_in_last_pipeline_stage={in_last} of {self.num_layers} leaves "
-                    f"{others} layers, which do not divide over the other {stages - 1} of "
-                    f"pipeline_parallel_size={stages}"
-                )
-            per_stage = {others // (stages - 1), in_last}
-        for layers in per_stage:
+        for layers in self.stage_layers(stages, last):
             if layers % virtual_stages:
                 raise ArchitectureError(
                     f"virtual_pipeline_parallel_size={virtual_stages} does not divide a stage's "
-                    f"{layers} layers; sizes that do: {_divisors(layers)}"
+                    f"{layers} layers; sizes that divide them: {_divisors(layers)}"
                 )
 
 
@@ -241,7 +291,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _uses_sliding_window(config: dict[str, Any], num_layers: int) -> bool:
-    """A window written in config.json counts only where a layer uses it, as in transformers."""
+    """Return True if any layer uses the window of config.json, by the rules of transformers."""
     if config.get("layer_types") is not None:
         return "sliding_attention" in config["layer_types"]
     return bool(
@@ -259,7 +309,7 @@ def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling 
         return theta, None
     if kind != "llama3":
         raise ArchitectureError(
-            f"{file}: rope scaling '{kind}' is not supported; 'default' and 'llama3' are"
+            f"{file}: rope scaling must be 'default' or 'llama3'; '{kind}' is not supported"
         )
     try:
         return theta, Llama3RopeScaling(

@@ -1,4 +1,4 @@
-"""Hugging Face directories: safetensors checked against their config, read in slices, written."""
+"""Read and write Hugging Face directories, and check their safetensors against config.json."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 INDEX_FILE = "model.safetensors.index.json"
 
 Progress = Callable[[int, int], None]
-"""Is told, while a directory is written, (the bytes that are done, the bytes in all)."""
+"""A callback that receives (bytes done, bytes in total) while a directory is written."""
 
 
 class Weights:
-    """`model.safetensors`, or the files of `model.safetensors.index.json`."""
+    """The weights in `model.safetensors`, or in the files of `model.safetensors.index.json`."""
 
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
-        """Read the names and shapes, not the weights.
+        """Read and check the names and shapes of all tensors, without their values.
 
         Raises:
-            ArchitectureError: a file or tensor is missing, unknown or misshapen; one line.
+            ArchitectureError: A file is missing, or a tensor is missing, unknown or misshapen.
         """
         self._directory = Path(directory)
         self._architecture = architecture
@@ -43,22 +43,23 @@ class Weights:
         self.files = sorted(set(files.values()))
 
         expected = weight_map.hugging_face_names(architecture)
-        found = {name for name in files if not self._is_redundant(name)}
-        for what, names in (("lacks", expected - found), ("has unknown", found - expected)):
+        stored = {name for name in files if not self._is_redundant(name)}
+        for problem, names in (("lacks", expected - stored), ("has unknown", stored - expected)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 raise ArchitectureError(
-                    f"'{directory}' {what} tensor '{min(names)}'{more}, judging by its config.json"
+                    f"'{directory}' {problem} tensor '{min(names)}'{more}, according to its "
+                    "config.json"
                 )
         for name in sorted(expected):
             rule, layer = weight_map.find_hugging_face(name)
-            part = rule.parts[rule.hugging_face_names(layer).index(name)]
-            shape = list(weight_map.full_shape(part, architecture))
-            stored = list(self._stored(name).get_shape())
-            if stored != shape:
+            hf_tensor = rule.tensors[rule.hugging_face_names(layer).index(name)]
+            expected_shape = list(weight_map.full_shape(hf_tensor, architecture))
+            stored_shape = list(self._stored(name).get_shape())
+            if stored_shape != expected_shape:
                 raise ArchitectureError(
-                    f"'{directory}' has tensor '{name}' of shape {stored}; "
-                    f"its config.json implies {shape}"
+                    f"'{directory}' has tensor '{name}' of shape {stored_shape}; "
+                    f"its config.json implies {expected_shape}"
                 )
 
     def _files_by_tensor(self) -> dict[str, str]:
@@ -75,7 +76,7 @@ class Weights:
             return dict.fromkeys(file.keys(), single.name)
 
     def _is_redundant(self, name: str) -> bool:
-        """Some checkpoints store what follows from the rest."""
+        """Return True for a tensor that some checkpoints store though others determine it."""
         tied_copy = self._architecture.tie_word_embeddings and name == "lm_head.weight"
         return tied_copy or name.endswith("rotary_emb.inv_freq")
 
@@ -83,31 +84,35 @@ class Weights:
         return self._open[self._file_of[name]].get_slice(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """The part of tensor `name` at `index`, in its stored dtype."""
+        """Return the tensor `name` at `index`, in its stored dtype; only this part is read."""
         return self._stored(name)[index]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json` as it is. Raises ArchitectureError where `Architecture` cannot read it."""
+    """Return the content of `config.json`.
+
+    Raises:
+        ArchitectureError: The file is missing, broken, or of an unsupported architecture.
+    """
     Architecture.from_directory(directory)
     return json.loads((directory / "config.json").read_text())
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """The dtype `config.json` gives its weights, in either spelling; BF16 where it gives none."""
+    """Return the dtype of the weights according to `config.json`; bfloat16 if it names none."""
     config = read_config(directory)
     return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 def copy_beside_weights(source: Path, destination: Path) -> None:
-    """Copy what a model directory holds beside its weights: configuration, tokenizer, licence."""
+    """Copy the files of a model directory other than its weights: config, tokenizer, licence."""
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE:
             shutil.copyfile(path, destination / path.name)
 
 
 def write_index(directory: Path, file_of: dict[str, str]) -> None:
-    """Write the index of the safetensors files in `directory`, by tensor name."""
+    """Write `model.safetensors.index.json`; `file_of` maps tensor names to files in `directory`."""
     sizes = {file: (directory / file).stat().st_size for file in file_of.values()}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
     write_whole(directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")

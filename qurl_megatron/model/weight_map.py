@@ -1,17 +1,31 @@
-"""Where each Megatron tensor lives in a Hugging Face checkpoint, and how ranks share it.
+"""Map Megatron parameters to Hugging Face tensors, and divide both over tensor-parallel ranks.
 
-`RULES` is the whole map. A rule says which Hugging Face tensors one Megatron parameter is made of,
-the symbolic size of each of their dimensions, and how they are merged. Tensor parallelism follows
-from the sizes: a dimension that counts vocabulary rows, heads or intermediate channels is shared
-among the ranks in runs (`part_runs`), one that counts hidden channels is not.
+Three forms of a weight:
 
-Three shapes of the same weight, and the only ways between them:
+    full tensor  one tensor of a Hugging Face checkpoint, such as `q_proj.weight`
+    part         the slice of one full tensor that belongs to one tensor-parallel rank
+    shard        the Megatron parameter on one rank, made of one part or several
 
-    full tensor  --part_index-->  part (this rank's run)  --merge-->  shard (Megatron's parameter)
-                 <--concat-----                           <--split--
+    full tensor  --part_index-->  part  --merge-->  shard
+                 <---concat-----        <--split---
 
-Invariants: `split(merge(parts)) == parts`, and the parts of all ranks concatenated along
-`TensorPart.dim` are the full tensor, bit for bit. Vocabulary padding exists in shards only.
+Example: `linear_qkv.weight` of a model with 4 query heads (q0 to q3) and 2 key-value heads (k0, k1
+and v0, v1), each head standing for `head_dim` rows:
+
+    full tensors           q_proj: q0 q1 q2 q3     k_proj: k0 k1    v_proj: v0 v1
+    2 ranks, rank 1        parts q2 q3, k1, v1     shard q2 q3 k1 v1
+    1 rank                 parts are full          shard q0 q1 k0 v0 q2 q3 k1 v1
+
+Megatron orders the rows of the shard by group: the query heads of a key-value head, then its key
+head, then its value head. With one rank, a part is therefore not contiguous in the shard.
+
+`RULES` is the whole map. A `Rule` names one Megatron parameter, the full tensors it is made of, the
+symbolic size of each of their dimensions and the way their parts are merged. A dimension that
+counts vocabulary rows, query or key-value channels or intermediate channels is divided over the
+ranks and is called the partition dimension. One that counts hidden or head channels is not divided.
+
+Invariants: `split(merge(parts)) == parts`, and the parts of all ranks, concatenated along the
+partition dimension, are the full tensor, bit for bit. Only shards have vocabulary padding.
 """
 
 from __future__ import annotations
@@ -27,96 +41,97 @@ from torch import Tensor
 
 from qurl_megatron.model.architecture import Architecture
 
-# Sizes that tensor parallelism divides; any other size is whole on every rank.
-_SHARED_SIZES = frozenset({"vocabulary", "query", "key_value", "intermediate"})
+# Tensor parallelism divides these sizes. Every rank has all of any other size.
+_PARTITIONED_SIZES = frozenset({"vocabulary", "query", "key_value", "intermediate"})
 
 
 class Merge(Enum):
-    """How a shard is made of its parts."""
+    """The way parts are merged into a shard."""
 
-    ALONE = "one part is the shard"
-    STACKED = "parts one below the other: gate rows, then up rows"
-    GROUPED_QKV = "for each key-value head: its query heads, the key head, the value head"
+    SINGLE = "the only part is the shard"
+    STACKED = "the rows of all parts in order: gate rows, then up rows"
+    GROUPED_QKV = "for each key-value head: its query heads, its key head, its value head"
 
 
 @dataclass(frozen=True)
 class HuggingFaceTensor:
-    """One tensor of a Hugging Face checkpoint."""
+    """Name and symbolic shape of a full tensor in a Hugging Face checkpoint."""
 
-    name: str  # `{layer}` stands for the layer number
+    name: str  # with `{layer}` in place of the layer number
     sizes: tuple[str, ...]  # symbolic size of each dimension, see `_size`
 
     @property
-    def shared_dim(self) -> int | None:
-        """The dimension tensor-parallel ranks share, None if every rank has all of it."""
-        return next((d for d, size in enumerate(self.sizes) if size in _SHARED_SIZES), None)
+    def partition_dim(self) -> int | None:
+        """The dimension divided over tensor-parallel ranks; None if every rank has all of it."""
+        return next((d for d, size in enumerate(self.sizes) if size in _PARTITIONED_SIZES), None)
 
 
 @dataclass(frozen=True)
 class Rule:
     """One Megatron parameter and the Hugging Face tensors it is made of."""
 
-    megatron: tuple[str, ...]  # spellings; the second is Transformer Engine's fused norm
-    parts: tuple[HuggingFaceTensor, ...]
-    merge: Merge = Merge.ALONE
-    quantized: bool = False  # a linear layer inside a block
+    megatron_names: tuple[str, ...]  # a norm has two: its own, and Transformer Engine's fused one
+    tensors: tuple[HuggingFaceTensor, ...]
+    merge: Merge = Merge.SINGLE
+    quantized: bool = False  # True for the linear layers inside transformer blocks
     fed_by: str | None = None  # Hugging Face name of the norm whose output this layer reads
 
     @property
     def norm_fed(self) -> bool:
-        """True for q, k, v, gate and up: the layers UAQ scales (QuRL Eq. 11)."""
+        """True for q, k, v, gate and up, which update-aware quantization scales (QuRL Eq. 11)."""
         return self.fed_by is not None
 
     @property
     def layered(self) -> bool:
-        """True of a parameter that every layer has its own of."""
-        return "{layer}" in self.megatron[0]
+        """True if every transformer layer has its own such parameter."""
+        return "{layer}" in self.megatron_names[0]
 
     def hugging_face_names(self, layer: int | None) -> tuple[str, ...]:
-        return tuple(part.name.format(layer=layer) for part in self.parts)
+        """Return the names of `tensors` in one layer; None for tensors outside the layers."""
+        return tuple(tensor.name.format(layer=layer) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """This rank's run of one Hugging Face tensor."""
+    """The part of one full tensor that a tensor-parallel rank has."""
 
-    name: str  # in the Hugging Face checkpoint
-    view: Tensor  # of the shard's memory; [groups, rows of a group, ...] where groups interleave
-    dim: int | None  # ranks are concatenated along it; None: every rank has the same tensor
-    runs: list[slice] | None  # of every rank, along `dim`
+    name: str  # of the full tensor, with its layer number
+    view: Tensor  # view of the shard; [groups, rows per group, ...] if the shard is grouped QKV
+    dim: int | None  # the partition dimension; None: every rank has the full tensor
+    rank_slices: list[slice] | None  # of the full tensor along `dim`, one for every rank
     tp_rank: int
     full_shape: tuple[int, ...]
 
     @property
     def tensor(self) -> Tensor:
-        """Its values, in the tensor's own shape; a copy where the shard interleaves them."""
-        interleaved = self.view.dim() > len(self.full_shape)
-        return self.view.flatten(0, 1) if interleaved else self.view
+        """The values in `shape`. A copy if the part is not contiguous in the shard."""
+        is_grouped = self.view.dim() > len(self.full_shape)
+        return self.view.flatten(0, 1) if is_grouped else self.view
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of `tensor`, without making it."""
+        """The shape of `tensor`, without copying it."""
         shape = list(self.full_shape)
-        if self.dim is not None and self.runs is not None:
-            shape[self.dim] = _length(self.runs[self.tp_rank])
+        if self.dim is not None and self.rank_slices is not None:
+            shape[self.dim] = _length(self.rank_slices[self.tp_rank])
         return tuple(shape)
 
     @property
     def offset(self) -> tuple[int, int]:
-        """Row and column of the full tensor at which this part begins."""
-        start = 0 if self.runs is None else self.runs[self.tp_rank].start
+        """The row and column of the full tensor at which this part begins."""
+        start = 0 if self.rank_slices is None else self.rank_slices[self.tp_rank].start
         return (start, 0) if self.dim == 0 else (0, start)
 
 
 def _rule(
-    megatron: str | tuple[str, ...],
-    *parts: tuple[str, tuple[str, ...]],
-    merge: Merge = Merge.ALONE,
+    megatron_names: str | tuple[str, ...],
+    *tensors: tuple[str, tuple[str, ...]],
+    merge: Merge = Merge.SINGLE,
     quantized: bool = False,
     fed_by: str | None = None,
 ) -> Rule:
-    names = (megatron,) if isinstance(megatron, str) else megatron
-    return Rule(names, tuple(HuggingFaceTensor(*p) for p in parts), merge, quantized, fed_by)
+    names = (megatron_names,) if isinstance(megatron_names, str) else megatron_names
+    return Rule(names, tuple(HuggingFaceTensor(*t) for t in tensors), merge, quantized, fed_by)
 
 
 _M = "decoder.layers.{layer}."
@@ -183,7 +198,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def rules(architecture: Architecture) -> list[Rule]:
-    """The rules whose tensors a checkpoint of this architecture has."""
+    """Return the rules that apply to a checkpoint of this architecture."""
     absent = set()
     if not architecture.qkv_bias:
         absent.add("decoder.layers.{layer}.self_attention.linear_qkv.bias")
@@ -191,11 +206,11 @@ def rules(architecture: Architecture) -> list[Rule]:
         absent |= {f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight" for x in "qk"}
     if architecture.tie_word_embeddings:
         absent.add("output_layer.weight")
-    return [rule for rule in RULES if rule.megatron[0] not in absent]
+    return [rule for rule in RULES if rule.megatron_names[0] not in absent]
 
 
 def hugging_face_names(architecture: Architecture) -> set[str]:
-    """Every tensor name a checkpoint of this architecture has."""
+    """Return the names of all tensors in a checkpoint of this architecture."""
     names: set[str] = set()
     for rule in rules(architecture):
         for layer in range(architecture.num_layers) if rule.layered else [None]:
@@ -204,17 +219,27 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
 
 
 _LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
-_BY_MEGATRON = {name: rule for rule in RULES for name in rule.megatron}
-_BY_HUGGING_FACE = {part.name: rule for rule in RULES for part in rule.parts}
+_BY_MEGATRON = {name: rule for rule in RULES for name in rule.megatron_names}
+_BY_HUGGING_FACE = {tensor.name: rule for rule in RULES for tensor in rule.tensors}
 
 
 def find_megatron(name: str) -> tuple[Rule, int | None]:
-    """The rule of a Megatron parameter and its layer number (as spelled; None outside layers)."""
+    """Return the rule of a Megatron parameter and its layer number; None outside layers.
+
+    The layer number is the one in `name`, which Megatron counts from 0 in each pipeline stage.
+
+    Raises:
+        KeyError: No rule has a parameter of this name.
+    """
     return _find(name, _BY_MEGATRON, "Megatron parameter")
 
 
 def find_hugging_face(name: str) -> tuple[Rule, int | None]:
-    """The rule a Hugging Face tensor belongs to and its layer number (None outside layers)."""
+    """Return the rule of a Hugging Face tensor and its layer number; None outside layers.
+
+    Raises:
+        KeyError: No rule has a tensor of this name.
+    """
     return _find(name, _BY_HUGGING_FACE, "Hugging Face tensor")
 
 
@@ -222,7 +247,9 @@ def _find(name: str, table: dict[str, Rule], kind: str) -> tuple[Rule, int | Non
     number = _LAYER_NUMBER.search(name)
     template = _LAYER_NUMBER.sub("{layer}", name)
     if template not in table:
-        raise KeyError(f"no rule for {kind} '{name}'; model.weight_map.RULES has the table")
+        raise KeyError(
+            f"no rule for {kind} '{name}'; the rules are qurl_megatron.model.weight_map.RULES"
+        )
     return table[template], int(number.group()) if number else None
 
 
@@ -240,74 +267,85 @@ def _size(symbol: str, architecture: Architecture) -> int:
             return architecture.hidden_size
         case "head":
             return architecture.head_dim
-    raise KeyError(f"no size is called '{symbol}'")
+    raise KeyError(f"unknown symbolic size '{symbol}'")
 
 
-def full_shape(part: HuggingFaceTensor, architecture: Architecture) -> tuple[int, ...]:
-    """The shape the tensor has in the checkpoint."""
-    return tuple(_size(symbol, architecture) for symbol in part.sizes)
+def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tuple[int, ...]:
+    """Return the shape of a full tensor."""
+    return tuple(_size(symbol, architecture) for symbol in hf_tensor.sizes)
 
 
-def part_runs(
-    rule: Rule, part: HuggingFaceTensor, architecture: Architecture, tp_size: int
+def rank_slices(
+    rule: Rule, hf_tensor: HuggingFaceTensor, architecture: Architecture, tp_size: int
 ) -> list[slice] | None:
-    """The run of the part's shared dimension that each tensor-parallel rank holds, in order.
+    """Return the slice of the partition dimension that each tensor-parallel rank has, in order.
 
-    None where every rank holds the whole tensor. Runs are equal but for the vocabulary's last
-    ones, which are shorter, and for a fused QKV with fewer key-value heads than ranks, whose
-    groups are cut wherever a rank's equal share of rows ends: there some are empty.
+    None if every rank has the whole tensor. All slices have the same length, except:
+
+    - The last slices of a vocabulary that `tp_size` does not divide are shorter.
+    - With fewer key-value heads than ranks, Megatron gives each rank an equal number of rows of
+      the fused QKV, wherever that cuts a group. Some of these slices are empty.
     """
-    dim = part.shared_dim
+    dim = hf_tensor.partition_dim
     if dim is None:
         return None
-    size = full_shape(part, architecture)[dim]
+    size = full_shape(hf_tensor, architecture)[dim]
     if rule.merge is Merge.GROUPED_QKV:
-        return _grouped_runs(rule, part, architecture, tp_size)
+        return _grouped_rank_slices(rule, hf_tensor, architecture, tp_size)
     length = -(-size // tp_size)
     ends = [min(rank * length, size) for rank in range(tp_size + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def _grouped_runs(
-    rule: Rule, part: HuggingFaceTensor, architecture: Architecture, tp_size: int
+def _grouped_rank_slices(
+    rule: Rule, hf_tensor: HuggingFaceTensor, architecture: Architecture, tp_size: int
 ) -> list[slice]:
-    """As `part_runs`: Megatron deals the rows of the fused tensor out evenly, group after group."""
+    """Return `rank_slices` of q, k or v, from an equal division of the fused rows over ranks."""
     groups = architecture.num_key_value_heads
-    rows = [full_shape(p, architecture)[0] // groups for p in rule.parts]  # of one group
-    before = sum(rows[: rule.parts.index(part)])
-    own = rows[rule.parts.index(part)]
-    per_rank = groups * sum(rows) // tp_size
+    rows_per_group = [full_shape(t, architecture)[0] // groups for t in rule.tensors]
+    position = rule.tensors.index(hf_tensor)
+    before = sum(rows_per_group[:position])
+    own = rows_per_group[position]
+    fused_rows_per_group = sum(rows_per_group)
+    fused_rows_per_rank = groups * fused_rows_per_group // tp_size
 
-    def rows_of_part_before(fused_row: int) -> int:
-        group, within = divmod(fused_row, sum(rows))
-        return group * own + min(max(within - before, 0), own)
+    def own_rows_before(fused_row: int) -> int:
+        group, row_in_group = divmod(fused_row, fused_rows_per_group)
+        return group * own + min(max(row_in_group - before, 0), own)
 
-    ends = [rows_of_part_before(rank * per_rank) for rank in range(tp_size + 1)]
+    ends = [own_rows_before(rank * fused_rows_per_rank) for rank in range(tp_size + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def part_index(
-    rule: Rule, part: HuggingFaceTensor, architecture: Architecture, tp_rank: int, tp_size: int
+    rule: Rule,
+    hf_tensor: HuggingFaceTensor,
+    architecture: Architecture,
+    tp_rank: int,
+    tp_size: int,
 ) -> tuple[slice, ...]:
-    """Index of this rank's run in the full tensor; `full[part_index(...)]` is the part."""
-    index = [slice(0, size) for size in full_shape(part, architecture)]
-    runs = part_runs(rule, part, architecture, tp_size)
-    if runs is not None and part.shared_dim is not None:
-        index[part.shared_dim] = runs[tp_rank]
+    """Return the index of a rank's part: `full_tensor[part_index(...)]` is the part."""
+    index = [slice(0, size) for size in full_shape(hf_tensor, architecture)]
+    slices = rank_slices(rule, hf_tensor, architecture, tp_size)
+    if slices is not None and hf_tensor.partition_dim is not None:
+        index[hf_tensor.partition_dim] = slices[tp_rank]
     return tuple(index)
 
 
 def merge(rule: Rule, parts: Sequence[Tensor], architecture: Architecture, tp_size: int) -> Tensor:
-    """This rank's parts -> its shard; missing vocabulary rows are zero. Inverse of `split`."""
+    """Return the shard made of a rank's parts, with zero rows as vocabulary padding.
+
+    This is the inverse of `split`.
+    """
     if rule.merge is Merge.STACKED:
         return torch.cat(list(parts))
     if rule.merge is Merge.GROUPED_QKV:
-        groups = _groups_on_rank(architecture, tp_size)
+        groups = architecture.key_value_heads_on_rank(tp_size)
         rest = parts[0].shape[1:]
         grouped = [part.reshape(groups, part.shape[0] // groups, *rest) for part in parts]
         return torch.cat(grouped, dim=1).reshape(-1, *rest)
     (part,) = parts
-    if rule.parts[0].sizes[0] == "vocabulary":
+    if rule.tensors[0].sizes[0] == "vocabulary":
         rows = architecture.padded_vocab_size(tp_size) // tp_size
         padding = part.new_zeros(rows - part.shape[0], *part.shape[1:])
         return torch.cat([part, padding]) if len(padding) else part
@@ -322,32 +360,31 @@ def split(
     tp_rank: int,
     tp_size: int,
 ) -> list[TensorPart]:
-    """This rank's shard -> its parts under their Hugging Face names. Inverse of `merge`."""
-    shares = [part_runs(rule, part, architecture, tp_size) for part in rule.parts]
-    tensors: Sequence[Tensor]
+    """Return the parts that a rank's shard is made of, without vocabulary padding.
+
+    This is the inverse of `merge`. The parts are views of the shard.
+    """
+    slices = [rank_slices(rule, t, architecture, tp_size) for t in rule.tensors]
+    views: Sequence[Tensor]
     if rule.merge is Merge.STACKED:
-        tensors = shard.chunk(len(rule.parts))
+        views = shard.chunk(len(rule.tensors))
     elif rule.merge is Merge.GROUPED_QKV:
-        groups = _groups_on_rank(architecture, tp_size)
-        rows = [_length(runs[tp_rank]) // groups for runs in shares if runs is not None]
-        tensors = shard.view(groups, -1, *shard.shape[1:]).split(rows, dim=1)
+        groups = architecture.key_value_heads_on_rank(tp_size)
+        rows = [_length(of_ranks[tp_rank]) // groups for of_ranks in slices if of_ranks is not None]
+        views = shard.view(groups, -1, *shard.shape[1:]).split(rows, dim=1)
     else:
-        tensors = [shard]
+        views = [shard]
     parts = []
-    for part, name, tensor, runs in zip(
-        rule.parts, rule.hugging_face_names(layer), tensors, shares, strict=True
+    for hf_tensor, name, view, of_ranks in zip(
+        rule.tensors, rule.hugging_face_names(layer), views, slices, strict=True
     ):
-        dim = part.shared_dim
-        if runs is not None and dim is not None and part.sizes[0] == "vocabulary":
-            tensor = tensor.narrow(dim, 0, _length(runs[tp_rank]))  # drops padding
-        parts.append(TensorPart(name, tensor, dim, runs, tp_rank, full_shape(part, architecture)))
+        dim = hf_tensor.partition_dim
+        if of_ranks is not None and dim is not None and hf_tensor.sizes[0] == "vocabulary":
+            view = view.narrow(dim, 0, _length(of_ranks[tp_rank]))  # drops padding
+        shape = full_shape(hf_tensor, architecture)
+        parts.append(TensorPart(name, view, dim, of_ranks, tp_rank, shape))
     return parts
 
 
-def _groups_on_rank(architecture: Architecture, tp_size: int) -> int:
-    """Key-value groups that one rank's shard of a fused QKV has rows of."""
-    return max(1, architecture.num_key_value_heads // tp_size)
-
-
-def _length(run: slice) -> int:
-    return run.stop - run.start
+def _length(interval: slice) -> int:
+    return interval.stop - interval.start

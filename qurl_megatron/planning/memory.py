@@ -1,41 +1,52 @@
-"""What the GPUs of a run would hold: bytes by part, of a learner's rank and of a server's GPU.
+"""Estimate the memory of a run's GPUs, in bytes by part, for a learner rank and a server GPU.
 
-Everything is arithmetic on an `Architecture` and a `Config`. B is bytes, e the bytes of a value in
-the compute dtype, t/p/d the learner's tensor, pipeline and data parallel sizes, h hidden, Q and K
-query and key-value channels, F intermediate channels. A micro batch's tokens are rows x time, all
-of the greatest length.
+All figures follow from an `Architecture` and a `Config`. Symbols:
 
-Memory of a learner rank (the largest over pipeline stages counts):
+    B          bytes
+    e          bytes of a value in the learner's compute dtype
+    t, p, d    the learner's tensor, pipeline and data parallel sizes
+    h          hidden size
+    Q, K       query and key-value channels
+    F          intermediate channels
+    rows, time sequences in a micro batch and tokens in each, all of the maximum length
 
-    weights      e B a parameter of the rank: layers over t and p, vocabulary over t, norms whole
-    gradients    4 B a parameter: Megatron's float32 buffer
-    optimizer    Adam's two moments, 8 B, and with bfloat16 a float32 master, 4 B; the learner keeps
-                 all of it on every data-parallel copy (a distributed optimizer: a d-th)
-    reference    e B a parameter where objective.kl_coefficient keeps the first policy
-    activations  of a layer and token, kept for the backward pass:
-                 4eh + 8                         two norms, inputs of qkv and fc1 (over t where
-                                                 sequences are parallel)
-                 e(3Q + 3K)/t + 4 heads/t        qkv, rotated q and k, attention's output, log-sums
-                 3eF/t                           fc1's output and fc2's input
-                 eQ/t                            where query and key are normalized
-                 and 4e head_dim a time step for the rotary tables; times the layers of a stage and
-                 the micro batches in flight there: p - stage, or with virtual stages v a total of
-                 layers x (1 + (p - 1) / (p v)) (Korthikanti et al., arXiv:2205.05198, 4.2.3).
-                 Recomputed: eh a layer and token, and for one layer all of it. Without fused
-                 kernels (a CPU) norms keep float32 tensors, and SwiGLU 2eF/t more.
-    logits       chunks of at most 2^26 (`device.logit_chunk_elements`): 8 B forward; backward 6 B,
-                 and 6 B a value of the output layer's shard for its gradient
-    backward     e(3F/t + 2h) a token, and the largest weight's gradient before it is added up
-    converter    what Eq. 13 is measured against, at most 128 rows of each quantized weight with
-                 codes; while publishing two buckets and the largest tensor, which do not coincide
-                 with activations
-    runtime      `RUNTIME_BYTES`
+Memory of a learner rank (of all pipeline stages, the fullest is planned for):
 
-Memory of a server's GPU: rollout.server.mem_fraction_static of it holds weights (codes and scales
-over t; embedding, output layer and norms in BF16) and the KV cache, 4 layers max(1, K heads / t)
-head_dim B a token. Slots are the sequences decoded at once: what fits at their mean length, up to
-max_running_requests; SGLang admits more than fit at full length, and takes some back where memory
-runs out. One sequence of full length must fit.
+    weights      e B per parameter of the rank. Linear layers are divided by t and p, the vocabulary
+                 by t; norms are not divided by t.
+    gradients    4 B per parameter: Megatron's float32 buffer.
+    optimizer    8 B per parameter for Adam's two moments, and 4 B for a float32 master if the
+                 weights are bfloat16. Every data-parallel rank keeps all of it; with a distributed
+                 optimizer, 1/d of it.
+    reference    e B per parameter if objective.kl_coefficient is not 0.
+    activations  Kept for the backward pass, per layer and token:
+                   4eh + 8                 two norms, inputs of qkv and fc1; divided by t if
+                                           sequence parallel
+                   e(3Q + 3K)/t + 4 heads/t  qkv, rotated q and k, attention output, log-sum-exp
+                   3eF/t                   fc1 output and fc2 input
+                   eQ/t                    if query and key are normalized
+                 plus 4e head_dim per time step for the rotary tables. This is multiplied by the
+                 layers of a stage and by its micro batches in flight, at most p - stage. With v
+                 virtual stages the product is layers x p x (1 + (p - 1) / (p v)) (Korthikanti et
+                 al., arXiv:2205.05198, Section 4.2.3).
+                 With recomputation: eh per layer and token, and all of the above for one layer.
+                 Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more.
+    logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
+                 forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
+                 the output layer's shard for its gradient.
+    backward     e(3F/t + 2h) per token, and the largest weight's gradient before it is accumulated.
+    converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
+                 between publishes.
+    buckets      While publishing: two buckets and the largest tensor. They replace activations,
+                 logits and backward, which are not in memory then.
+    runtime      `RUNTIME_BYTES`.
+
+Memory of a server GPU: the fraction rollout.server.mem_fraction_static holds weights (codes and
+scales, divided by t; embedding, output layer and norms in BF16) and the KV cache, which takes
+4 layers max(1, K heads / t) head_dim B per token. One sequence of maximum length must fit. The
+server decodes as many sequences at once as fit at their mean length, and at most
+max_running_requests. SGLang admits more than fit at full length and retracts some if memory runs
+out.
 """
 
 from __future__ import annotations
@@ -53,8 +64,8 @@ from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule
 from qurl_megatron.quantization import quantize
 
 GIB = 1024**3
-GPU_BYTES = int(79.1 * GIB)  # what PyTorch reports of an H100 80GB
-# Assumed, not measured: CUDA context, NCCL's and cuBLAS's buffers, what the allocator cannot use.
+GPU_BYTES = int(79.1 * GIB)  # total memory of an H100 80GB as PyTorch reports it
+# Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
 RUNTIME_BYTES = 4 * GIB
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
@@ -63,75 +74,77 @@ MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
 
 @dataclass(frozen=True)
 class Savings:
-    """What would save learner memory. The learner has none of them yet: all False is what it is."""
+    """Memory savings to plan with. The learner has none of them: all False describes it."""
 
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
 
     @property
     def names(self) -> list[str]:
+        """The names of the savings that are on."""
         return [name for name, on in dataclasses.asdict(self).items() if on]
 
 
-# Counting
-
-
-def _numel(part: HuggingFaceTensor, architecture: Architecture) -> int:
-    return math.prod(weight_map.full_shape(part, architecture))
+def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
+    return math.prod(weight_map.full_shape(hf_tensor, architecture))
 
 
 def num_parameters(architecture: Architecture) -> int:
+    """Return the number of values in a checkpoint."""
     return sum(
-        _numel(part, architecture) * (architecture.num_layers if rule.layered else 1)
+        _numel(hf_tensor, architecture) * (architecture.num_layers if rule.layered else 1)
         for rule in weight_map.rules(architecture)
-        for part in rule.parts
+        for hf_tensor in rule.tensors
     )
 
 
 @functools.cache
-def linear_weights(architecture: Architecture) -> int:
-    """Of all layers; the output layer's are apart."""
+def num_linear_weights(architecture: Architecture) -> int:
+    """Return the weights in the linear layers of all blocks, without the output layer."""
     return sum(
-        _numel(part, architecture) * architecture.num_layers
+        _numel(hf_tensor, architecture) * architecture.num_layers
         for rule in weight_map.rules(architecture)
         if rule.quantized
-        for part in rule.parts
+        for hf_tensor in rule.tensors
     )
 
 
-def output_weights(architecture: Architecture) -> int:
+def num_output_weights(architecture: Architecture) -> int:
+    """Return the weights in the output layer."""
     return architecture.vocab_size * architecture.hidden_size
 
 
 def stage_layers(architecture: Architecture, learner: LearnerConfig) -> list[int]:
-    """Layers of each pipeline stage."""
-    stages, in_last = learner.pipeline_parallel_size, learner.layers_in_last_pipeline_stage
-    if in_last is None:
-        return [architecture.num_layers // stages] * stages
-    return [(architecture.num_layers - in_last) // (stages - 1)] * (stages - 1) + [in_last]
+    """Return the number of layers in each of the learner's pipeline stages."""
+    return architecture.stage_layers(
+        learner.pipeline_parallel_size, learner.layers_in_last_pipeline_stage
+    )
 
 
 def _rank_parameters(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> Iterator[tuple[Rule, int, int]]:
-    """Rule, values on one rank of a stage, and how many such parameters it has."""
+    """Yield each rule, the values of its parameter on one rank, and the number of such parameters.
+
+    `stage` is the rank's pipeline stage.
+    """
     layers = stage_layers(architecture, learner)
     last = stage == len(layers) - 1
     tensor_parallel_size = learner.tensor_parallel_size
     padded = architecture.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
     vocabulary = padded * architecture.hidden_size
     for rule in weight_map.rules(architecture):
-        if rule.parts[0].sizes[0] == "vocabulary":
-            embedding = rule.megatron[0].startswith("embedding")
-            # A tied model's last stage has a copy of the embedding for its output.
-            copied = architecture.tie_word_embeddings and last
-            if (stage == 0 or copied) if embedding else last:
+        if rule.tensors[0].sizes[0] == "vocabulary":
+            embedding = rule.megatron_names[0].startswith("embedding")
+            # The last stage of a tied model has a copy of the embedding as its output layer.
+            has_copy = architecture.tie_word_embeddings and last
+            if (stage == 0 or has_copy) if embedding else last:
                 yield rule, vocabulary, 1
             continue
         numel = sum(
-            _numel(part, architecture)
-            // (1 if part.shared_dim is None else learner.tensor_parallel_size)
-            for part in rule.parts
+            _numel(hf_tensor, architecture)
+            // (1 if hf_tensor.partition_dim is None else learner.tensor_parallel_size)
+            for hf_tensor in rule.tensors
         )
         if rule.layered:
             yield rule, numel, layers[stage]
@@ -139,15 +152,15 @@ def _rank_parameters(
             yield rule, numel, 1
 
 
-def rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
-    """Values of all parameters on one rank of a pipeline stage."""
+def num_rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
+    """Return the values of all parameters on one rank of a pipeline stage."""
     return sum(n * count for _, n, count in _rank_parameters(architecture, learner, stage))
 
 
-def _scales(shape: tuple[int, ...], weight_format: str) -> int:
-    """Scales of a quantized weight as a server holds them."""
+def _num_scales(shape: tuple[int, ...], weight_format: str) -> int:
+    """Return the number of scales that a server holds for a quantized weight."""
     if weight_format == "fp8-tensor":
-        return shape[0]  # as `quantize.engine_scale`
+        return shape[0]  # one per row, see `quantize.engine_scale`
     return math.prod(
         1 if block is None else -(-size // block)
         for size, block in zip(shape, quantize.block_shape(weight_format), strict=True)
@@ -155,7 +168,7 @@ def _scales(shape: tuple[int, ...], weight_format: str) -> int:
 
 
 def published_bytes(architecture: Architecture, weight_format: WeightFormat) -> int:
-    """Of a whole policy in a format: codes and float32 scales, the rest in BF16."""
+    """Return the bytes of a published policy: codes, float32 scales, and the rest in BF16."""
     return sum(server_weight_bytes(architecture, weight_format, 1).values())
 
 
@@ -163,35 +176,35 @@ def published_bytes(architecture: Architecture, weight_format: WeightFormat) -> 
 def server_weight_bytes(
     architecture: Architecture, weight_format: WeightFormat, tensor_parallel_size: int
 ) -> dict[str, int]:
-    """On one of a server's GPUs: `linear` layers as they are quantized, `unquantized` the rest."""
-    found = {"linear": 0, "unquantized": 0}
+    """Return the bytes of weights on one GPU of a server.
+
+    `linear` are the layers in `weight_format`, with their scales. `unquantized` is the rest.
+    """
+    num_bytes = {"linear": 0, "unquantized": 0}
     for rule in weight_map.rules(architecture):
         count = architecture.num_layers if rule.layered else 1
-        for part in rule.parts:
-            shape = weight_map.full_shape(part, architecture)
-            share = tensor_parallel_size
-            if part.shared_dim is None:
-                share = 1
-            elif part.sizes[part.shared_dim] == "key_value":  # ranks share heads, not their rows
-                share = min(share, architecture.num_key_value_heads)
+        for hf_tensor in rule.tensors:
+            shape = weight_map.full_shape(hf_tensor, architecture)
+            dim = hf_tensor.partition_dim
+            ranks = 1 if dim is None else tensor_parallel_size  # that divide the tensor
+            if dim is not None and hf_tensor.sizes[dim] == "key_value":
+                # Beyond one rank per key-value head, SGLang copies whole heads.
+                ranks = min(ranks, architecture.num_key_value_heads)
             if not rule.quantized or weight_format == "bf16":
                 kind = "linear" if rule.quantized else "unquantized"
-                found[kind] += count * -(-2 * math.prod(shape) // share)
+                num_bytes[kind] += count * -(-2 * math.prod(shape) // ranks)
                 continue
-            # Scales of channels are whole on every rank of a layer that is cut along its input.
-            cut = weight_format == "fp8-block" or part.shared_dim == 0
-            scales = _scales(shape, weight_format) // (share if cut else 1)
-            found["linear"] += count * (math.prod(shape) // share + 4 * scales)
-    return found
+            # A row-parallel layer has all of its per-channel scales on every rank.
+            scales_are_divided = weight_format == "fp8-block" or dim == 0
+            scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
+            num_bytes["linear"] += count * (math.prod(shape) // ranks + 4 * scales)
+    return num_bytes
 
 
 def kv_bytes_per_token(architecture: Architecture, tensor_parallel_size: int = 1) -> int:
-    """Of keys and values in BF16 on one of a server's GPUs."""
-    heads = max(1, architecture.num_key_value_heads // tensor_parallel_size)
+    """Return the bytes of a token's keys and values, in BF16, on one GPU of a server."""
+    heads = architecture.key_value_heads_on_rank(tensor_parallel_size)
     return 2 * 2 * architecture.num_layers * heads * architecture.head_dim
-
-
-# On a GPU
 
 
 def layer_activation_bytes(
@@ -203,61 +216,61 @@ def layer_activation_bytes(
     sequence_parallel: bool = False,
     fused: bool = True,
 ) -> int:
-    """What one layer keeps of `rows` sequences of `time` tokens for its backward pass.
+    """Return the bytes that one layer keeps for the backward pass of `rows` x `time` tokens.
 
-    `fused` is a GPU, where a norm and SwiGLU are a kernel each; on a CPU they are several.
+    `fused` is True for a GPU, where a norm and SwiGLU are one kernel each, and False for a CPU.
     """
     size = learner.tensor_parallel_size
     element = element_bytes(learner)
     heads, kv_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
     hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
-    norm = (element if fused else 8) * hidden + 4  # and the float32 factor of a token
-    whole = 2 * norm + 2 * element * hidden
-    shared = element * (3 * query + 3 * key) + 4 * heads
+    norm = (element if fused else 8) * hidden + 4  # with the token's float32 factor
+    replicated = 2 * norm + 2 * element * hidden  # on all ranks unless sequence parallel
+    partitioned = element * (3 * query + 3 * key) + 4 * heads
     if architecture.qk_norm:
-        # Key is a view of qkv's output, query a copy of its part; so in float32 on a CPU.
-        shared += 4 * (heads + kv_heads)
-        shared += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
-    shared += element * intermediate * (3 if fused else 5)
-    per_token = whole / (size if sequence_parallel else 1) + shared / size
+        # The norm's input is a view of the qkv output for key, and a copy of it for query. On a
+        # CPU the norm keeps float32 tensors of both.
+        partitioned += 4 * (heads + kv_heads)
+        partitioned += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
+    partitioned += element * intermediate * (3 if fused else 5)
+    per_token = replicated / (size if sequence_parallel else 1) + partitioned / size
     return int(rows * time * per_token) + 4 * element * architecture.head_dim * time
 
 
 def element_bytes(learner: LearnerConfig) -> int:
+    """Return the bytes of a value in the learner's compute dtype."""
     return 2 if learner.dtype == "bfloat16" else 4
 
 
-def micro_batches(config: Config) -> int:
-    """In one minibatch of one data-parallel rank."""
+def num_micro_batches(config: Config) -> int:
+    """Return the micro batches of one minibatch on one data-parallel rank."""
     rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     rows //= config.optimizer.minibatches_per_step * config.learner.data_parallel_size
     return -(-rows // config.learner.micro_batch_size)
 
 
 def _layers_in_flight(layers: int, stage: int, config: Config) -> float:
-    """Layers of a stage times the micro batches whose activations it keeps at most."""
-    stages, virtual = (
-        config.learner.pipeline_parallel_size,
-        config.learner.virtual_pipeline_parallel_size,
-    )
+    """Return the layers of a stage times the most micro batches it keeps activations of."""
+    stages = config.learner.pipeline_parallel_size
+    virtual = config.learner.virtual_pipeline_parallel_size
     if virtual > 1:
         return layers * stages * (1 + (stages - 1) / (stages * virtual))
-    return layers * min(stages - stage, micro_batches(config))
+    return layers * min(stages - stage, num_micro_batches(config))
 
 
 def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> int:
-    """What the converter keeps of the last pass: rows of each quantized weight, and their codes."""
+    """Return the bytes of weight rows and their codes that the converter keeps between passes."""
     if config.quantization.format == "bf16":
         return 0
     size, element = config.learner.tensor_parallel_size, element_bytes(config.learner)
     total = 0
     for rule in weight_map.rules(architecture):
         if rule.quantized:
-            for part in rule.parts:
-                shape = list(weight_map.full_shape(part, architecture))
-                if part.shared_dim is not None:
-                    shape[part.shared_dim] = -(-shape[part.shared_dim] // size)
+            for hf_tensor in rule.tensors:
+                shape = list(weight_map.full_shape(hf_tensor, architecture))
+                if hf_tensor.partition_dim is not None:
+                    shape[hf_tensor.partition_dim] = -(-shape[hf_tensor.partition_dim] // size)
                 step = -(-shape[0] // MEASURED_ROWS)
                 total += len(range(step // 2, shape[0], step)) * shape[1] * (element + 1)
     return total * stage_layers(architecture, config.learner)[stage]
@@ -266,7 +279,7 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
 def learner_memory(
     architecture: Architecture, config: Config, stage: int, savings: Savings
 ) -> dict[str, int]:
-    """Bytes by part on one rank of a pipeline stage, without the converter's buckets."""
+    """Return the bytes by part on one rank of a pipeline stage, without the publishing buckets."""
     learner = config.learner
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
@@ -308,28 +321,27 @@ def learner_memory(
     }
 
 
-_PASSING = ("activations", "backward", "logits")  # gone while a policy is published
+_NOT_WHILE_PUBLISHING = ("activations", "backward", "logits")
 
 
 def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
-    """Of a rank's parts (`learner_memory`) and its buckets (`bucket_memory`), at its fullest."""
-    passing = sum(parts[name] for name in _PASSING)
-    return sum(parts.values()) - passing + max(passing, bucket_bytes)
+    """Return the peak memory of a rank, during an update or a publish.
+
+    Args:
+        parts: From `learner_memory`.
+        bucket_bytes: From `bucket_memory`.
+    """
+    in_update = sum(parts[name] for name in _NOT_WHILE_PUBLISHING)
+    return sum(parts.values()) - in_update + max(in_update, bucket_bytes)
 
 
 def bucket_memory(architecture: Architecture, config: Config) -> int:
-    """Two buckets and the largest tensor: what the converter holds at most beside the model."""
+    """Return the bytes of two buckets and the largest tensor: the converter's peak in a publish."""
     weight_format = config.quantization.format
     largest = max(
-        _numel(part, architecture) * (1 if rule.quantized and weight_format != "bf16" else 2)
+        _numel(hf_tensor, architecture) * (1 if rule.quantized and weight_format != "bf16" else 2)
         for rule in weight_map.rules(architecture)
-        for part in rule.parts
+        for hf_tensor in rule.tensors
     )
-    return (
-        2
-        * min(
-            max(config.quantization.bucket_bytes, largest),
-            published_bytes(architecture, weight_format),
-        )
-        + largest
-    )
+    bucket = max(config.quantization.bucket_bytes, largest)
+    return 2 * min(bucket, published_bytes(architecture, weight_format)) + largest

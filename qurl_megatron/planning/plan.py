@@ -1,6 +1,6 @@
-"""What a run would need and take, before anything is allocated, and which layout fits best.
+"""Plan a run without allocating anything: check that it fits, or find the fastest layout that does.
 
-`memory` says what GPUs hold, `step_time` how long a step takes; a critic is refused.
+`memory` estimates bytes, `step_time` estimates seconds. Runs with a critic are refused.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from qurl_megatron.planning.step_time import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by part of the fullest GPU of each kind, and seconds by phase of a step."""
+    """Memory of a learner GPU and a server GPU, and the time of a step."""
 
     config: Config
-    gpus: int
-    servers: int
-    learner_bytes: dict[str, int]
-    converter_bucket_bytes: int  # in place of activations, logits and backward
-    server_bytes: dict[str, int]
-    kv_tokens: int  # that a server holds
+    gpus: int  # of the learner and all servers together
+    servers: int  # rollout servers
+    learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
+    converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
+    server_bytes: dict[str, int]  # by part, on one GPU of a server
+    kv_tokens: int  # capacity of a server's KV cache
     slots: int  # sequences that a server decodes at once
-    publish_bytes: int
-    step_s: dict[str, float]
+    publish_bytes: int  # sent to each server
+    step_s: dict[str, float]  # seconds by phase
     savings: Savings
 
     @property
     def total_s(self) -> float:
+        """Seconds of a whole step."""
         return sum(self.step_s.values())
 
     @property
     def learner_total_bytes(self) -> int:
+        """Peak memory of a rank of the fullest pipeline stage."""
         return total_bytes(self.learner_bytes, self.converter_bucket_bytes)
 
 
@@ -64,13 +66,17 @@ def plan(
     savings: Savings = Savings(),  # noqa: B008 (frozen)
     workload: Workload | None = None,
 ) -> Plan:
-    """What `config`'s layout needs and takes on `gpus` H100 in all.
+    """Return the memory and time of the layout of `config` on `gpus` H100.
 
-    Servers take the GPUs that the learner leaves, the evaluation server's taken off.
+    Rollout servers take all GPUs that the learner and the evaluation server leave.
+
+    Args:
+        savings: Memory savings to assume of the learner.
+        workload: Mean lengths; None for half the maximum.
 
     Raises:
-        ConfigError: the layout does not fit the model, the GPUs or their memory; one line that
-            names the part that breaks it.
+        ConfigError: The layout does not fit the model, the number of GPUs or their memory. If it
+            is memory, the message names the part that exceeds it.
     """
     workload = workload or Workload.half(config)
     learner, server, rollout = config.learner, config.rollout.server, config.rollout
@@ -84,7 +90,7 @@ def plan(
         for stage in range(learner.pipeline_parallel_size)
     ]
     fullest = max(by_stage, key=lambda parts: total_bytes(parts, buckets))
-    _refuse_learner(config, fullest, buckets, by_stage.index(fullest))
+    _check_learner_fits(config, fullest, buckets, by_stage.index(fullest))
 
     weight_format = config.quantization.format
     weights = server_weight_bytes(architecture, weight_format, server_size)
@@ -94,13 +100,13 @@ def plan(
     if server.max_total_tokens is not None:
         kv_tokens = min(kv_tokens, server.max_total_tokens)
     if kv_tokens < rollout.max_length:
-        held = sum(weights.values()) / GIB
-        part = "weights" if held > room / GIB else "the KV cache"
+        weights_gib = sum(weights.values()) / GIB
+        what = "the weights do" if weights_gib > room / GIB else "the KV cache does"
         raise ConfigError(
-            f"rollout.server.tensor_parallel_size={server_size}: {part} break it: a GPU holds "
-            f"{held:.1f} GiB of {weight_format} weights, and mem_fraction_static="
-            f"{server.mem_fraction_static} of it is {room / GIB:.1f} GiB; one sequence of "
-            f"{rollout.max_length} tokens needs {rollout.max_length * per_token / GIB:.1f} more"
+            f"rollout.server.tensor_parallel_size={server_size}: {what} not fit: "
+            f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
+            f"{weight_format} weights take {weights_gib:.1f} GiB and one sequence of "
+            f"{rollout.max_length} tokens {rollout.max_length * per_token / GIB:.1f} GiB"
         )
     length = workload.mean_prompt + workload.mean_response
     slots = min(server.max_running_requests, int(kv_tokens / length))
@@ -140,17 +146,24 @@ def plan(
 
 def _free_gpus(config: Config, gpus: int) -> int:
     evaluation = config.evaluation
-    taken = evaluation.server.tensor_parallel_size if evaluation.wanted else 0
-    return gpus - config.learner.world_size - taken
+    evaluation_gpus = evaluation.server.tensor_parallel_size if evaluation.wanted else 0
+    return gpus - config.learner.world_size - evaluation_gpus
 
 
 def _check_layout(
     architecture: Architecture, config: Config, gpus: int, workload: Workload
 ) -> None:
-    """Raises ConfigError."""
+    """Check that the layout fits the model and the number of GPUs.
+
+    Raises:
+        ConfigError: It does not.
+    """
     learner, rollout = config.learner, config.rollout
+    server_size = rollout.server.tensor_parallel_size
     if config.advantage_estimator == "gae":
-        raise ConfigError("advantage_estimator=gae: a critic is not planned for; plan grpo")
+        raise ConfigError(
+            "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
+        )
     try:
         architecture.check_layout(
             learner.tensor_parallel_size,
@@ -158,73 +171,80 @@ def _check_layout(
             learner.virtual_pipeline_parallel_size,
             learner.layers_in_last_pipeline_stage,
         )
+        architecture.check_server_layout(server_size)
         if config.quantization.format == "fp8-block":
-            architecture.check_blocks(rollout.server.tensor_parallel_size)
+            architecture.check_blocks(server_size)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
     for name, size in (
         ("learner", learner.tensor_parallel_size),
-        ("rollout.server", rollout.server.tensor_parallel_size),
+        ("rollout.server", server_size),
     ):
         if size > GPUS_PER_NODE or GPUS_PER_NODE % size:
             raise ConfigError(
                 f"{name}.tensor_parallel_size={size}: must divide the {GPUS_PER_NODE} GPUs of a "
-                "node, or its all-reduces leave NVLink"
+                "node, so that all-reduces stay on NVLink"
             )
-    if architecture.num_attention_heads % rollout.server.tensor_parallel_size:
-        raise ConfigError(
-            f"rollout.server.tensor_parallel_size={rollout.server.tensor_parallel_size}: must "
-            f"divide the model's {architecture.num_attention_heads} attention heads"
-        )
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step * learner.data_parallel_size
     if rows % parts:
         raise ConfigError(
             f"learner.data_parallel_size={learner.data_parallel_size}: a step's {rows} completions "
-            f"do not divide into {parts} (minibatches x data-parallel ranks)"
+            f"are not divisible by {parts} (minibatches x data-parallel ranks)"
         )
     if not 0 < workload.mean_response <= rollout.max_response_length:
         raise ConfigError(
-            f"mean response of {workload.mean_response:g} tokens: must be above 0 and at most "
+            f"a mean response of {workload.mean_response:g} tokens: must be above 0 and at most "
             f"rollout.max_response_length={rollout.max_response_length}"
         )
-    if _free_gpus(config, gpus) < rollout.server.tensor_parallel_size:
+    free_gpus = _free_gpus(config, gpus)
+    if free_gpus < server_size:
         evaluation = " and the evaluation server" if config.evaluation.wanted else ""
         raise ConfigError(
             f"{gpus} GPUs: the learner's {learner.world_size}{evaluation} leave "
-            f"{max(0, _free_gpus(config, gpus))}, and a rollout server takes "
-            f"{rollout.server.tensor_parallel_size}"
+            f"{max(0, free_gpus)}, and a rollout server needs {server_size}"
         )
 
 
-def _refuse_learner(config: Config, parts: dict[str, int], buckets: int, stage: int) -> None:
-    """Raises ConfigError where a rank's parts do not fit; names the one that goes over."""
+def _check_learner_fits(config: Config, parts: dict[str, int], buckets: int, stage: int) -> None:
+    """Check that a rank of this pipeline stage fits on a GPU.
+
+    Raises:
+        ConfigError: It does not. The message names the first part that exceeds the memory, with
+            the parts added up in their order.
+    """
     total = total_bytes(parts, buckets)
     if total <= GPU_BYTES:
         return
-    running = itertools.accumulate(parts.values())
-    breaking = next(
-        (name for name, sum_ in zip(parts, running, strict=True) if sum_ > GPU_BYTES), "buckets"
+    sums = itertools.accumulate(parts.values())
+    excess = next(
+        (name for name, sum_ in zip(parts, sums, strict=True) if sum_ > GPU_BYTES), "buckets"
     )
+    verb = "do" if excess.endswith("s") else "does"
     learner = config.learner
     sizes = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
     raise ConfigError(
         f"learner of tensor x pipeline x data parallel sizes {learner.tensor_parallel_size} x "
-        f"{learner.pipeline_parallel_size} x {learner.data_parallel_size}: {breaking} break it: a "
-        f"rank of stage {stage} needs {total / GIB:.1f} of {GPU_BYTES / GIB:.1f} GiB ({sizes})"
+        f"{learner.pipeline_parallel_size} x {learner.data_parallel_size}: the {excess} {verb} not "
+        f"fit: a rank of stage {stage} needs {total / GIB:.1f} of {GPU_BYTES / GIB:.1f} GiB "
+        f"({sizes})"
     )
 
 
 def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
-    """`config` in every layout worth looking at: micro batches of one, all stages alike or nearly.
+    """Yield `config` in every layout that the model admits and that may be the fastest.
 
-    Tensor parallelism within a node, up to 16 pipeline stages, any number of copies, activations
-    kept or recomputed.
+    Tensor parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
+    with a shorter last one, and as many data-parallel copies as fit. Micro batches have one
+    sequence, and activations are kept or recomputed.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
     for tensor, stages, server_size in itertools.product(sizes, range(1, 17), sizes):
-        in_last = _last_stage(architecture.num_layers, stages)
-        if in_last is None and architecture.num_layers % stages:
+        in_last = architecture.shorter_last_stage(stages)
+        try:
+            architecture.check_layout(tensor, stages, 1, in_last)
+            architecture.check_server_layout(server_size)
+        except ArchitectureError:
             continue
         copies = range(1, gpus // (tensor * stages) + 1)
         for data, recompute in itertools.product(copies, (False, True)):
@@ -249,12 +269,6 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
             )
 
 
-def _last_stage(num_layers: int, stages: int) -> int | None:
-    """Layers of a last stage that is shorter than the others; None where they divide, or cannot."""
-    in_last = num_layers - -(-num_layers // stages) * (stages - 1)
-    return in_last if num_layers % stages and in_last > 0 else None
-
-
 def suggest(
     architecture: Architecture,
     config: Config,
@@ -262,15 +276,15 @@ def suggest(
     savings: Savings = Savings(),  # noqa: B008 (frozen)
     workload: Workload | None = None,
 ) -> Plan | None:
-    """The layout of `gpus` with the shortest step; None where none fits."""
+    """Return the plan with the shortest step over all `layouts`, or None if none fits."""
     best: Plan | None = None
     for layout in layouts(architecture, config, gpus):
         try:
-            found = plan(architecture, layout, gpus, savings, workload)
+            candidate = plan(architecture, layout, gpus, savings, workload)
         except ConfigError:
             continue
-        if best is None or found.total_s < best.total_s:
-            best = found
+        if best is None or candidate.total_s < best.total_s:
+            best = candidate
     return best
 
 
@@ -283,11 +297,11 @@ def plan_or_suggest(
     *,
     has_layout: bool,
 ) -> Plan:
-    """The plan of `config`'s own layout, or of the best one where it is not to keep its own.
+    """Return the plan of the layout in `config` if `has_layout`, else of the fastest layout.
 
     Raises:
-        ConfigError: it does not fit; the line ends with a layout that does, or says what would
-            help where none does.
+        ConfigError: It does not fit. The message ends with a layout that does, or with what would
+            help if there is none.
     """
     if has_layout:
         try:
@@ -300,24 +314,24 @@ def plan_or_suggest(
     if best is not None and not has_layout:
         return best
     if best is not None:
-        raise ConfigError(f"{refusal}what fits: {' '.join(layout_words(best.config))}")
-    everything = Savings(True, True)
-    helped = suggest(architecture, config, gpus, everything, workload)
+        raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_words(best.config))}")
+    all_savings = Savings(sequence_parallel=True, distributed_optimizer=True)
+    with_savings = suggest(architecture, config, gpus, all_savings, workload)
     raise ConfigError(
         f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
         f"{config.rollout.max_length} tokens; "
         + (
-            "a learner with sequence parallelism and a distributed optimizer would: "
-            f"{' '.join(layout_words(helped.config))}"
-            if helped
-            else "not even with sequence parallelism and a distributed optimizer: take more GPUs "
+            "with sequence parallelism and a distributed optimizer, which the learner lacks, this "
+            f"would fit: {' '.join(layout_words(with_savings.config))}"
+            if with_savings
+            else "not even with sequence parallelism and a distributed optimizer: use more GPUs "
             "or shorter responses"
         )
     )
 
 
 def layout_words(config: Config) -> list[str]:
-    """The `field=value` words that give a configuration this layout."""
+    """Return the layout of `config` as `field=value` overrides."""
     learner = config.learner
     words = {
         "learner.tensor_parallel_size": learner.tensor_parallel_size,

@@ -39,8 +39,8 @@ class SentTensor:
     def index_on(self, tp_rank: int) -> tuple[slice, ...]:
         """Return where a rank's part lies in the full tensor; empty if it sends nothing."""
         index = [slice(0, size) for size in self.shape]
-        if self.shared_dim is not None and self.runs is not None:
-            index[self.shared_dim] = self.runs[tp_rank]
+        if self.partition_dim is not None and self.runs is not None:
+            index[self.partition_dim] = self.runs[tp_rank]
         elif tp_rank != 0:
             index[0] = slice(0, 0)
         return tuple(index)
@@ -65,21 +65,23 @@ class SentWeight:
     @classmethod
     def plain(cls, part: TensorPart, dtype: torch.dtype) -> SentWeight:
         """Describe a weight that is sent as it is, in `dtype`."""
-        return cls(part, [SentTensor(part.name, dtype, part.full_shape, part.dim, part.runs)])
+        return cls(
+            part, [SentTensor(part.name, dtype, part.full_shape, part.dim, part.rank_slices)]
+        )
 
     @classmethod
     def quantized(cls, part: TensorPart, weight_format: str) -> SentWeight:
         """Describe a weight that is sent as codes and scales of `weight_format`."""
         dtype = quantize.code_dtype(weight_format)
-        codes = SentTensor(part.name, dtype, part.full_shape, part.dim, part.runs)
+        codes = SentTensor(part.name, dtype, part.full_shape, part.dim, part.rank_slices)
         name = quantize.scale_name(part.name, weight_format)
         shape = scale_shape(part, weight_format)
         if weight_format == "fp8-tensor":
             shape = (part.full_shape[0], 1)  # as `quantize.engine_scale`
         block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
-        if block is None or part.runs is None or blocks_are_shared(part, weight_format):
+        if block is None or part.rank_slices is None or blocks_are_shared(part, weight_format):
             return cls(part, [codes, SentTensor(name, torch.float32, shape)])
-        runs = [slice(run.start // block, -(-run.stop // block)) for run in part.runs]
+        runs = [slice(run.start // block, -(-run.stop // block)) for run in part.rank_slices]
         return cls(part, [codes, SentTensor(name, torch.float32, shape, part.dim, runs)])
 
     @property
@@ -95,10 +97,12 @@ class SentWeight:
 
 def blocks_are_shared(part: TensorPart, weight_format: str) -> bool:
     """Return whether a block of one scale lies on more than one tensor-parallel rank."""
-    if part.dim is None or part.runs is None or len(part.runs) == 1:
+    if part.dim is None or part.rank_slices is None or len(part.rank_slices) == 1:
         return False
     block = quantize.block_shape(weight_format)[part.dim]
-    inner_starts = [run.start for run in part.runs if 0 < run.start < part.full_shape[part.dim]]
+    inner_starts = [
+        run.start for run in part.rank_slices if 0 < run.start < part.full_shape[part.dim]
+    ]
     return block is None or any(start % block for start in inner_starts)
 
 
