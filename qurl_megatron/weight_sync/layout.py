@@ -3,8 +3,8 @@
 An unquantized weight is sent as one tensor, a quantized one as two: codes and scales. Each is
 assembled from the parts of the tensor-parallel ranks, in one of two ways:
 
-    shared_dim  runs            the full tensor
-    0 or 1      one per rank    the ranks' parts, one after another along `shared_dim`
+    partition_dim  runs            the full tensor
+    0 or 1      one per rank    the ranks' parts, one after another along `partition_dim`
     None        None            the same on every rank; rank 0 sends it
 
 Scales follow the codes where the ranks' boundaries fall between blocks of one scale. Where a block
@@ -33,8 +33,8 @@ class SentTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    shared_dim: int | None = None  # dimension that ranks share; None: rank 0 sends all
-    runs: list[slice] | None = None  # of every rank, along `shared_dim`
+    partition_dim: int | None = None  # dimension that ranks share; None: rank 0 sends all
+    runs: list[slice] | None = None  # of every rank, along `partition_dim`
 
     def index_on(self, tp_rank: int) -> tuple[slice, ...]:
         """Return where a rank's part lies in the full tensor; empty if it sends nothing."""
