@@ -1,21 +1,17 @@
 # Every target sets up .venv first; nothing is written outside this directory.
 PYTHON ?= python3
 PYTEST = .venv/bin/pytest -rs --durations=15
-# Tests that start no server. Left out of test-fast: the files that take longest.
 NO_SERVERS = -n 2 --dist loadfile --ignore tests/e2e --ignore tests/slurm tests
-SLOW = tests/test_checkpoint.py tests/test_critic.py tests/test_docs.py tests/test_experiment.py \
-	tests/test_packaging.py
 
 .PHONY: demo test test-fast test-slurm docs lint
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint docs
-	$(PYTEST) $(NO_SERVERS)
+test: lint docs test-fast
 	$(PYTEST) tests/e2e
 
-test-fast: .venv/ready
-	$(PYTEST) $(addprefix --ignore ,$(SLOW)) $(NO_SERVERS)
+test-fast: .venv/ready  # all that start no server
+	$(PYTEST) $(NO_SERVERS)
 
 test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm
