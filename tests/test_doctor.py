@@ -1,4 +1,4 @@
-"""`qurl doctor`: each check on a machine that passes and on one that fails, and the page."""
+"""`qurl doctor`: each check on a machine that passes and one that fails, and the printed page."""
 
 from __future__ import annotations
 
@@ -167,7 +167,9 @@ def test_loopback_is_bound_and_reached() -> None:
         (("sinfo", "srun", "scontrol"), "!!", "squeue, sbatch not found"),
     ],
 )
-def test_slurm_is_whole_or_absent(commands: tuple[str, ...], status: str, text: str) -> None:
+def test_slurm_must_be_complete_or_absent(
+    commands: tuple[str, ...], status: str, text: str
+) -> None:
     paths = {command: f"/usr/bin/{command}" for command in commands}
     result = doctor.check_slurm(paths.get, lambda: "slurm 23.11")
     assert result.status == status and text in result.text
