@@ -1,4 +1,4 @@
-"""Avg@1 and Avg@k against numbers worked out by hand."""
+"""Avg@1 and Avg@k against hand-computed numbers."""
 
 from __future__ import annotations
 

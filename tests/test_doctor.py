@@ -180,8 +180,8 @@ def test_infiniband_devices_are_listed(tmp_path: Path) -> None:
     assert doctor.check_infiniband(tmp_path).status == "--"
     for name in ("mlx5_1", "mlx5_0"):
         (tmp_path / name).mkdir()
-    found = doctor.check_infiniband(tmp_path)
-    assert found == Result("ok", "InfiniBand", "2 devices: mlx5_0, mlx5_1")
+    result = doctor.check_infiniband(tmp_path)
+    assert result == Result("ok", "InfiniBand", "2 devices: mlx5_0, mlx5_1")
 
 
 def test_a_check_that_raises_becomes_a_result() -> None:

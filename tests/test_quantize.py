@@ -1,4 +1,4 @@
-"""Codes and scales of QuRL Eq. 2: properties of every tensor, and numbers worked out by hand."""
+"""Codes and scales of QuRL Eq. 2: properties of every tensor, and hand-computed numbers."""
 
 import math
 

@@ -45,7 +45,7 @@ def test_a_crash_ends_the_run_with_its_reason_and_another_layout_resumes_it(
     start: Start,
 ) -> None:
     words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
-    words += ["optimizer.weight_decay=1"]  # changes the weights quickly, whatever the rewards are
+    words += ["optimizer.weight_decay=1"]  # changes the weights quickly for any rewards
     words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
     run = start("train", "quickstart", *SMALL, *words, "steps=1000")
     run.wait_for(r"step 5/")

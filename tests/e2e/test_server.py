@@ -40,8 +40,8 @@ FORMATS: dict[WeightFormat, dict[str, int]] = {  # format -> overrides of the mo
 }
 START_TIMEOUT_S = 300.0
 # A server is at least this many times nearer to the reference with its own codes than to others.
-# The measured ratio is usually hundreds, and 19 in the worst of several runs (fp8-block, where codes
-# of activations flip). A GPU sums attention and logits in BF16, which adds noise.
+# The measured ratio is usually hundreds, and 19 in the worst of several runs (fp8-block, where
+# activation codes flip). A GPU sums attention and logits in BF16, which adds noise.
 NEARER = 3 if torch.cuda.is_available() else 10
 CONTEXT_LENGTH = 256
 PROMPTS = [

@@ -107,7 +107,7 @@ def test_a_killed_rank_or_node_fails_the_job_and_the_next_job_resumes(
     assert second.exit_code() == 1
     assert cluster.left_over() == []
 
-    # A preempted job saves at once, whatever the schedule, and is requeued until nodes are free.
+    # A preempted job saves at once, ignoring the schedule, and is requeued until nodes are free.
     third = cluster.submit(tmp_path, *nodes, script, *words, "checkpoint.every_steps=100000")
     done = read_state(list_checkpoints(run_dir)[-1]).step
     wait_for_text(third, f"resuming after step {done}")
