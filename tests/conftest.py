@@ -10,6 +10,6 @@ from tiny import build_tiny_model
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """SGLang's models and loaders, without a server."""
+    """Set up SGLang's models and loaders, without a server."""
     with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
         yield

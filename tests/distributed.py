@@ -1,6 +1,6 @@
-"""Run a function on several ranks, each a real process.
+"""Run a function on several ranks, each in its own process.
 
-The ranks communicate over gloo; on a machine with GPUs over NCCL, with one GPU each.
+The ranks communicate over gloo, or over NCCL with one GPU each on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def run_ranks(
 def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
-        pending = [r for rank, r in enumerate(receivers) if rank not in results]
-        ready = wait(pending, max(0.0, deadline - time.monotonic()))
+        pending = [rank for rank in range(len(receivers)) if rank not in results]
+        ready = wait([receivers[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
         if not ready:
-            waiting = [rank for rank in range(len(receivers)) if rank not in results]
-            raise TimeoutError(f"ranks {waiting} did not finish within {timeout_s} s")
-        for receiver in ready:
-            rank = receivers.index(receiver)  # type: ignore[arg-type]
+            raise TimeoutError(f"ranks {pending} did not finish within {timeout_s} s")
+        for rank in pending:
+            if receivers[rank] not in ready:
+                continue
             try:
-                failed, results[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
+                failed, results[rank] = pickle.loads(receivers[rank].recv_bytes())
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a result") from None
             if failed:

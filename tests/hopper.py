@@ -1,4 +1,4 @@
-"""Compile Triton kernels for a Hopper GPU, without having one, and read their resource usage."""
+"""Compile Triton kernels for a Hopper GPU, on any machine, and read their resource usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that a real learner allocates, to compare a plan with."""
+"""Measure the bytes that a real learner allocates, to compare with a plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
 
 
 class _Holder:
-    """The object that autograd holds in place of a tensor, and drops when it would drop that."""
+    """The object that autograd holds instead of a tensor, for as long as it needs the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -42,7 +42,7 @@ def as_rank(rank: int, size: int) -> AbstractContextManager[Any]:
 
 
 def build(model_dir: Path, weight_format: str) -> Any:
-    """Build SGLang's model for the present rank, on torch's default device."""
+    """Build SGLang's model for the current rank, on torch's default device."""
     from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
 
@@ -81,7 +81,7 @@ def load_on_all_ranks(
             model = build(model_dir, weight_format)
             model.load_weights((name, tensor.clone()) for name, tensor in sent.items())
         for name, tensor, row, column in held_parts(model):
-            index = (slice(row, row + tensor.shape[0]),)
+            index: tuple[slice, ...] = (slice(row, row + tensor.shape[0]),)
             if tensor.dim() == 2:
                 index = (*index, slice(column, column + tensor.shape[1]))
             target, is_seen = whole[name][index], seen[name][index]

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand."""
+"""Advantages against hand-computed numbers."""
 
 import math
 

@@ -41,7 +41,7 @@ def write_config(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_a_config_in_the_old_spelling_is_read(tmp_path):
+def test_a_config_with_the_old_field_names_is_read(tmp_path: Path) -> None:
     assert Architecture.from_directory(write_config(tmp_path)) == Architecture(
         family="llama",
         num_layers=6,
@@ -62,7 +62,7 @@ def test_a_config_in_the_old_spelling_is_read(tmp_path):
     )
 
 
-def test_transformers_5_spelling_gives_the_same_architecture(tmp_path):
+def test_the_field_names_of_transformers_5_give_the_same_architecture(tmp_path: Path) -> None:
     old = Architecture.from_directory(write_config(tmp_path))
     new = write_config(
         tmp_path,
@@ -76,7 +76,7 @@ def test_transformers_5_spelling_gives_the_same_architecture(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_config_that_transformers_writes_is_read(tmp_path, family):
+def test_a_config_that_transformers_writes_is_read(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(
@@ -102,13 +102,13 @@ def test_a_config_that_transformers_writes_is_read(tmp_path, family):
     ],
     ids=["old", "transformers 5"],
 )
-def test_llama3_rope_scaling_is_read(tmp_path, spelling):
+def test_llama3_rope_scaling_is_read(tmp_path: Path, spelling: dict[str, Any]) -> None:
     architecture = Architecture.from_directory(write_config(tmp_path, **spelling))
     assert architecture.rope_theta == 500000.0
     assert architecture.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
-def test_generation_config_takes_precedence_for_end_of_sequence_tokens(tmp_path):
+def test_generation_config_takes_precedence_for_end_of_sequence_tokens(tmp_path: Path) -> None:
     write_config(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
     assert Architecture.from_directory(tmp_path).eos_token_ids == (3, 9)
@@ -129,7 +129,9 @@ def test_generation_config_takes_precedence_for_end_of_sequence_tokens(tmp_path)
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 5}, "sliding"),
     ],
 )
-def test_a_model_the_learner_does_not_support_is_refused_by_field(tmp_path, changes, words):
+def test_a_model_the_learner_does_not_support_is_refused_by_field(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ArchitectureError, match=words) as refusal:
         Architecture.from_directory(write_config(tmp_path, **changes))
     assert "\n" not in str(refusal.value)
@@ -142,11 +144,13 @@ def test_a_model_the_learner_does_not_support_is_refused_by_field(tmp_path, chan
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 6},
     ],
 )
-def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path, unused):
+def test_a_sliding_window_that_no_layer_uses_is_accepted(
+    tmp_path: Path, unused: dict[str, Any]
+) -> None:
     Architecture.from_directory(write_config(tmp_path, **unused))
 
 
-def test_a_missing_directory_or_broken_config_is_refused(tmp_path):
+def test_a_missing_directory_or_broken_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="nowhere' does not exist"):
         Architecture.from_directory(tmp_path / "nowhere")
     with pytest.raises(ArchitectureError, match="no config.json"):
@@ -166,20 +170,22 @@ def test_a_missing_directory_or_broken_config_is_refused(tmp_path):
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused_with_the_sizes_that_do(
-    tmp_path, tensor, pipeline, words
-):
+    tmp_path: Path, tensor: int, pipeline: int, words: str
+) -> None:
     with pytest.raises(ArchitectureError, match=words):
         Architecture.from_directory(write_config(tmp_path)).check_layout(tensor, pipeline)
 
 
-def test_indivisible_intermediate_channels_and_tiny_vocabularies_are_refused(tmp_path):
+def test_indivisible_intermediate_channels_and_tiny_vocabularies_are_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ArchitectureError, match="82 intermediate channels"):
         Architecture.from_directory(write_config(tmp_path, intermediate_size=82)).check_layout(4, 1)
     with pytest.raises(ArchitectureError, match="vocabulary of 5"):
         Architecture.from_directory(write_config(tmp_path, vocab_size=5)).check_layout(4, 1)
 
 
-def test_several_ranks_may_share_a_key_value_head(tmp_path):
+def test_several_ranks_may_share_a_key_value_head(tmp_path: Path) -> None:
     """12 query heads and 4 key-value heads: 12 ranks are 3 for each key-value head, 6 are not."""
     architecture = Architecture.from_directory(
         write_config(tmp_path, intermediate_size=96, vocab_size=1310)
@@ -190,7 +196,7 @@ def test_several_ranks_may_share_a_key_value_head(tmp_path):
     assert [architecture.key_value_heads_on_rank(size) for size in (1, 2, 4, 12)] == [4, 2, 1, 1]
 
 
-def test_layers_divide_over_pipeline_stages_with_a_shorter_last_one(tmp_path):
+def test_layers_divide_over_pipeline_stages_with_a_shorter_last_one(tmp_path: Path) -> None:
     """64 layers on 5 stages: 64 / 5 rounded up is 13, and 64 - 4 x 13 is 12."""
     architecture = Architecture.from_directory(write_config(tmp_path, num_hidden_layers=64))
     assert architecture.stage_layers(4) == [16, 16, 16, 16]
@@ -202,7 +208,7 @@ def test_layers_divide_over_pipeline_stages_with_a_shorter_last_one(tmp_path):
         architecture.stage_layers(5, 11)
 
 
-def test_virtual_stages_divide_the_layers_of_every_stage(tmp_path):
+def test_virtual_stages_divide_the_layers_of_every_stage(tmp_path: Path) -> None:
     architecture = Architecture.from_directory(write_config(tmp_path))
     architecture.check_layout(1, 2, 3)
     with pytest.raises(ArchitectureError, match="=2 does not divide a stage's 3 layers; .* 1, 3$"):
@@ -211,19 +217,19 @@ def test_virtual_stages_divide_the_layers_of_every_stage(tmp_path):
         architecture.check_layout(1, 1, 2)
 
 
-def test_server_ranks_divide_the_attention_heads(tmp_path):
+def test_server_ranks_divide_the_attention_heads(tmp_path: Path) -> None:
     architecture = Architecture.from_directory(write_config(tmp_path))
     architecture.check_server_layout(6)
     with pytest.raises(ArchitectureError, match="12 attention heads .*=8; .* 1, 2, 3, 4, 6, 12$"):
         architecture.check_server_layout(8)
 
 
-def test_the_vocabulary_is_padded_to_equal_rows_per_rank(tmp_path):
+def test_the_vocabulary_is_padded_to_equal_rows_per_rank(tmp_path: Path) -> None:
     architecture = Architecture.from_directory(write_config(tmp_path))
     assert [architecture.padded_vocab_size(n) for n in (1, 2, 4)] == [131, 132, 132]
 
 
-def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path):
+def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
     fits = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 512}
     qwen = write_config(tmp_path, architectures=["Qwen3ForCausalLM"], **fits)
     Architecture.from_directory(qwen).check_blocks(2)

@@ -1,4 +1,4 @@
-"""Avg@1 and Avg@k against numbers worked out by hand."""
+"""Avg@1 and Avg@k against hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ PROMPT = Prompt("0", "question", "42", [1])
 def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     tmp_path: Path,
 ) -> None:
-    client = ScriptedClient("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
-    results = measure(client, [PROMPT], "math", 64, k=4, temperature=0.6, top_p=0.95)  # type: ignore[arg-type]
+    client: Any = ScriptedClient("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
+    results = measure(client, [PROMPT], "math", 64, k=4, temperature=0.6, top_p=0.95)
     greedy, sampled = client.settings
     assert (greedy["completions_per_prompt"], greedy["temperature"]) == (1, 0.0)
     assert (sampled["completions_per_prompt"], sampled["temperature"]) == (4, 0.6)
@@ -80,6 +80,6 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
 
 
 def test_k_of_0_generates_only_a_greedy_answer() -> None:
-    client = ScriptedClient()
-    (result,) = measure(client, [PROMPT], "exact", 64)  # type: ignore[arg-type]
+    client: Any = ScriptedClient()
+    (result,) = measure(client, [PROMPT], "exact", 64)
     assert len(client.settings) == 1 and result.sampled == [] and result.greedy.reward == 1

@@ -1,4 +1,4 @@
-"""What is packed into a bucket is read back from its buffer and its description alone."""
+"""Packed tensors are read back from a bucket's buffer and description alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel kernel's codes and scales are those of `quantize`, byte for byte.
+"""The channel kernel's codes and scales equal those of `quantize` byte for byte.
 
 Without a GPU, the kernel runs in Triton's interpreter.
 """

@@ -30,9 +30,10 @@ from tiny import build_tiny_model
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
-def config_of(directory: Path, dtype: str, layout: tuple[int, ...]) -> Config:
+def config_of(directory: Path, dtype: str, layout: tuple[Any, ...]) -> Config:
     config = Config(model=str(directory / "model"), output_dir=str(directory), name="run")
-    config.learner = LearnerConfig(*layout, dtype=dtype, micro_batch_size=2)  # type: ignore[arg-type, misc]
+    fields: dict[str, Any] = {"dtype": dtype, "micro_batch_size": 2}
+    config.learner = LearnerConfig(*layout, **fields)
     config.optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
     config.critic = CriticConfig(
         tensor_parallel_size=1, pipeline_parallel_size=1, optimizer=config.optimizer
@@ -92,7 +93,7 @@ def train(
 
 
 def names(directory: Path) -> list[str]:
-    """Return the names of all directories that saves have left."""
+    """Return the names of all checkpoint directories."""
     return sorted(path.name for path in (directory / "run" / "checkpoints").iterdir())
 
 
@@ -122,7 +123,7 @@ def test_a_resumed_learner_repeats_the_steps_of_an_uninterrupted_one(
 def test_any_layout_can_resume_from_another(
     tied: bool, layouts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    # The padding of 250 rows of vocabulary differs from layout to layout.
+    # The padding of a vocabulary of 250 differs between layouts.
     build_tiny_model(tmp_path / "model", tied=tied, num_hidden_layers=4, vocab_size=250)
     uninterrupted, *_ = run_ranks(train, 1, tmp_path, "float32", (1,), range(1, 4))
     shutil.rmtree(tmp_path / "run")

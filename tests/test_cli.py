@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-import recipes
 from launch.prepare import prepare_new
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.data.prompts import DataError
+from recipe_inputs import RECIPES, good_problems, write_inputs
 from tiny import build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")
-PROBLEM = {"question": "What is 2 + 2?", "answer": "4"}
 
 
 def grpo_words(directory: Path, problems: list[str]) -> list[str]:
@@ -40,10 +35,6 @@ def grpo_words(directory: Path, problems: list[str]) -> list[str]:
     ]
 
 
-def good_problems(count: int = 40) -> list[str]:
-    return [json.dumps({**PROBLEM, "question": f"What is {n} + 2?"}) for n in range(count)]
-
-
 def test_valid_command_writes_a_run_directory_with_its_configuration(tmp_path: Path) -> None:
     config = prepare_new("grpo", [*grpo_words(tmp_path, good_problems()), "name=first"])
     assert load(tmp_path / "runs" / "first" / "config.yaml") == config
@@ -53,63 +44,6 @@ def test_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path: P
     config = prepare_new("quickstart", [f"output_dir={tmp_path}", "name=first"])
     assert config.model == str(tmp_path / "first" / "model")
     assert (tmp_path / "first" / "model" / "model.safetensors").exists()
-
-
-RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
-
-
-def verl_row(n: int) -> dict[str, Any]:
-    return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": f"What is {n} + 2?"}],
-        "reward_model": {"ground_truth": f"{n + 2}", "style": "rule"},
-    }
-
-
-def write_data(recipe: str, directory: Path) -> list[str]:
-    """Write training and evaluation files in the recipe's format; return the words for them."""
-    if recipe == "dapo_aime":
-        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
-            table = pa.Table.from_pylist([verl_row(n) for n in rows])
-            pq.write_table(table, directory / f"{name}.parquet")
-        files = ["train.parquet", "test.parquet"]
-    elif recipe == "deepscaler_grpo":
-        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
-            problems = [{"problem": f"What is {n} + 2?", "answer": f"{n + 2}"} for n in rows]
-            (directory / f"{name}.json").write_text(json.dumps(problems))
-        files = ["train.json", "test.json"]
-    elif recipe == "gsm8k_ppo":
-        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
-            problems = [
-                {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
-                for n in rows
-            ]
-            table = pa.Table.from_pylist(problems)
-            (directory / "main").mkdir(exist_ok=True)
-            pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
-        files = ["main", "main:test"]
-    elif recipe in ("grpo", "scaling_32b"):
-        (directory / "train.jsonl").write_text("\n".join(good_problems()))
-        (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
-        files = ["train.jsonl", "test.jsonl"]
-    else:
-        raise AssertionError(f"add the files of recipe {recipe} here")
-    return [f"data={directory / files[0]}", f"evaluation.data.test={directory / files[1]}"]
-
-
-def write_inputs(recipe: str, directory: Path) -> list[str]:
-    """Write a model and data for a recipe that builds none; return the words that name them."""
-    if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
-        return []
-    build_tiny_model(  # its layers and heads divide into the 32B layouts
-        directory / "model",
-        "qwen2",
-        max_position_embeddings=32768,
-        num_hidden_layers=64,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
-    return [f"model={directory / 'model'}", *write_data(recipe, directory)]
 
 
 @pytest.mark.parametrize("name", RECIPES)

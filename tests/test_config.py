@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import pkgutil
 import re
 import typing
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import recipes
 from launch.placement import place_servers
 from qurl_megatron.config.fields import describe, field_docs
 from qurl_megatron.config.overrides import overrides_between, with_overrides
@@ -29,9 +27,9 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.tree import from_tree
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import commented_yaml, load, save
+from qurl_megatron.loop.avg_at_k import EvalConfig
+from recipe_inputs import RECIPES
 from tiny import build_tiny_model
-
-RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
 
 
 @pytest.fixture(scope="module")
@@ -430,8 +428,8 @@ def config_dataclasses(kind: type) -> set[type]:
 
 
 def test_every_field_has_a_docstring() -> None:
-    kinds = config_dataclasses(Config)
-    assert {StageConfig, UaqConfig, OptimizerConfig, ServerConfig} < kinds
+    kinds = config_dataclasses(Config) | config_dataclasses(EvalConfig)
+    assert {StageConfig, UaqConfig, OptimizerConfig, ServerConfig, EvalConfig} < kinds
     for kind in kinds:
         docs = field_docs(kind)
         assert list(docs) == [field.name for field in dataclasses.fields(kind)]
@@ -444,7 +442,12 @@ def test_every_field_has_a_docstring() -> None:
     [("_s", "seconds"), ("_bytes", "bytes"), ("_length", "tokens"), ("_tokens", "tokens")],
 )
 def test_docstrings_name_the_unit_of_a_size_or_time(ending: str, unit: str) -> None:
-    fields = [field for field in describe(Config) if field.path.endswith(ending)]
+    fields = [
+        field
+        for kind in (Config, EvalConfig)
+        for field in describe(kind)
+        if field.path.endswith(ending)
+    ]
     assert fields
     assert [field.path for field in fields if unit not in field.meaning] == []
 

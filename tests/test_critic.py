@@ -1,4 +1,4 @@
-"""The critic against transformers and torch, in layouts that differ from its policy's."""
+"""The critic against transformers and torch, in layouts that differ from the policy's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, Opt
 from tiny import build_tiny_model
 
 # The policy's tensor, pipeline and data parallel sizes; the critic's tensor and pipeline parallel
-# sizes; whether the policy's embeddings are tied. The critic's never are, and only pipeline stages
-# communicate about tied embeddings, so the other layouts are tested with one of the two.
+# sizes; whether the policy's embeddings are tied. The critic's are never tied. Only pipeline stages
+# communicate about tied embeddings, so each other layout is tested with one of the two.
 CASES = {
     "policy TP1, critic TP1": ((1, 1, 1), (None, None), [False]),
     "policy TP2, critic DP2": ((2, 1, 1), (1, 1), [True]),
@@ -28,13 +28,14 @@ CASES = {
     "policy PP2, critic PP2": ((1, 2, 1), (None, None), [True, False]),
     "policy TP2xPP2, critic TP2xDP2": ((2, 2, 1), (2, 1), [True, False]),
 }
+LEARNER: dict[str, Any] = {"dtype": "float32", "micro_batch_size": 2}
 STEPS = 2
 CRITIC = CriticConfig(
     optimizer=OptimizerConfig(
         learning_rate=1e-2,
         weight_decay=0.1,
         clip_grad=0.5,
-        epsilon=1e-5,  # the gradient of a key bias is 0 but for rounding; do not amplify it
+        epsilon=1e-5,  # the gradient of a key bias is rounding noise; do not amplify it
         minibatches_per_step=2,
     ),
     value_clip=0.05,  # small enough to clip from the second minibatch on
@@ -82,7 +83,7 @@ def take_steps(
     tensor_parallel_size, pipeline_parallel_size = critic_layout
     config = Config(
         model=str(model),
-        learner=LearnerConfig(*policy_layout, dtype="float32", micro_batch_size=2),  # type: ignore[misc]
+        learner=LearnerConfig(*policy_layout, **LEARNER),
         critic=dataclasses.replace(
             CRITIC,
             tensor_parallel_size=tensor_parallel_size,

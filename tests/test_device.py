@@ -1,4 +1,4 @@
-"""Ranks, backends and devices; work done on rank 0; the runtime for machines without a GPU."""
+"""Ranks, backends and devices; work on rank 0; the runtime for machines without a GPU."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 PROSE = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *PAGES]
 PACKAGES = ("qurl_megatron", "launch", "recipes")
-LOADS = {  # elements whose attribute a browser fetches by itself
+LOADS = {  # element -> attribute that a browser fetches without a click
     "audio": "src",
     "embed": "src",
     "iframe": "src",
@@ -37,7 +37,7 @@ LOADS = {  # elements whose attribute a browser fetches by itself
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the documentation strictly: a broken link or anchor would end the build."""
+    """Build the documentation strictly: a broken link or anchor is an error."""
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(site)]
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -50,7 +50,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def leaves(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every leaf of nested dicts; an empty dict is one."""
+    """Yield the dotted path of every leaf of nested dicts; an empty dict is a leaf."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -90,7 +90,7 @@ def test_every_command_has_a_section(site: Path) -> None:
 
 
 class Loads(HTMLParser):
-    """Collects what a page makes a browser fetch by itself."""
+    """A parser that collects the URLs that a browser fetches to show a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
 def test_every_field_that_is_named_exists(page: Path) -> None:
-    """`part.field` in backticks or in a command, if `part` is a part of a configuration."""
+    """Check `part.field` in backticks or commands where `part` is a part of a configuration."""
     fields = set(leaves(dataclasses.asdict(Config())))
     parts = {field.rpartition(".")[0] for field in fields} - {""}
     parts |= {part.partition(".")[0] for part in parts}
@@ -145,7 +145,7 @@ def test_every_field_that_is_named_exists(page: Path) -> None:
 
 
 def texts_of_the_source() -> str:
-    """Return every string of the packages, one a line; the gaps of an f-string end a line."""
+    """Return every string of the packages, one per line; an f-string is split at its values."""
     lines = []
     for package in PACKAGES:
         for path in (REPOSITORY / package).rglob("*.py"):
@@ -155,7 +155,7 @@ def texts_of_the_source() -> str:
     return "\n".join(lines)
 
 
-def test_every_message_that_troubleshooting_quotes_is_one_of_the_source() -> None:
+def test_every_message_that_troubleshooting_quotes_is_in_the_source() -> None:
     page = " ".join((REPOSITORY / "docs" / "troubleshooting.md").read_text().split())
     quoted = re.findall(r"Message: `([^`]+)`", page)
     assert len(quoted) > 5

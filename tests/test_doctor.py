@@ -1,4 +1,4 @@
-"""`qurl doctor`: each check on a machine that passes and on one that fails, and the page."""
+"""`qurl doctor`: each check on a machine that passes and one that fails, and the printed page."""
 
 from __future__ import annotations
 
@@ -167,7 +167,9 @@ def test_loopback_is_bound_and_reached() -> None:
         (("sinfo", "srun", "scontrol"), "!!", "squeue, sbatch not found"),
     ],
 )
-def test_slurm_is_whole_or_absent(commands: tuple[str, ...], status: str, text: str) -> None:
+def test_slurm_must_be_complete_or_absent(
+    commands: tuple[str, ...], status: str, text: str
+) -> None:
     paths = {command: f"/usr/bin/{command}" for command in commands}
     result = doctor.check_slurm(paths.get, lambda: "slurm 23.11")
     assert result.status == status and text in result.text
@@ -178,8 +180,8 @@ def test_infiniband_devices_are_listed(tmp_path: Path) -> None:
     assert doctor.check_infiniband(tmp_path).status == "--"
     for name in ("mlx5_1", "mlx5_0"):
         (tmp_path / name).mkdir()
-    found = doctor.check_infiniband(tmp_path)
-    assert found == Result("ok", "InfiniBand", "2 devices: mlx5_0, mlx5_1")
+    result = doctor.check_infiniband(tmp_path)
+    assert result == Result("ok", "InfiniBand", "2 devices: mlx5_0, mlx5_1")
 
 
 def test_a_check_that_raises_becomes_a_result() -> None:

@@ -1,4 +1,4 @@
-"""Drift measured on some rows of a weight speaks for all of them."""
+"""Drift measured on some rows of a weight estimates that of the whole weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sum_of_squares(tensor: Tensor) -> float:
 
 @pytest.mark.parametrize(("num_rows", "tolerance"), [(MEASURED_ROWS, 1e-6), (1001, 0.05)])
 def test_drift_is_that_of_the_whole_weight(num_rows: int, tolerance: float) -> None:
-    """Exact for a weight of few rows, else an estimate."""
+    """It is exact for a weight of few rows, and otherwise an estimate."""
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(num_rows, 64, generator=generator)
     new = old + 0.01 * torch.randn(num_rows, 64, generator=generator)
@@ -37,7 +37,7 @@ def test_drift_is_that_of_the_whole_weight(num_rows: int, tolerance: float) -> N
     assert drift.code_flip_fraction == pytest.approx(flips / new.numel(), rel=tolerance)
 
 
-def test_totals_are_ratios_of_sums() -> None:
+def test_total_drift_is_a_ratio_of_sums() -> None:
     small = WeightDrift(num_codes=10, code_flips=5, error_squares=1, weight_squares=2)
     large = WeightDrift(num_codes=90, code_flips=5, error_squares=1, weight_squares=6)
     total = WeightDrift.total([small, large])

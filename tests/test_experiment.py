@@ -20,7 +20,7 @@ from launch.placement import server_specs
 from launch.prepare import prepare_new
 from qurl_megatron import cli
 from qurl_megatron.config.schema import ConfigError
-from test_cli import RECIPES, write_inputs
+from recipe_inputs import RECIPES, write_inputs
 
 GPUS_PER_NODE = 8
 
@@ -71,7 +71,7 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
     for part in (learner, rollout):
         assert int(part["gpus-per-node"]) <= GPUS_PER_NODE
-        assert part["signal"] == "B:USR1@600"  # the run has measured nothing yet
+        assert part["signal"] == "B:USR1@600"  # the default before a run has measured its steps
         assert "requeue" in part and "exclusive" in part
         assert (part["open-mode"], part["account"], part["time"]) == ("append", "acc", "04:00:00")
     # The batch process replaces the shell before nemo-run's srun lines.
@@ -93,8 +93,7 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
         "additional_parameters": {"qos": "high"},
     }
     words = ["name=first", "rollout.servers=6"]
-    settings = {"slurm_options": options, "max_restarts": 3, "dry_run": True}
-    experiment.launch("quickstart", words, **settings)  # type: ignore[arg-type]
+    experiment.launch("quickstart", words, slurm_options=options, max_restarts=3, dry_run=True)
     script = capsys.readouterr().out
     (part,) = parts_of(script)
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
@@ -219,7 +218,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_submitted(
     with pytest.raises(SystemExit) as ended:
         cli.app(["launch", "--dry-run", *words], standalone_mode=False)
     assert ended.value.code == 2
-    shown = capsys.readouterr().err.splitlines()  # with the progress bar of the start model
+    shown = capsys.readouterr().err.splitlines()  # includes the progress bar of the built model
     (line,) = [line for line in shown if line.strip() and "model shards" not in line]
     assert line.startswith("qurl: ") and message in line
     assert list(Path.cwd().iterdir()) == []
@@ -299,7 +298,7 @@ def nemorun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return nemorun
 
 
-def test_nemorun_refuses_an_unknown_recipe_and_lists_those_it_has(
+def test_nemorun_refuses_an_unknown_recipe_and_lists_the_recipes(
     nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""A policy exported to a Hugging Face directory computes in transformers what the learner does."""
+"""An exported policy computes the same in transformers as in the learner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = torch.arange(3, 43).view(2, 20)
 
 
 def load_and_export(source: Path, destination: Path, config: LearnerConfig) -> None:
-    """Load and export under a UAQ whose scales are powers of two, which are undone exactly."""
+    """Load and export with UAQ scales that are powers of two, which are undone exactly."""
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.quantization import uaq
     from qurl_megatron.weight_sync.export import export
@@ -111,6 +111,6 @@ def test_transformers_computes_what_the_learner_does(
     before = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         moved = (before(TOKENS).logits.log_softmax(-1)[:, :-1] - all_logprobs).abs().max()
-    assert moved > 0.01  # the update is in it
+    assert moved > 0.01  # the export has the update
     AutoTokenizer.from_pretrained(destination)
     assert not (tmp_path / "exported.partial").exists()

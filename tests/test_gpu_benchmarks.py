@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu: results that go on and never mix, the kit, what tests said."""
+"""benchmarks/gpu: resumed and separate results, the kit for a bare machine, and test records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def opened(directory: Path, rehearsal: bool = True) -> record.Record:
     return record.Record("part", argparse.Namespace(rehearsal=rehearsal, results=directory))
 
 
-def test_a_killed_part_goes_on_and_a_complete_one_is_left_alone(tmp_path: Path) -> None:
+def test_a_killed_part_resumes_and_a_complete_one_does_not_run_again(tmp_path: Path) -> None:
     opened(tmp_path).add("first", {"value": 1.5})
     going_on = opened(tmp_path)
     assert going_on.rows == {"first": {"value": 1.5}}
@@ -56,7 +56,7 @@ def test_every_part_is_a_program_and_in_the_readme(part: str) -> None:
     assert f"| `{part}` |" in (Path(run_all.__file__).with_name("README.md")).read_text()
 
 
-def test_rows_of_tests_say_what_passed_failed_and_was_skipped(tmp_path: Path) -> None:
+def test_rows_record_which_tests_passed_failed_or_were_skipped(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "def test_right(): print('measured 3')\n"
@@ -91,7 +91,7 @@ def test_parts_of_the_kit_hold_every_wheel_and_no_more_than_they_may(tmp_path: P
     assert {wheel for part in found for wheel in part} == set(tmp_path.iterdir())
 
 
-def test_a_repacked_wheel_has_the_one_library(tmp_path: Path) -> None:
+def test_a_repacked_wheel_keeps_one_library(tmp_path: Path) -> None:
     import zipfile
     from importlib.metadata import distribution
 

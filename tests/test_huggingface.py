@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
 from tiny import build_tiny_model
 
+Change = Callable[[dict[str, Tensor]], object]
+WriteChanged = Callable[..., Path]
+
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"), tied=True, vocab_size=131)
 
 
 @pytest.fixture
-def write_changed(model, tmp_path):
+def write_changed(model: Path, tmp_path: Path) -> WriteChanged:
     """Return a function that writes the model with changed tensors, in one file or in two."""
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     tensors = load_file(model / "model.safetensors")
 
-    def write(change=lambda tensors: None, sharded: bool = False) -> Path:
-        change(tensors)
+    def write(change: Change | None = None, sharded: bool = False) -> Path:
+        if change:
+            change(tensors)
         if not sharded:
             save_file(tensors, tmp_path / "model.safetensors")
             return tmp_path
@@ -45,7 +51,9 @@ def open_weights(directory: Path) -> Weights:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_parts_of_all_ranks_are_the_stored_tensor(model, write_changed, sharded):
+def test_the_parts_of_all_ranks_are_the_stored_tensor(
+    model: Path, write_changed: WriteChanged, sharded: bool
+) -> None:
     weights = open_weights(write_changed(sharded=sharded))
     for name, stored in load_file(model / "model.safetensors").items():
         rule, layer = weight_map.find_hugging_face(name)
@@ -61,8 +69,8 @@ def test_the_parts_of_all_ranks_are_the_stored_tensor(model, write_changed, shar
             assert torch.equal(torch.cat(parts, hf_tensor.partition_dim), stored)
 
 
-def test_a_redundant_copy_of_a_tied_embedding_is_ignored(write_changed):
-    def add_copy(tensors):
+def test_a_redundant_copy_of_a_tied_embedding_is_ignored(write_changed: WriteChanged) -> None:
+    def add_copy(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     open_weights(write_changed(add_copy))
@@ -88,13 +96,15 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     ],
     ids=["missing", "two missing", "unknown", "misshapen"],
 )
-def test_a_missing_unknown_or_misshapen_tensor_is_named_in_one_line(write_changed, change, words):
+def test_a_missing_unknown_or_misshapen_tensor_is_named_in_one_line(
+    write_changed: WriteChanged, change: Change, words: str
+) -> None:
     with pytest.raises(ArchitectureError, match=words) as refusal:
         open_weights(write_changed(change))
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_file_is_named(write_changed):
+def test_a_missing_file_is_named(write_changed: WriteChanged) -> None:
     directory = write_changed(sharded=True)
     (directory / "part-1.safetensors").unlink()
     with pytest.raises(ArchitectureError, match="lacks part-1.safetensors"):

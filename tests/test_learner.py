@@ -19,7 +19,7 @@ from distributed import run_ranks
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import Architecture, Family
 from tiny import build_tiny_model
 
 DIMS: dict[str, Any] = {
@@ -31,7 +31,7 @@ DIMS: dict[str, Any] = {
     "head_dim": 12,
     "num_hidden_layers": 4,
 }
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES: tuple[Family, ...] = ("qwen2", "qwen3", "llama")
 LAYOUTS = {  # tensor, pipeline, data and virtual pipeline parallel sizes, layers in the last stage
     "TP1": (1, 1, 1),
     "TP2": (2, 1, 1),
@@ -48,7 +48,7 @@ OPTIMIZER = OptimizerConfig(
     weight_decay=0.1,
     clip_grad=0.5,
     beta2=0.99,
-    # The gradient of some key biases is 0 but for rounding; a small epsilon would amplify it.
+    # The gradient of some key biases is rounding noise, which a small epsilon would amplify.
     epsilon=1e-5,
 )
 STEPS = 3
@@ -57,7 +57,7 @@ STEPS = 3
 def model_name(layout: str, family: str) -> str:
     """Return the model of a family that a layout is tested with.
 
-    Every layout meets every family, and tied and untied models; so does every family.
+    Every layout is tested with every family, and with tied and untied models.
     """
     tied = (list(LAYOUTS).index(layout) + FAMILIES.index(family)) % 2 == 0
     return f"{family}-{'tied' if tied else 'untied'}"
@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         f"{family}-{embedding}": build_tiny_model(
             directory / f"{family}-{embedding}",
-            family,  # type: ignore[arg-type]
+            family,
             tied=embedding == "tied",
             **DIMS,
         )
@@ -101,6 +101,7 @@ def policy_gradient(
     moved = torch.zeros(())
     if batch.proximal_logprobs is not None:
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs().sum()
+    assert batch.advantages is not None
     loss = -(loss_weights * batch.advantages * current_logprobs).sum()
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
@@ -140,7 +141,7 @@ class Measurement:
 def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measurement]:
     from qurl_megatron import device
 
-    device.initialize_distributed()  # once for all; each learner destroys its own groups
+    device.initialize_distributed()  # once for all models; each learner destroys its own groups
     return {name: measure_model(model, layout) for name, model in models.items()}
 
 
@@ -167,7 +168,7 @@ def measure_model(model: Path, layout: tuple[int, ...], **fields: Any) -> Measur
 
 @dataclass
 class Reference:
-    """The same results from transformers and torch."""
+    """Results of one model from transformers and torch."""
 
     scores: dict[float, tuple[Tensor, ...]]
     losses: list[float]
@@ -331,11 +332,10 @@ def test_current_equals_proximal_until_the_first_update(ranks: list[Measurement]
 
 
 def test_ranks_can_share_a_key_value_head(tmp_path: Path) -> None:
-    """Two key-value heads on four ranks: the fused QKV is cut within its groups."""
+    """Two key-value heads on four ranks: the fused QKV weight is divided within its groups."""
     dims = DIMS | {"num_attention_heads": 8, "num_hidden_layers": 2}
     models = {
-        family: build_tiny_model(tmp_path / family, family, **dims)  # type: ignore[arg-type]
-        for family in ("qwen2", "qwen3")
+        family: build_tiny_model(tmp_path / family, family, **dims) for family in FAMILIES[:2]
     }
     by_rank = run_ranks(measure, 4, models, (4, 1, 1))
     for family, model in models.items():

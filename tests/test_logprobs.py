@@ -59,7 +59,9 @@ def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
     class Largest(TorchDispatchMode):
         elements = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor):
                 self.elements = max(self.elements, result.numel())

@@ -13,8 +13,8 @@ from learner_memory import allocated
 from published import MODELS, PARAMETERS
 from qurl_megatron import device
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, LearnerConfig, RolloutConfig
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.config.schema import Config, LearnerConfig, RolloutConfig, WeightFormat
+from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.planning import memory
 from qurl_megatron.planning.memory import Savings
 from qurl_megatron.weight_sync import drift
@@ -48,9 +48,10 @@ def test_a_quantized_policy_has_half_the_bytes_in_its_linear_layers() -> None:
     linear = 64 * LAYER_WEIGHTS
     rest = PARAMETERS["Qwen2.5-32B"] - linear
     assert memory.published_bytes(QWEN2, "bf16") == 2 * PARAMETERS["Qwen2.5-32B"]
-    for weight_format in ("int8", "fp8", "fp8-tensor"):
+    formats: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor")
+    for weight_format in formats:
         expected = linear + 4 * 64 * rows + 2 * rest
-        assert memory.published_bytes(QWEN2, weight_format) == expected  # type: ignore[arg-type]
+        assert memory.published_bytes(QWEN2, weight_format) == expected
     blocks = 64 * (40 * 40 * 2 + 2 * 8 * 40 + 3 * 216 * 40)
     assert memory.published_bytes(QWEN2, "fp8-block") == linear + 4 * blocks + 2 * rest
     whole = memory.published_bytes(QWEN2, "int8") / memory.published_bytes(QWEN2, "bf16")
@@ -176,14 +177,14 @@ LEARNERS = [
     ),
 )
 def test_a_real_learner_allocates_the_planned_bytes(
-    family: str, learner: LearnerConfig, tmp_path: Path
+    family: Family, learner: LearnerConfig, tmp_path: Path
 ) -> None:
     """Weights, gradients and optimizer match to the byte on every rank.
 
     Activations are planned for the layers alone: the embedding, the last norm and the log-probs
     keep up to a fifth more.
     """
-    build_tiny_model(tmp_path, family)  # type: ignore[arg-type]
+    build_tiny_model(tmp_path, family)
     architecture = Architecture.from_directory(tmp_path)
     rows, time = 3, 21
     rollout = RolloutConfig(prompts_per_step=2, completions_per_prompt=2)
@@ -219,7 +220,7 @@ def test_a_tied_model_has_a_second_embedding_on_its_last_stage(tmp_path: Path) -
             )
 
 
-def test_constants_copied_from_other_modules_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_copied_from_other_modules_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     assert device.logit_chunk_elements(QWEN2.vocab_size) == memory.LOGIT_CHUNK_ELEMENTS
     assert drift.MEASURED_ROWS == memory.MEASURED_ROWS

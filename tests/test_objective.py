@@ -1,4 +1,4 @@
-"""The objectives of QuRL Eq. 1, 3, 4, 5 and 9 against numbers worked out by hand.
+"""The objectives of QuRL Eq. 1, 3, 4, 5 and 9 against hand-computed numbers.
 
 All hand-worked cases use eps_low 0.2, eps_high 0.28 (clip to [0.8, 1.28]) and C = 2.
 """

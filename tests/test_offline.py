@@ -1,4 +1,4 @@
-"""Rewritten directories hold the right tensors, and an incomplete one never looks complete."""
+"""Quantized directories hold the right tensors; an incomplete one never looks complete."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     assert not leftovers & {path.name for path in destination.iterdir()}
 
 
-def test_sglangs_own_fp8_method_reads_an_fp8_block_directory(source: Path, tmp_path: Path) -> None:
+def test_sglangs_fp8_method_reads_an_fp8_block_directory(source: Path, tmp_path: Path) -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
     offline.quantize_directory(source, tmp_path / "block", "fp8-block", no_progress)

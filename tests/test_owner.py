@@ -51,7 +51,7 @@ def test_a_second_launcher_is_refused_with_pid_and_host_until_the_first_ends(
     ],
     ids=["train", "slurm", "resume"],
 )
-def test_no_launcher_starts_or_changes_anything_in_a_directory_with_an_owner(
+def test_no_launcher_changes_a_directory_that_has_an_owner(
     start: Any, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = (config.run_dir / "config.yaml").read_text()

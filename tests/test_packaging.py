@@ -22,9 +22,9 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("qurl_megatron", "recipes", "launch")
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
-# What a package is imported as, where that is not its name.
+# Import names that differ from the name of the package.
 IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml"}
-# torch and sglang pin these themselves; wandb is an extra that a run asks for.
+# torch and sglang pin these; wandb is an extra that a run enables.
 BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "wandb"}
 
 
@@ -49,7 +49,7 @@ INSTALLED_BY_MAKE = requirements_of(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel and install it into a directory of its own, without a network."""
     directory = tmp_path_factory.mktemp("wheel")
-    # A build leaves files beside its sources, and a later one puts them into its wheel.
+    # A build leaves files beside the sources that a later build would put into its wheel.
     source = directory / "source"
     for name in PACKAGES:
         shutil.copytree(
@@ -102,7 +102,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_no_other(site: Path) -> 
     assert {name.partition("-")[0] for name in names} == set(PACKAGES)
 
 
-def test_its_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> None:
+def test_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> None:
     program = (
         "import json, launch, qurl_megatron.config.schema, recipes.quickstart\n"
         "from importlib.resources import files\n"
@@ -115,7 +115,9 @@ def test_its_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> 
     assert {Path(job).name for job in jobs} == {"qurl.sbatch", "qurl_one_allocation.sbatch"}
 
 
-def test_its_command_names_itself_and_plans_a_recipe_of_its_own(site: Path, tmp_path: Path) -> None:
+def test_the_installed_command_prints_its_version_and_plans_a_recipe(
+    site: Path, tmp_path: Path
+) -> None:
     assert "quantized rollouts" in qurl(site, tmp_path, "--help")
     assert PROJECT["version"] in qurl(site, tmp_path, "--version")
     plan = qurl(site, tmp_path, "plan", "Qwen2.5-32B", "--gpus", "64")
@@ -123,7 +125,7 @@ def test_its_command_names_itself_and_plans_a_recipe_of_its_own(site: Path, tmp_
     assert "learner.tensor_parallel_size=" in plan
 
 
-def test_its_command_writes_the_script_of_a_job(site: Path, tmp_path: Path) -> None:
+def test_the_installed_command_writes_a_job_script(site: Path, tmp_path: Path) -> None:
     build_tiny_model(tmp_path / "model")
     problems = [{"question": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(40)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
@@ -145,7 +147,7 @@ def test_its_command_writes_the_script_of_a_job(site: Path, tmp_path: Path) -> N
     assert f"{sys.executable} -m launch.slurm run grpo model=model" in script
 
 
-def test_its_metadata_says_what_it_is(site: Path) -> None:
+def test_the_wheel_has_its_metadata(site: Path) -> None:
     (directory,) = site.glob("*.dist-info")
     metadata = PathDistribution(directory).metadata
     assert metadata["Version"] == PROJECT["version"]
@@ -178,7 +180,7 @@ def test_every_imported_package_is_a_dependency_and_every_dependency_is_used() -
     assert declared - not_imported == imported_packages() - BROUGHT_BY_OTHERS
 
 
-def test_what_make_installs_is_what_the_wheel_asks_for_and_its_extras() -> None:
+def test_make_installs_the_requirements_of_the_wheel_and_its_extras() -> None:
     assert set(INSTALLED_BY_MAKE) == set(CORE) | set(EXTRAS)
 
 

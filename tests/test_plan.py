@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.schema import ConfigError, WeightFormat
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, Savings
 from qurl_megatron.planning.step_time import Workload
@@ -26,9 +26,9 @@ QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 @pytest.mark.parametrize("gpus", LAYOUTS)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_every_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
-    name: str, gpus: int, weight_format: str
+    name: str, gpus: int, weight_format: WeightFormat
 ) -> None:
-    config = study(name, gpus, weight_format)  # type: ignore[arg-type]
+    config = study(name, gpus, weight_format)
     planned = plan.plan(ARCHITECTURES[name], config, gpus)
     best = plan.suggest(ARCHITECTURES[name], config, gpus)
     assert best is not None

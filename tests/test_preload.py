@@ -1,4 +1,4 @@
-"""A process that imports once and forks: children, their surroundings and their end."""
+"""A process that imports once and forks: its children, their environment and their end."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ READY_MADE = "import os\npid = os.getpid()\n"
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the modules that children of these tests call."""
+    """Return a directory with the modules that children of these tests call."""
     directory = tmp_path_factory.mktemp("modules")
     (directory / "functions.py").write_text(FUNCTIONS)
     (directory / "ready_made.py").write_text(READY_MADE)
     return directory
 
 
-def surroundings(modules: Path) -> dict[str, str]:
+def environment_with(modules: Path) -> dict[str, str]:
     path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
     return {"PYTHONPATH": path, "SHARED": "of-all"}
 
 
 @pytest.fixture(scope="module")
 def preload(modules: Path) -> Iterator[Preload]:
-    with Preload(["functions"], surroundings(modules), modules / "parent.log") as parent:
+    with Preload(["functions"], environment_with(modules), modules / "parent.log") as parent:
         yield parent
 
 
@@ -101,12 +101,12 @@ def test_a_running_child_is_waited_for_signalled_and_shown_by_its_title(
     assert child.poll() is None and process.cmdline()[0] == "sleeps"
     child.terminate()
     assert child.wait(30) == -signal.SIGTERM
-    child.kill()  # it is gone: no other process is hit
+    child.kill()  # the process has ended, so no other is signalled
     assert not process.is_running()
 
 
 def test_closing_the_parent_ends_every_child(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions"], surroundings(modules), tmp_path / "parent.log") as parent:
+    with Preload(["functions"], environment_with(modules), tmp_path / "parent.log") as parent:
         children = [
             parent.start(
                 "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
@@ -124,7 +124,7 @@ def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
         "import sys, time\n"
         "from pathlib import Path\n"
         "from qurl_megatron.preload import Preload\n"
-        f"parent = Preload(['functions'], {surroundings(modules)!r}, Path('parent.log'))\n"
+        f"parent = Preload(['functions'], {environment_with(modules)!r}, Path('parent.log'))\n"
         "child = parent.start('functions:sleep', [], title='sleeps', environment={},\n"
         "    log_file=Path('child.log'))\n"
         "print(child.pid, flush=True)\n"
@@ -144,7 +144,7 @@ def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
 
 
 def test_a_child_has_ended_when_its_parent_is_killed(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions"], surroundings(modules), tmp_path / "parent.log") as parent:
+    with Preload(["functions"], environment_with(modules), tmp_path / "parent.log") as parent:
         child = parent.start(
             "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
         )
@@ -156,7 +156,7 @@ def test_a_child_has_ended_when_its_parent_is_killed(modules: Path, tmp_path: Pa
 
 def test_a_parent_with_threads_does_not_fork(modules: Path, tmp_path: Path) -> None:
     log = tmp_path / "parent.log"
-    with Preload(["functions:start_thread"], surroundings(modules), log) as parent:
+    with Preload(["functions:start_thread"], environment_with(modules), log) as parent:
         with pytest.raises(PreloadFailed, match="2 threads run; a fork would lose all but one"):
             parent.start("functions:sleep", [], title="", environment={}, log_file=tmp_path / "c")
 
@@ -165,13 +165,13 @@ def test_a_parent_that_cannot_import_is_reported_with_its_log(
     modules: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "parent.log"
-    with Preload(["no_such_module"], surroundings(modules), log) as parent:
+    with Preload(["no_such_module"], environment_with(modules), log) as parent:
         with pytest.raises(
             PreloadFailed, match=f"(?s){log} ends:.*No module named 'no_such_module"
         ):
             parent.wait_ready()
 
 
-def test_waiting_for_a_parent_can_be_given_up(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions:sleep"], surroundings(modules), tmp_path / "log") as parent:
+def test_waiting_for_a_parent_can_be_cancelled(modules: Path, tmp_path: Path) -> None:
+    with Preload(["functions:sleep"], environment_with(modules), tmp_path / "log") as parent:
         parent.wait_ready(given_up=lambda: True)

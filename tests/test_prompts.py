@@ -73,7 +73,7 @@ def test_questions_that_differ_in_case_or_spacing_are_on_the_same_side() -> None
 
 
 def test_split_is_the_same_on_every_machine() -> None:
-    """The expected questions are constants: another hash would move questions across."""
+    """The expected questions are constants: another hash would change the split."""
     _, held_out = split_held_out(prompts(*(f"What is {n}?" for n in range(20))), 0.2)
     assert [p.question for p in held_out] == ["What is 15?", "What is 16?", "What is 18?"]
 

@@ -1,4 +1,4 @@
-"""Codes and scales of QuRL Eq. 2: properties of every tensor, and numbers worked out by hand."""
+"""Codes and scales of QuRL Eq. 2: properties of every tensor, and hand-computed numbers."""
 
 import math
 
@@ -101,7 +101,7 @@ def test_codes_of_the_negative_are_the_negative_codes(
 def test_quantizing_again_changes_no_code(weight_format: str, weight: torch.Tensor) -> None:
     once = quantize(weight, weight_format)
     twice = quantize(dequantize(once), weight_format)
-    # Zeros may come back with another sign, so compare values and not bytes.
+    # Zeros may change sign, so compare values and not bytes.
     assert torch.equal(once.codes.float(), twice.codes.float())
     # 127 * scale / 127 may round to the neighbouring float32.
     one_ulp = 2.0**-23 * once.scale
@@ -124,7 +124,7 @@ def test_shards_with_the_absmax_of_the_row_give_the_bytes_of_the_whole(
         quantized = quantize(shard, weight_format, absmax)
         assert code_flips(quantized.codes, codes) == 0
         assert torch.equal(quantized.scale, whole.scale)
-        # Without the row's absmax the codes are others.
+        # Without the row's absmax the codes differ.
         assert code_flips(quantize(shard, weight_format).codes, codes) > 0
     for rows in (slice(0, 5), slice(5, 37)):
         quantized = quantize(weight[rows], weight_format)
@@ -223,7 +223,7 @@ def test_an_unknown_format_and_an_absmax_of_the_wrong_shape_are_errors() -> None
 def quantize_as_transformer_engine(
     weight: torch.Tensor, block: int | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the codes' values and the scales, computed in numpy; `block` None: one block."""
+    """Return the codes' values and the scales, computed in numpy; `block` None is one block."""
     rows, columns = weight.shape
     exact = weight.float().numpy()
     largest = np.float32(torch.finfo(weight.dtype).max)
@@ -245,7 +245,7 @@ def quantize_as_transformer_engine(
                 factor = np.float32(2.0 ** math.floor(math.log2(factor)))
             codes[top : top + height, left : left + width] = np.clip(part * factor, -448, 448)
             scales[-1].append(float(np.float32(1) / factor))
-    # The tests above check the cast to E4M3 by itself.
+    # The tests above check the cast to E4M3.
     return torch.from_numpy(codes).to(torch.float8_e4m3fn).float().tolist(), scales
 
 

@@ -1,4 +1,4 @@
-"""Check the report page: its contents, that it loads nothing, and its look on light and dark."""
+"""Check the report page: its contents, that it loads nothing, and its light and dark colours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from PIL import Image
@@ -24,7 +24,7 @@ from qurl_megatron.report.page import write_report
 from qurl_megatron.report.record import ReportError, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-BASE_STEP = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
+BASE_STEP: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
     "kl_behaviour_proximal_k3": 1e-4,
     "ratio_proximal_behaviour_max": 1.2,
     "code_flip_fraction": 0.1,
@@ -85,7 +85,7 @@ def write_run(
 
 
 class Page(HTMLParser):
-    """A page's text, the captions of its plots, the cells of its table, and what it would load."""
+    """A parser of a page's text, plot captions, table cells and the URLs that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

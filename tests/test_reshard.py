@@ -1,8 +1,8 @@
 """The converter's invariants, on real learner ranks, for layouts of up to eight processes.
 
 All dimensions differ and no layout divides the vocabulary evenly, so a transposed, misplaced or
-padded tensor is noticed. `test_sglang_loader.py` takes over from here: it loads the tensors that
-these tests expect into SGLang's layers.
+padded tensor is noticed. `test_sglang_loader.py` loads the tensors that these tests expect
+into SGLang's layers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LAYOUTS = {
 SCALE = 1.5
 BUCKET_BYTES = 40_000
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
-# Each layout with one of the models, which alternate; TP4 cuts Qwen2's biases, so it has both.
+# Layouts alternate between the models. TP4 divides Qwen2's biases, so it is tested with both.
 MODELS = [("qwen2", True), ("qwen3", False)]
 CASES = [(*MODELS[index % 2], learner) for index, learner in enumerate(LAYOUTS.values())]
 CASES.append(("qwen2", True, learner_config(tensor_parallel_size=4)))

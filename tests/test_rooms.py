@@ -146,14 +146,14 @@ def test_environment_is_read_in_device_cli_and_launch_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_http_is_spoken_in_rollout_only(name: str) -> None:
+def test_http_is_used_in_rollout_only(name: str) -> None:
     spoken = {imported.split(".")[0] for imported in imported_modules(NAMES[name])} & HTTP_CLIENTS
     assert not spoken or is_in(name, HTTP_SPEAKERS), f"{name} imports {sorted(spoken)}"
 
 
 @pytest.mark.parametrize("name", [n for n, path in NAMES.items() if path.name == "__init__.py"])
 def test_init_files_do_nothing_when_imported(name: str) -> None:
-    """They hold a docstring; that of sglang_plugin also what SGLang's entry points name."""
+    """They hold a docstring; sglang_plugin also holds the targets of SGLang's entry points."""
     allowed: tuple[type[ast.stmt], ...] = (ast.FunctionDef,) if name == "sglang_plugin" else ()
     for number, statement in enumerate(ast.parse(NAMES[name].read_text()).body):
         is_docstring = number == 0 and isinstance(statement, ast.Expr)

@@ -1,4 +1,4 @@
-"""The batch of a step: which groups are in it, and what their completions are worth."""
+"""The batch of a step: its groups, and the rewards and advantages of their completions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tokenizer:
 def make_sampler(
     config: Config, client: ScriptedClient, prompts: list[Prompt] = PROMPTS
 ) -> Sampler:
-    return Sampler(config, client, prompts, Tokenizer())  # type: ignore[arg-type]
+    return Sampler(config, client, prompts, Tokenizer())  # type: ignore[arg-type]  # stand-ins
 
 
 def two_prompt_config() -> Config:

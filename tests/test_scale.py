@@ -1,7 +1,7 @@
-"""Shapes of whole 32B models: what every rank of a large layout would hold and send.
+"""Shapes of whole 32B models that every rank of a large layout holds and sends.
 
-Megatron builds each pipeline stage's model on the meta device, in one process that takes the place
-of one rank after another. So every shape and name is Megatron's own.
+Megatron builds each pipeline stage's model on the meta device, in one process that acts as one rank
+after another. Every shape and name is therefore Megatron's.
 """
 
 from __future__ import annotations

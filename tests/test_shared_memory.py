@@ -1,4 +1,4 @@
-"""A process that attaches to a described buffer has the same memory."""
+"""A process that attaches to a described buffer shares its memory."""
 
 from __future__ import annotations
 

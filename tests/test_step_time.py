@@ -9,7 +9,7 @@ import pytest
 
 from published import PARAMETERS
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import step_time
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
@@ -26,11 +26,11 @@ OUTPUT = 152064 * 5120
 HBM = 3.35e12  # H100 datasheet, as are 989 and 1979 TFLOP/s below
 
 
-def rollout_s(weight_format: str = "int8", servers: int = 4, **changes: float) -> float:
+def rollout_s(weight_format: WeightFormat = "int8", servers: int = 4, **changes: float) -> float:
     """Return the time of 2048 responses to 256 prompts of 512 tokens, on servers of 4 GPUs."""
     return step_time.rollout_s(
         QWEN2,
-        weight_format,  # type: ignore[arg-type]
+        weight_format,
         4,
         sequences=2048 / servers,
         prompts=256 / servers,

@@ -83,7 +83,9 @@ LAYOUTS = [
     LAYOUTS,
     ids=[f"{a.family}-{a.num_attention_heads}-heads-TP{n}" for a, n in LAYOUTS],
 )
-def test_split_shards_concatenated_equal_the_checkpoint_bit_for_bit(architecture, tp_size):
+def test_split_shards_concatenated_equal_the_checkpoint_bit_for_bit(
+    architecture: Architecture, tp_size: int
+) -> None:
     assert_round_trip(architecture, tp_size)
 
 
@@ -118,15 +120,15 @@ def assert_round_trip(architecture: Architecture, tp_size: int) -> None:
 )
 @settings(deadline=None, max_examples=200)
 def test_split_shards_of_any_divisible_model_equal_the_checkpoint(
-    ratio,
-    key_value_heads,
-    head_dim,
-    hidden_size,
-    intermediate_per_rank,
-    vocab_size,
-    tp_size,
-    family,
-):
+    ratio: int,
+    key_value_heads: int,
+    head_dim: int,
+    hidden_size: int,
+    intermediate_per_rank: int,
+    vocab_size: int,
+    tp_size: int,
+    family: Architecture,
+) -> None:
     architecture = dataclasses.replace(
         family,
         num_attention_heads=ratio * key_value_heads,
@@ -144,7 +146,7 @@ def test_split_shards_of_any_divisible_model_equal_the_checkpoint(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_shards_have_the_shapes_of_megatron_parameters(tp_size):
+def test_shards_have_the_shapes_of_megatron_parameters(tp_size: int) -> None:
     shapes = {
         rule.megatron_names[0].split("{layer}.")[-1]: shards(rule, QWEN2, tp_size)[-1].shape
         for rule in weight_map.rules(QWEN2)
@@ -157,7 +159,7 @@ def test_shards_have_the_shapes_of_megatron_parameters(tp_size):
     assert shapes["mlp.linear_fc2.weight"] == (40, 56 // tp_size)
 
 
-def test_fused_qkv_rows_are_grouped_by_key_value_head_with_queries_first():
+def test_fused_qkv_rows_are_grouped_by_key_value_head_with_queries_first() -> None:
     rule, _ = weight_map.find_megatron("decoder.layers.0.self_attention.linear_qkv.bias")
     query, key, value = full_tensors(rule, QWEN2)
     shard = shards(rule, QWEN2, 4)[1]  # rank 1 of 4 has key-value head 1 and query heads 3 to 5
@@ -165,7 +167,7 @@ def test_fused_qkv_rows_are_grouped_by_key_value_head_with_queries_first():
     assert torch.equal(shard, expected)
 
 
-def test_ranks_that_share_a_key_value_head_have_equal_numbers_of_rows_of_its_group():
+def test_ranks_that_share_a_key_value_head_have_equal_numbers_of_rows_of_its_group() -> None:
     rule, _ = weight_map.find_megatron("decoder.layers.0.self_attention.linear_qkv.bias")
     query, key, value = full_tensors(rule, FEW_GROUPS)
     # The second group has 12 query heads, a key head and a value head. Ranks 4 to 7 divide it.
@@ -174,7 +176,7 @@ def test_ranks_that_share_a_key_value_head_have_equal_numbers_of_rows_of_its_gro
         assert torch.equal(shards(rule, FEW_GROUPS, 8)[rank], rows)
 
 
-def test_vocabulary_padding_is_zero_rows_at_the_end_of_the_last_shard():
+def test_vocabulary_padding_is_zero_rows_at_the_end_of_the_last_shard() -> None:
     rule, _ = weight_map.find_megatron("embedding.word_embeddings.weight")
     (full,) = full_tensors(rule, QWEN2)
     last = shards(rule, QWEN2, 4)[3]
@@ -183,7 +185,7 @@ def test_vocabulary_padding_is_zero_rows_at_the_end_of_the_last_shard():
     assert not last[32:].any()
 
 
-def test_split_parts_are_views_of_the_shard():
+def test_split_parts_are_views_of_the_shard() -> None:
     for rule in weight_map.rules(QWEN2):
         shard = shards(rule, QWEN2, 2)[0]
         for part in weight_map.split(rule, shard, QWEN2, LAYER, 0, 2):
@@ -191,7 +193,7 @@ def test_split_parts_are_views_of_the_shard():
             assert storage == shard.untyped_storage().data_ptr()
 
 
-def test_hugging_face_names_are_those_of_the_checkpoint():
+def test_hugging_face_names_are_those_of_the_checkpoint() -> None:
     names = weight_map.hugging_face_names(QWEN2)
     assert len(names) == 3 + 3 * 12
     assert "model.layers.2.self_attn.k_proj.bias" in names and "lm_head.weight" in names
@@ -200,14 +202,14 @@ def test_hugging_face_names_are_those_of_the_checkpoint():
     assert "model.layers.0.self_attn.q_norm.weight" in names and "lm_head.weight" not in names
 
 
-def test_both_megatron_names_of_a_norm_find_one_rule():
+def test_both_megatron_names_of_a_norm_find_one_rule() -> None:
     local = weight_map.find_megatron("decoder.layers.1.input_layernorm.weight")
     fused = weight_map.find_megatron("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight")
     assert local == fused
     assert local[0].hugging_face_names(1) == ("model.layers.1.input_layernorm.weight",)
 
 
-def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them():
+def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them() -> None:
     def last_word(name: str) -> str:
         return name.removesuffix(".weight").split(".")[-1]
 
@@ -219,7 +221,7 @@ def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them():
     feeds = {
         last_word(part.name): last_word(rule.fed_by)
         for rule in weight_map.RULES
-        if rule.norm_fed
+        if rule.norm_fed and rule.fed_by
         for part in rule.tensors
     }
     assert feeds == {
@@ -228,7 +230,7 @@ def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them():
     }
 
 
-def test_an_unknown_name_raises_with_the_name():
+def test_an_unknown_name_is_in_the_error() -> None:
     with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
         weight_map.find_megatron("decoder.layers.0.mlp.router.weight")
     with pytest.raises(KeyError, match=r"model\.vision\.weight"):

@@ -83,7 +83,7 @@ def _build_tokenizer(vocab_size: int) -> Any:
 
     Its vocabulary is `<pad>`, `<eos>`, printable ASCII and newline, then unused tokens. It is a
     byte-level BPE without merges, because transformers loads every `qwen2` directory as one,
-    whatever its tokenizer.json describes.
+    regardless of its tokenizer.json.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Run programs that call Triton kernels, in a new process: Triton reads its setting once."""
+"""Run programs that call Triton kernels in a new process: Triton reads its settings once."""
 
 from __future__ import annotations
 

@@ -4,22 +4,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Command, Start
 
+from e2e.running import Command, Start
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import preloaded_sglang
 
 
 @pytest.fixture(scope="session")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preload | None]:
-    """The process that the servers of all tests are forked from; None beside a GPU."""
+    """Yield the process that all servers are forked from; None on a machine with a GPU."""
     with preloaded_sglang(tmp_path_factory.mktemp("preload") / "preload.log") as parent:
         yield parent
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start `qurl` with some words, in the test's directory; end it with the test."""
+    """Yield a function that starts `qurl` in the test's directory; end the commands after it."""
     runs: list[Command] = []
 
     def starter(*words: str) -> Command:

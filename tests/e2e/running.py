@@ -1,4 +1,4 @@
-"""A `qurl` command as a user runs it, watched with every process it starts."""
+"""A `qurl` command as a user runs it, and every process that it starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SMALL = [
 ]
 TIMEOUT_S = 240.0
 Start = Callable[..., "Command"]
-"""Starts `qurl` with some words; the fixture `start`."""
+"""Type of the fixture `start`: starts `qurl` with the given arguments."""
 
 
 class Command:
-    """A `qurl` command in a directory of its own, with every process it ever started."""
+    """A `qurl` command in its own directory, with every process that it has started."""
 
     def __init__(self, directory: Path, *words: str) -> None:
         self.run_dir = directory / "runs" / "run"
@@ -45,7 +45,7 @@ class Command:
         return self.output.read_text()
 
     def wait_for(self, pattern: str) -> None:
-        """Wait until the output matches; fail if the command ends before."""
+        """Wait until the output matches; fail if the command ends first."""
         deadline = time.monotonic() + TIMEOUT_S
         while not re.search(pattern, self.text()):
             assert self.poll() is None, f"ended before {pattern!r}:\n{self.text()}"
@@ -53,7 +53,7 @@ class Command:
             time.sleep(0.1)
 
     def poll(self) -> int | None:
-        """Note the processes that run now; return the exit code, None while the command runs."""
+        """Record the running processes; return the exit code, or None while the command runs."""
         if self.process.poll() is None:
             main = psutil.Process(self.process.pid)
             self.started.update(main.children(recursive=True))
@@ -92,6 +92,6 @@ def metrics_of(run: Command) -> list[dict[str, float]]:
 
 
 def curve_steps(run: Command, tag: str) -> list[int]:
-    """The steps at which TensorBoard shows a metric."""
+    """Return the steps at which TensorBoard shows a metric."""
     shown = EventAccumulator(str(run.run_dir / "tensorboard")).Reload()
     return [event.step for event in shown.Scalars(tag)]

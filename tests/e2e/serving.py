@@ -1,4 +1,4 @@
-"""What the tests of a real server share: a sender of weights and a reference computation."""
+"""A sender of weights and a reference computation for tests of a real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Weights = dict[str, Tensor]
 
 
 class Sender:
-    """Sends weights to one server, as a learner's rank 0 does.
+    """A sender of weights to one server, like rank 0 of a learner.
 
     If `shared`, the server reads them from this process's memory.
     """
@@ -80,10 +80,10 @@ class Sender:
 
 
 class Reference:
-    """A Qwen2 in plain PyTorch on the very tensors a server was sent.
+    """A Qwen2 in plain PyTorch that computes with the tensors that a server was sent.
 
-    Activations are rounded to bfloat16 where the server rounds them: a difference there may flip an
-    activation's code, and then be seen in the log-probs as much as quantization itself.
+    Activations are rounded to bfloat16 where the server rounds them. A difference there could flip
+    an activation's code, which changes the log-probs as much as quantization itself.
     """
 
     def __init__(self, model_dir: Path, weights: Weights, tensor_parallel_size: int = 1) -> None:
@@ -92,13 +92,13 @@ class Reference:
         self._ranks = tensor_parallel_size
 
     def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
-        """[response] float32, of the response's tokens over the full vocabulary."""
+        """Return the natural log-probs of the response's tokens: float32 `[response]`."""
         logits = self.logits(torch.tensor(prompt + response))[len(prompt) - 1 : -1]
         scaled = (logits / temperature).log_softmax(-1)
         return scaled.gather(1, torch.tensor(response)[:, None])[:, 0]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """tokens [time] -> [time, vocabulary] float32."""
+        """Return the logits of tokens `[time]`: float32 `[time, vocabulary]`."""
         embedding = self._weights["model.embed_tokens.weight"]
         stream, branch = torch.zeros((), dtype=torch.bfloat16), embedding[tokens]
         for layer in range(self._config["num_hidden_layers"]):
@@ -134,7 +134,7 @@ class Reference:
         return self._row_parallel(out.transpose(0, 1).flatten(1).bfloat16(), f"{path}.o_proj")
 
     def _rotate(self, heads: Tensor) -> Tensor:
-        """heads [heads, time, head size], each turned by its position."""
+        """Apply rotary position embeddings to `[heads, time, head_dim]`."""
         size, theta = heads.shape[-1], self._config["rope_parameters"]["rope_theta"]
         frequency = 1.0 / theta ** (torch.arange(0, size, 2) / size)
         angle = torch.arange(heads.shape[1])[:, None] * frequency
@@ -143,7 +143,7 @@ class Reference:
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
     def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
-        """x [time, in] -> [time, out]; the product in float64, from codes if there are scales."""
+        """Map `[time, in]` to `[time, out]` in float64, with codes if the weight has scales."""
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
         weight, x = weight[:, columns], x.float()
         scale = self._weights.get(f"{name}.weight_scale")
@@ -159,13 +159,13 @@ class Reference:
 
     @staticmethod
     def _codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """x [time, in] -> its codes and their scale, one a row."""
+        """Return the codes of x `[time, in]` and one scale per row."""
         scale = x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]
         codes = x / scale
         return codes.round() if dtype == torch.int8 else codes.to(dtype), scale
 
     def _block_product(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """One product for every 128 x 128 block of the weight, with the scales of both sides."""
+        """Multiply by each 128 x 128 block of the weight, with the scales of both factors."""
         out = torch.zeros(len(x), len(weight), dtype=torch.float64)
         for column, x_block in enumerate(x.split(128, dim=1)):
             codes, x_scale = self._codes(x_block, weight.dtype)
@@ -176,7 +176,7 @@ class Reference:
         return out
 
     def _row_parallel(self, x: Tensor, name: str) -> Tensor:
-        """Each rank quantizes its part of x by itself, and rounds its part of the sum."""
+        """Sum over ranks; each quantizes its part of x and rounds its product."""
         width = x.shape[1] // self._ranks
         columns = [slice(start, start + width) for start in range(0, x.shape[1], width)]
         return torch.stack([self._linear(x[:, part], name, part) for part in columns]).sum(dim=0)

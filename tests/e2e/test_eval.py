@@ -1,4 +1,4 @@
-"""`qurl eval` on a real server: a directory is quantized, served, asked, and scored."""
+"""`qurl eval` on a real server: quantize a directory, serve it, and score its answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import torch
-from running import QURL
-from serving import Reference
 from transformers import AutoTokenizer
 
+from e2e.running import QURL
+from e2e.serving import Reference
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 LENGTH = 6
@@ -49,12 +49,12 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: P
     assert "75.0%" in done.stdout and "Avg@4 sampled" in done.stdout
     answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     assert [answer["question"] for answer in answers] == questions
-    sampled = [one["text"] for answer in answers for one in answer["sampled"]]
+    sampled = [completion["text"] for answer in answers for completion in answer["sampled"]]
     assert len(sampled) == 32 and len(set(sampled)) > 8
     assert list(tmp_path.glob("eval*")) == [tmp_path / "eval"]
 
 
-def test_a_server_that_does_not_come_up_is_told_with_its_log_and_no_traceback(
+def test_a_server_that_does_not_start_is_reported_with_its_log_and_no_traceback(
     tmp_path: Path,
 ) -> None:
     model_dir = build_tiny_model(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Processes are killed: the run ends with its reason, resumes, and leaves no process behind."""
+"""After a process is killed, the run reports why, leaves no process behind, and can resume."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import psutil
-from running import SMALL, Start, curve_steps, metrics_of
 
+from e2e.running import SMALL, Start, curve_steps, metrics_of
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
 
@@ -45,7 +45,7 @@ def test_a_crash_ends_the_run_with_its_reason_and_another_layout_resumes_it(
     start: Start,
 ) -> None:
     words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
-    words += ["optimizer.weight_decay=1"]  # moves the weights fast, whatever the rewards are
+    words += ["optimizer.weight_decay=1"]  # changes the weights quickly for any rewards
     words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
     run = start("train", "quickstart", *SMALL, *words, "steps=1000")
     run.wait_for(r"step 5/")
@@ -63,14 +63,14 @@ def test_a_crash_ends_the_run_with_its_reason_and_another_layout_resumes_it(
     assert f"resuming after step {done}" in resumed.text()
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
-    # The critic learns all the while; of a policy that is never right, that nothing comes of it.
+    # The critic trains on every step.
     assert all(step["value_loss"] >= 0 and step["time_critic_s"] > 0 for step in after)
     logs = run.run_dir / "logs"
     seeds = [random_seed(logs / part / "server_rollout_0.log") for part in (".", "resumed_1")]
-    assert seeds[0] != seeds[1]  # a server started with the first would draw the same again
+    assert seeds[0] != seeds[1]  # with the first seed the server would repeat its samples
     assert [step["step"] for step in after] == list(range(1, len(after) + 1))
     assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
-    # The servers had the checkpoint's weights before their first prompt, and not the model's.
+    # The servers had the checkpoint's weights, not the model's, before their first prompt.
     kl = [step["kl_behaviour_proximal_k3"] for step in after]
     assert kl[done] < 2 * kl[done - 1]
     (*_, newer) = list_checkpoints(run.run_dir)
@@ -87,6 +87,6 @@ def test_a_crash_ends_the_run_with_its_reason_and_another_layout_resumes_it(
 
 def random_seed(log: Path) -> str:
     """Return a server's random seed, which SGLang logs with all its settings."""
-    found = re.search(r"random_seed=(\d+)", log.read_text())
-    assert found
-    return found[1]
+    match = re.search(r"random_seed=(\d+)", log.read_text())
+    assert match
+    return match[1]

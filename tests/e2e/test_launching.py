@@ -1,4 +1,4 @@
-"""`qurl launch` on this machine: runs under nemo-run's local executor, one after the other."""
+"""`qurl launch` on this machine: runs under nemo-run's local executor, one after another."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 import signal
 from pathlib import Path
 
-from running import SMALL, Start
+from e2e.running import SMALL, Start
 
 
-def test_a_sweep_runs_one_after_the_other_and_ends_when_it_is_told_to(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_sweep_runs_its_runs_in_order_and_ends_on_sigterm(start: Start, tmp_path: Path) -> None:
     words = [word for word in SMALL if not word.startswith("name=")]
     run = start("launch", "quickstart", *words, "name=sweep", "--sweep", "steps=2,100000")
     run.wait_for("step 3/100000")  # nemo-run shows the output of each

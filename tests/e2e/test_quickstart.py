@@ -1,4 +1,4 @@
-"""One small quickstart, run to its end: what it prints, leaves behind, and can be asked later."""
+"""One small quickstart, run to its end: its output and files, and `qurl eval` on it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import reasoning_gym
-from running import QURL, SMALL, Command, curve_steps, metrics_of
 from transformers import AutoModelForCausalLM
 
+from e2e.running import QURL, SMALL, Command, curve_steps, metrics_of
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.learner.checkpoint import list_checkpoints
 from qurl_megatron.report.metrics import StepMetrics
@@ -25,7 +25,7 @@ from qurl_megatron.report.run_log import evaluation_directory
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of two steps with a warm-up, an evaluation file and a change of stage."""
+    """A finished run of two steps with a warm-up, an evaluation file and a change of stage."""
 
     command: Command
     words: list[dict[str, Any]]  # the problems of the evaluation file, in order
@@ -84,7 +84,7 @@ def test_no_process_survives_the_run(finished: Finished) -> None:
     assert finished.command.survivors() == []
 
 
-def test_the_resolved_configuration_is_kept(finished: Finished) -> None:
+def test_the_resolved_configuration_is_saved(finished: Finished) -> None:
     assert load(finished.run_dir / "config.yaml").rollout.stages[2].completions_per_prompt == 6
 
 
@@ -122,7 +122,7 @@ def test_the_policy_is_evaluated_before_the_first_and_after_the_last_step(
 
 
 @pytest.mark.parametrize(("step", "when"), [(0, "before"), (2, "after")])
-def test_reported_accuracies_are_those_of_the_answers_kept(
+def test_reported_accuracies_match_the_saved_answers(
     finished: Finished, step: int, when: str
 ) -> None:
     held_out = finished.answers(step, "held_out")
@@ -133,7 +133,7 @@ def test_reported_accuracies_are_those_of_the_answers_kept(
     answers = finished.answers(step, "words")
     assert [answer["question"] for answer in answers] == [w["question"] for w in finished.words]
     assert all(len(answer["sampled"]) == 2 for answer in answers)
-    right = fmean(one["reward"] for answer in answers for one in answer["sampled"])
+    right = fmean(sample["reward"] for answer in answers for sample in answer["sampled"])
     measured = finished.summary[f"evaluation_{when}"]["words"]
     assert measured["Avg@2 sampled"]["mean"] == pytest.approx(right)
 
@@ -143,7 +143,7 @@ def test_curves_are_in_tensorboard(finished: Finished) -> None:
     assert curve_steps(finished.command, "evaluation/words/Avg@1/mean") == [0, 2]
 
 
-def test_int8_adds_noise_to_what_bf16_shows_on_the_same_prompts(finished: Finished) -> None:
+def test_int8_rollouts_have_more_noise_than_bf16_evaluation(finished: Finished) -> None:
     noise = json.loads((finished.run_dir / "noise.json").read_text())
     engine, rollout = (noise[name]["logprob_abs_diff"] for name in ("evaluation", "rollout"))
     assert 0 < engine < rollout < 0.1

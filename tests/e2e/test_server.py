@@ -1,4 +1,4 @@
-"""The real SGLang server with this package's plugin, a format at a time."""
+"""The real SGLang server with this package's plugin, in each weight format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import Reference, Sender, Weights
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from e2e.serving import Reference, Sender, Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.preload import Preload
@@ -30,18 +30,18 @@ from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
 
-# Blocks of 128 may end short at a model's hidden size; fused layers are made of whole ones.
+# The last block may be partial at the hidden size; fused layers need whole blocks of 128.
 WHOLE_BLOCKS = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
-FORMATS: dict[WeightFormat, dict[str, int]] = {  # each with its model's own dimensions
+FORMATS: dict[WeightFormat, dict[str, int]] = {  # format -> overrides of the model's dimensions
     "bf16": {},
     "int8": {},
     "fp8": {},
     "fp8-block": WHOLE_BLOCKS,
 }
 START_TIMEOUT_S = 300.0
-# A server is this many times nearer to a reference with its own codes than to any other. Measured:
-# 19 times in the worst of several runs (fp8-block, where codes of activations flip), usually
-# hundreds. A GPU sums attention and logits in BF16, which adds noise of its own.
+# A server is at least this many times nearer to the reference with its own codes than to others.
+# The measured ratio is usually hundreds, and 19 in the worst of several runs (fp8-block, where
+# activation codes flip). A GPU sums attention and logits in BF16, which adds noise.
 NEARER = 3 if torch.cuda.is_available() else 10
 CONTEXT_LENGTH = 256
 PROMPTS = [
@@ -69,7 +69,7 @@ class Deployment:
         )
 
     def ask(self, token_ids: list[int], **sampling: Any) -> tuple[list[int], list[float], int]:
-        """Tokens, log-probs and the number of cached prompt tokens of one request."""
+        """Return tokens, log-probs and the number of cached prompt tokens of one request."""
         body = {"input_ids": token_ids, "return_logprob": True, "sampling_params": sampling}
         response = httpx.post(
             f"{self.server.url}/generate", json=body, timeout=60
@@ -91,7 +91,7 @@ def launched(
     tensor_parallel_size: int = 1,
     **model: Any,
 ) -> Iterator[tuple[Server, list[Path]]]:
-    """A server on its way up, and two models of its shape."""
+    """Start a server; yield it before it is ready, with two models of its shape."""
     model_dirs = [
         build_tiny_model(directory / name, seed=seed, **model) for seed, name in enumerate("ab")
     ]
@@ -120,7 +120,7 @@ def launched(
 def joined(
     server: Server, model_dirs: list[Path], weight_format: WeightFormat
 ) -> Iterator[Deployment]:
-    """The same, up, with a sender of weights beside it."""
+    """Wait until a server is ready; yield it with a sender of weights."""
     wait_ready([server], START_TIMEOUT_S)
     sender = Sender(server)
     yield Deployment(
@@ -140,9 +140,9 @@ def deployments(
     tmp_path_factory: pytest.TempPathFactory,
     preload: Preload | None,
 ) -> Iterator[dict[str, Deployment]]:
-    """One server for each format that a selected test is of, started together."""
+    """Start one server for each format that a selected test needs, all at once."""
     selected = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {spec.params.get("deployment") for spec in selected if spec}
+    selected_formats = {spec.params.get("deployment") for spec in selected if spec}
     with ExitStack() as stack:
         starting = {
             weight_format: stack.enter_context(
@@ -155,7 +155,7 @@ def deployments(
                 )
             )
             for weight_format, dimensions in FORMATS.items()
-            if weight_format in wanted
+            if weight_format in selected_formats
         }
         yield {
             weight_format: stack.enter_context(joined(*server, weight_format))
@@ -172,9 +172,9 @@ def deployment(request: pytest.FixtureRequest, deployments: dict[str, Deployment
 def two_ranks(
     tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
 ) -> Iterator[Deployment]:
-    """INT8 on two tensor-parallel ranks that have to share one key-value head."""
+    """Start an INT8 server on two tensor-parallel ranks that share one key-value head."""
     if torch.cuda.device_count() == 1:
-        pytest.skip("two ranks want a GPU each; this machine has one")
+        pytest.skip("two ranks need a GPU each; this machine has one")
     with (
         launched(
             tmp_path_factory.mktemp("tp2"), "int8", preload, 2, num_key_value_heads=1
@@ -185,7 +185,7 @@ def two_ranks(
 
 
 def sampled(deployment: Deployment) -> list[tuple[list[int], list[int], Tensor]]:
-    """Prompts, responses and the server's log-probs of the responses, two a prompt."""
+    """Return prompts, responses and the server's log-probs, two responses per prompt."""
     return [
         (prompt.token_ids, completion.token_ids, torch.tensor(completion.behaviour_logprobs))
         for prompt, group in zip(PROMPTS, deployment.generate(PROMPTS), strict=True)
@@ -196,7 +196,7 @@ def sampled(deployment: Deployment) -> list[tuple[list[int], list[int], Tensor]]
 def mean_difference(
     rows: list[tuple[list[int], list[int], Tensor]], reference: Reference, temperature: float = 1.0
 ) -> float:
-    """Mean |server - reference| of a token's log-prob."""
+    """Return the mean |server - reference| of the tokens' log-probs."""
     return (
         torch.cat(
             [
@@ -220,7 +220,7 @@ def test_logprobs_are_those_of_the_codes_that_were_sent(deployment: Deployment) 
         for weight_format in {"bf16", "int8", "fp8", own}
     }
     print(f"{own} server, mean |log-prob difference| to references: {difference}")
-    # A code of an activation that flips is seen in wide layers; another format is seen far more.
+    # In wide layers a flipped activation code is visible, but another format differs far more.
     assert difference.pop(own) < min(difference.values()) / NEARER
 
 
@@ -231,7 +231,7 @@ def test_completions_carry_the_version_they_were_sampled_with(deployment: Deploy
         assert {c.weight_version for group in groups for c in group} == {version}
 
 
-def test_a_completion_ends_at_a_stop_token_or_says_that_it_is_truncated(
+def test_a_completion_ends_at_a_stop_token_or_is_marked_truncated(
     deployment: Deployment,
 ) -> None:
     for completion in itertools.chain(*deployment.generate(PROMPTS, temperature=2.0)):
@@ -275,13 +275,13 @@ def held_checksums(deployment: Deployment) -> dict[str, int]:
 
 
 def corrupt(weights: Weights, name: str) -> Weights:
-    """The same weights with the lowest bit of the last element of `name` flipped."""
+    """Return the weights with the lowest bit of the last element of `name` flipped."""
     memory = weights[name].clone().contiguous()
     memory.view(-1).view(torch.uint8)[-memory.element_size()] ^= 1
     return {**weights, name: memory}
 
 
-def assert_checksums_tell_what_is_held(deployment: Deployment) -> None:
+def assert_checksums_match_the_held_tensors(deployment: Deployment) -> None:
     for weights in deployment.weights:
         deployment.sender.send(weights)
         sent = {name: checksum(tensor) for name, tensor in weights.items()}
@@ -295,11 +295,11 @@ def assert_checksums_tell_what_is_held(deployment: Deployment) -> None:
             verify(deployment.sender.control, sent)
 
 
-def test_the_server_tells_the_checksum_of_every_tensor_it_holds(deployment: Deployment) -> None:
-    assert_checksums_tell_what_is_held(deployment)
+def test_the_server_returns_the_checksum_of_every_tensor(deployment: Deployment) -> None:
+    assert_checksums_match_the_held_tensors(deployment)
 
 
-def test_a_server_reads_weights_from_its_senders_memory(deployment: Deployment) -> None:
+def test_a_server_can_read_weights_from_shared_memory(deployment: Deployment) -> None:
     sender = Sender(deployment.server, shared=True)
     for weights in deployment.weights:
         sender.send(weights)
@@ -307,11 +307,11 @@ def test_a_server_reads_weights_from_its_senders_memory(deployment: Deployment) 
     sender.close()
 
 
-def test_two_ranks_tell_the_checksums_of_full_tensors(two_ranks: Deployment) -> None:
-    assert_checksums_tell_what_is_held(two_ranks)
+def test_two_ranks_return_the_checksums_of_full_tensors(two_ranks: Deployment) -> None:
+    assert_checksums_match_the_held_tensors(two_ranks)
 
 
-def test_logprobs_are_at_the_temperature_over_the_full_vocabulary_whatever_top_p_is(
+def test_logprobs_use_the_temperature_and_the_full_vocabulary_for_any_top_p(
     deployment: Deployment,
 ) -> None:
     deployment.sender.send(deployment.weights[0])
@@ -321,12 +321,12 @@ def test_logprobs_are_at_the_temperature_over_the_full_vocabulary_whatever_top_p
     for prompt in PROMPTS:
         response, logprobs, _ = deployment.ask(prompt.token_ids, **sampling)
         rows.append((prompt.token_ids, response, torch.tensor(logprobs)))
-    # Renormalized over the nucleus they would be larger by up to -log(0.6) = 0.5.
+    # Log-probs renormalized over the nucleus would be larger by up to -log(0.6) = 0.5.
     right = mean_difference(rows, reference, temperature=0.7)
     assert right < mean_difference(rows, reference, temperature=1.0) / (NEARER / 2)
 
 
-def test_two_ranks_compute_what_their_shards_say(two_ranks: Deployment) -> None:
+def test_two_ranks_compute_with_their_shards(two_ranks: Deployment) -> None:
     two_ranks.sender.send(two_ranks.weights[0])
     rows, model_dir, weights = sampled(two_ranks), two_ranks.model_dirs[0], two_ranks.weights[0]
     # Each rank quantizes its own part of the row-parallel layers' inputs.
@@ -342,7 +342,7 @@ def test_two_ranks_reload_bit_for_bit(two_ranks: Deployment) -> None:
 
 def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     two_ranks: Deployment,
-) -> None:  # the last to use this server
+) -> None:  # the last test of this server
     main = psutil.Process(two_ranks.server.pid)
     tree = [main, *main.children(recursive=True)]
     scheduler = next(p for p in tree if "scheduler" in " ".join(p.cmdline()))

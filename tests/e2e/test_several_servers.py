@@ -1,4 +1,4 @@
-"""Two servers that other machines could reach: one publish for both, one router before both."""
+"""Two servers that are not on the loopback address, with one publish and one router for both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from qurl_megatron.rollout.server import (
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
-ADDRESS = "127.0.0.2"  # not the address of loopback that asks for no key
+ADDRESS = "127.0.0.2"  # servers are unauthenticated on 127.0.0.1 only
 PROMPTS = [
     Prompt(id=str(row), question="", answer="", token_ids=[3 + row, 4, 5, 6]) for row in range(16)
 ]
@@ -95,12 +95,12 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
 
 
 def sequences_of(server: Server) -> int:
-    """How many the server has begun to compute, by its log."""
+    """Return the number of sequences that the server has started, by its log."""
     log = Path(server.log_file).read_text()
     return sum(int(count) for count in re.findall(r"Prefill batch, #new-seq: (\d+)", log))
 
 
-def test_one_publish_brings_the_same_weights_and_version_to_both(deployment: Deployment) -> None:
+def test_one_publish_updates_both_servers(deployment: Deployment) -> None:
     published = deployment.publisher.publish()
     held = []
     for server in deployment.servers:
@@ -112,7 +112,7 @@ def test_one_publish_brings_the_same_weights_and_version_to_both(deployment: Dep
     assert device.world_size() == 1
 
 
-def test_every_group_is_answered_and_both_servers_have_part_in_it(deployment: Deployment) -> None:
+def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployment) -> None:
     deployment.publisher.publish()
     before = [sequences_of(server) for server in deployment.servers]
     groups = deployment.client.generate(
@@ -134,7 +134,7 @@ def test_every_group_is_answered_and_both_servers_have_part_in_it(deployment: De
             assert (logprobs[0, len(prompt.token_ids) :] - behaviour).abs().max() < 0.5
 
 
-def test_nobody_without_the_key_is_served_and_the_key_is_not_to_be_seen(
+def test_requests_need_the_key_and_the_key_is_not_visible(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
@@ -162,7 +162,7 @@ def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: P
         )
 
 
-def test_a_lost_server_is_not_left_out_in_silence(deployment: Deployment) -> None:
+def test_a_lost_server_is_reported(deployment: Deployment) -> None:
     deployment.servers[1].stop()  # the last test of these servers
     with pytest.raises(ServerFailed, match="(?s)router http.*router.log ends"):
         deployment.client.generate(

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import reasoning_gym
-from running import SMALL, Start, metrics_of
 
+from e2e.running import SMALL, Start, metrics_of
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
@@ -41,11 +41,13 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start: Start, tmp_path: 
     assert run.exit_code() == 0, run.text()
     steps = metrics_of(run)
     assert len(steps) == 2
-    assert all(0 <= step["kl_reference"] < 1e-6 for step in steps)  # no reward, so nothing moved
+    assert all(
+        0 <= step["kl_reference"] < 1e-6 for step in steps
+    )  # without rewards the policy does not change
     assert run.survivors() == []
 
 
-def test_bf16_on_two_servers_leaves_engine_noise_only_and_stops_early_when_asked(
+def test_two_bf16_servers_have_engine_noise_only_and_the_run_stops_early_on_sigusr1(
     start: Start,
 ) -> None:
     run = start(
@@ -62,7 +64,7 @@ def test_bf16_on_two_servers_leaves_engine_noise_only_and_stops_early_when_asked
     )
     run.wait_for("step 1/")
     assert 0 < metrics_of(run)[0]["logprob_abs_diff"] < NOISE_BF16
-    assert list_checkpoints(run.run_dir) == []  # none is due for long
+    assert list_checkpoints(run.run_dir) == []  # the schedule saves none
     os.kill(run.process.pid, signal.SIGUSR1)
     assert run.exit_code() == STOPPED_EARLY == 75
     (saved,) = list_checkpoints(run.run_dir)

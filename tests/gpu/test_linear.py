@@ -1,4 +1,4 @@
-"""The server's quantized layers compute on a GPU what they compute on the CPU."""
+"""The server's quantized layers compute the same on a GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gpu_products_are_those_of_the_cpu(
     )
     assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
     error = (actual.cpu().float() - expected.float()).norm() / expected.float().norm()
-    # The difference is rounding to bfloat16, and activations that lie halfway between two codes.
+    # Rounding to bfloat16 and activations halfway between two codes cause the difference.
     # A wrong scale or order of channels would give an error of 1, a wrong format 1 % to 4 %.
     assert error < 3e-3, error
 

@@ -1,4 +1,4 @@
-"""`fp8-tensor` and `fp8-block` are what Transformer Engine's quantizers give, bit for bit."""
+"""`fp8-tensor` and `fp8-block` equal the results of Transformer Engine's quantizers bit for bit."""
 
 from __future__ import annotations
 

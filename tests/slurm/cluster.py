@@ -13,8 +13,10 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -25,6 +27,7 @@ PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]
 NODES = ["n1", "n2", "n3", "n4"]
 GPUS_PER_NODE = 2
 START_TIMEOUT_S = 60.0
+T = TypeVar("T")
 
 
 def reason_to_skip() -> str | None:
@@ -61,7 +64,7 @@ class Job:
 
 class Cluster:
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
-        """Start the cluster; every command and job gets `environment`."""
+        """Start the cluster; every command and job has `environment`."""
         self.directory = directory
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {**environment, "SLURM_CONF": str(directory / "slurm.conf")}
@@ -91,7 +94,13 @@ class Cluster:
         number = self.call("sbatch", "--parsable", *words, cwd=directory).strip().split(";")[0]
         return Job(self, number, directory / "logs" / f"qurl-{number}.out")
 
-    def wait_for(self, look, good, timeout_s: float = START_TIMEOUT_S, what: str = "") -> None:
+    def wait_for(
+        self,
+        look: Callable[[], T],
+        good: Callable[[T], bool],
+        timeout_s: float = START_TIMEOUT_S,
+        what: str = "",
+    ) -> None:
         """Wait until `good(look())`; a failure shows the last value of `look()`."""
         deadline = time.monotonic() + timeout_s
         while not good(seen := look()):
@@ -125,7 +134,7 @@ class Cluster:
         return processes
 
     def tasks(self, node: str, role: str, rank: int) -> list[psutil.Process]:
-        """Return the task of a rank on a node, without the processes it has started."""
+        """Return the task of a rank on a node, without its child processes."""
         tasks = []
         for process in self.processes(node):
             parent = process.parent()
@@ -135,7 +144,7 @@ class Cluster:
         return tasks
 
     def left_over(self) -> list[str]:
-        """Return the command lines of Python processes on the nodes; a job must leave none."""
+        """Return the command lines of Python processes that jobs have left on the nodes."""
         return [
             " ".join(process.cmdline())
             for node in NODES
@@ -145,7 +154,7 @@ class Cluster:
         ]
 
     def cancel_all(self) -> None:
-        """Cancel all jobs that a test has left, and start the nodes it has killed."""
+        """Cancel all jobs and restart killed nodes."""
         for node in NODES:
             if node not in self._daemons:
                 self.start_node(node)
@@ -153,7 +162,7 @@ class Cluster:
         self.wait_for(self._states, all_idle, 120, "idle")
 
     def close(self) -> None:
-        """End every daemon and every process of the nodes, and with them their mounts."""
+        """End every daemon and node process, which also removes their mounts."""
         for node in NODES:
             if node in self._daemons:
                 self.kill_node(node)

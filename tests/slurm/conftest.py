@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, reason_to_skip
+
+from slurm.cluster import Cluster, reason_to_skip
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def cluster(slurm: Cluster) -> Iterator[Cluster]:
-    """Return the session's Slurm, idle before and after each test."""
+    """Yield the session's Slurm, idle before and after each test."""
     yield slurm
     slurm.cancel_all()
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    """Start a Slurm of four nodes, or skip the tests."""
+    """Start a Slurm cluster of four nodes, or skip the tests."""
     if reason := reason_to_skip():
         pytest.skip(reason)
     directory = Path(tempfile.mkdtemp(prefix="qurl-slurm-"))

@@ -1,15 +1,14 @@
-"""The run that the tests submit as a job; functions that wait for its output and its end."""
+"""Arguments of the run that the tests submit, and functions that wait for its output and end."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from cluster import Job
-
 from e2e.running import SMALL
+from slurm.cluster import Job
 
-TIMEOUT_S = 900.0  # one start takes a minute on an idle machine
+TIMEOUT_S = 900.0  # starting takes a minute on an idle machine
 WORDS = [
     "quickstart",
     *SMALL,
@@ -22,7 +21,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def wait_for_text(job: Job, pattern: str, count: int = 1) -> None:
-    """Wait until the job's output has `pattern` that many times; fail if the job ends first."""
+    """Wait until the output has `pattern` `count` times; fail if the job ends first."""
 
     def look() -> str:
         text = job.text()

@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs, with real Slurm, learner, servers and node failures, on a tiny model."""
+"""Training as Slurm jobs, with real Slurm, learner, servers and node failures, on a tiny model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import stat
 import sys
 from pathlib import Path
 
-from cluster import Cluster
-from runs import WORDS, metrics_of, wait_for_end, wait_for_text
-
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from slurm.cluster import Cluster
+from slurm.runs import WORDS, metrics_of, wait_for_end, wait_for_text
 
 SCRIPTS = Path(__file__).parents[2] / "launch"
 
 
-def test_a_job_told_to_stop_is_requeued_and_resumes_at_that_step_until_it_completes(
+def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
@@ -47,7 +46,7 @@ def test_a_job_told_to_stop_is_requeued_and_resumes_at_that_step_until_it_comple
     before = metrics_of(run_dir)
     assert len(before) == stopped_at  # no step is lost
 
-    # The restarted job is told to stop again, and has no restarts left.
+    # The restarted job is signalled again, and has no restarts left.
     wait_for_text(job, f"resuming after step {stopped_at}")
     assert job.show("Restarts") == "1"
     wait_for_text(job, f"step {stopped_at + 2}/")
@@ -76,7 +75,7 @@ def lead_command(run_dir: Path) -> list[str | Path]:
     return [sys.executable, "-m", "launch.slurm", "lead", run_dir]
 
 
-def test_a_death_ends_the_job_with_its_reason_and_the_next_job_resumes(
+def test_a_killed_rank_or_node_fails_the_job_and_the_next_job_resumes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     words = [*WORDS, "steps=100000", "checkpoint.every_steps=2"]
@@ -103,12 +102,12 @@ def test_a_death_ends_the_job_with_its_reason_and_the_next_job_resumes(
     cluster.kill_node("n2")
     wait_for_text(second, "side ended with code")
     assert "server http://127.0.1.2" in second.text()  # the learner lost it
-    cluster.start_node("n2")  # without it Slurm cannot tell that the job has ended there
+    cluster.start_node("n2")  # Slurm needs the node to see that the job has ended there
     assert wait_for_end(second) == "FAILED"
     assert second.exit_code() == 1
     assert cluster.left_over() == []
 
-    # A preempted job saves at once, whatever the schedule, and is requeued until nodes are free.
+    # A preempted job saves at once, ignoring the schedule, and is requeued until nodes are free.
     third = cluster.submit(tmp_path, *nodes, script, *words, "checkpoint.every_steps=100000")
     done = read_state(list_checkpoints(run_dir)[-1]).step
     wait_for_text(third, f"resuming after step {done}")

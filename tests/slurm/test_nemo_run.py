@@ -6,15 +6,14 @@ import json
 import re
 from pathlib import Path
 
-from cluster import Cluster, Job
-from runs import WORDS, wait_for_end, wait_for_text
-
 from e2e.running import QURL
+from slurm.cluster import Cluster, Job
+from slurm.runs import WORDS, wait_for_end, wait_for_text
 
-TIMEOUT_S = 300.0  # for a command; importing nemo-run takes seconds on an idle machine
+TIMEOUT_S = 300.0  # one command; importing nemo-run takes seconds on an idle machine
 
 
-def test_a_launched_run_is_a_job_that_is_requeued_when_told_to_stop_and_completes(
+def test_a_launched_job_is_requeued_on_a_signal_and_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     def qurl(*words: str) -> str:

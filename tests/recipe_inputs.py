@@ -1,0 +1,76 @@
+"""A small model and small data files for each recipe, as overrides of a command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import recipes
+from tiny import build_tiny_model
+
+RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+PROBLEM = {"question": "What is 2 + 2?", "answer": "4"}
+
+
+def good_problems(count: int = 40) -> list[str]:
+    return [json.dumps({**PROBLEM, "question": f"What is {n} + 2?"}) for n in range(count)]
+
+
+def verl_row(n: int) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": f"What is {n} + 2?"}],
+        "reward_model": {"ground_truth": f"{n + 2}", "style": "rule"},
+    }
+
+
+def write_data(recipe: str, directory: Path) -> list[str]:
+    """Write training and evaluation files in the recipe's format; return their overrides."""
+    if recipe == "dapo_aime":
+        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+            table = pa.Table.from_pylist([verl_row(n) for n in rows])
+            pq.write_table(table, directory / f"{name}.parquet")
+        files = ["train.parquet", "test.parquet"]
+    elif recipe == "deepscaler_grpo":
+        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+            problems = [{"problem": f"What is {n} + 2?", "answer": f"{n + 2}"} for n in rows]
+            (directory / f"{name}.json").write_text(json.dumps(problems))
+        files = ["train.json", "test.json"]
+    elif recipe == "gsm8k_ppo":
+        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+            problems = [
+                {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
+                for n in rows
+            ]
+            table = pa.Table.from_pylist(problems)
+            (directory / "main").mkdir(exist_ok=True)
+            pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
+        files = ["main", "main:test"]
+    elif recipe in ("grpo", "scaling_32b"):
+        (directory / "train.jsonl").write_text("\n".join(good_problems()))
+        (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
+        files = ["train.jsonl", "test.jsonl"]
+    else:
+        raise AssertionError(f"add the files of recipe {recipe} here")
+    return [f"data={directory / files[0]}", f"evaluation.data.test={directory / files[1]}"]
+
+
+def write_inputs(recipe: str, directory: Path) -> list[str]:
+    """Write a model and data for a recipe that builds none; return their overrides."""
+    if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
+        return []
+    build_tiny_model(  # its layers and heads divide into the 32B layouts
+        directory / "model",
+        "qwen2",
+        max_position_embeddings=32768,
+        num_hidden_layers=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    return [f"model={directory / 'model'}", *write_data(recipe, directory)]
