@@ -1,15 +1,17 @@
-"""What each objective learns from the same start: `python benchmarks/objectives.py`.
+"""Compare what each objective learns from the same start: `python benchmarks/objectives.py`.
 
-Every arm of a seed begins with the same warmed-up model of the quickstart and is a whole
-`qurl train quickstart` with its own objective, format and s. Two settings:
+All arms of a seed start from the same warmed-up quickstart model. Each arm is one complete
+`qurl train quickstart` with its own objective, weight format and UAQ scale. The arms compare
+truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization
+(UAQ) with BF16 rollouts and with the uncorrected objectives. There are two settings:
 
     quickstart   the quickstart's task and learning rate, 8-bit rollouts
     large_gap    4-bit codes in the same INT8 layers and twice the learning rate, so that the
                  quantized policy is as far from the learner as in the paper's late training
 
-Each run's figures go into benchmarks/results/ as it ends. Called again, it goes on where it was: a
-run whose figures are there is not made again, one that was cut off is resumed. It ends with a table
-and a page that overlays the runs of the first seed that are all still there.
+The figures of a run are written to benchmarks/results/ when the run ends. A second call skips the
+runs that have figures and resumes the runs that were interrupted. At the end it prints a table, and
+writes a report that overlays the runs of the first seed whose run directories all still exist.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ QURL = Path(sys.executable).with_name("qurl")
 RESULTS = Path(__file__).parent / "results"
 STEPS = 50
 
-PLAIN = "quantization.uaq.scale=1"
+NO_UAQ = "quantization.uaq.scale=1"
 UAQ = "quantization.uaq.scale=1.5"
 
 
-def arm(objective: str, weight_format: str, uaq: str = PLAIN) -> list[str]:
+def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
+    """Return the config overrides of one arm."""
     return [f"objective.objective={objective}", f"quantization.format={weight_format}", uaq]
 
 
+# Setting -> (arm name -> overrides of the arm, overrides of every arm).
 SETTINGS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "quickstart": (
         {
@@ -69,44 +73,45 @@ SETTINGS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
         ["optimizer.learning_rate=3e-4"],
     ),
 }
-# One rank learns while the server waits, and the other way round: two runs share two cores.
-COMMON = ["learner.tensor_parallel_size=1", "checkpoint.keep_last=1"]
+# With one learner rank, the learner waits while the server samples, and the reverse. So a run keeps
+# about one core busy, and two runs share two cores.
+COMMON_OVERRIDES = ["learner.tensor_parallel_size=1", "checkpoint.keep_last=1"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
     arguments = parser.parse_args()
-    arms, words = SETTINGS[arguments.setting]
+    arms, setting_overrides = SETTINGS[arguments.setting]
     results = Results(arguments.setting)
 
-    owed = [
+    missing = [
         (seed, name) for seed in arguments.seeds for name in arms if not results.has(name, seed)
     ]
 
-    def finish(key: tuple[int, str]) -> None:
+    def run_arm(key: tuple[int, str]) -> None:
         seed, name = key
         run_dir = run_directory(arguments.output_dir, arguments.setting, name, seed)
         start = start_directory(arguments.output_dir, seed) / "final_model"
-        own = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
-        complete(run_dir, [*COMMON, *own, *words, *arms[name]])
+        overrides = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
+        complete_run(run_dir, [*COMMON_OVERRIDES, *overrides, *setting_overrides, *arms[name]])
         results.add(name, seed, summarize(run_dir))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        seeds = sorted({seed for seed, _ in owed})
+        seeds = sorted({seed for seed, _ in missing})
         list(pool.map(lambda seed: make_start(arguments.output_dir, seed), seeds))
-        list(pool.map(finish, owed))
+        list(pool.map(run_arm, missing))
     results.show(list(arms), arguments.seeds)
     for seed in arguments.seeds:
-        shown = [
+        run_dirs = [
             run_directory(arguments.output_dir, arguments.setting, name, seed) for name in arms
         ]
-        if all(run_dir.exists() for run_dir in shown):
+        if all(run_dir.exists() for run_dir in run_dirs):
             page = arguments.output_dir / f"{arguments.setting}.html"
-            subprocess.run([QURL, "report", *shown, "--output", page], check=True)
+            subprocess.run([QURL, "report", *run_dirs, "--output", page], check=True)
             break
 
 
@@ -115,7 +120,7 @@ def run_directory(output_dir: Path, setting: str, name: str, seed: int) -> Path:
 
 
 class Results:
-    """The JSON file of one setting, whole after every run."""
+    """The JSON file of one setting, rewritten after every run."""
 
     def __init__(self, setting: str) -> None:
         self._path = RESULTS / f"objectives_{setting}.json"
@@ -145,29 +150,32 @@ class Results:
             print(f"{name}, seed {seed}: {row['held_out_accuracy']:.1%}", flush=True)
 
     def show(self, arms: list[str], seeds: list[int]) -> None:
-        """A table; the second mean is of differences to the first arm's run of the same seed."""
+        """Print a Markdown table of all arms.
+
+        The gain is the mean difference to the first arm's run of the same seed.
+        """
 
         def column(name: str, metric: str) -> list[float]:
             return [self._tree["runs"][f"{name}, seed {seed}"][metric] for seed in seeds]
 
-        def points(values: list[float]) -> str:
+        def mean_and_error(values: list[float]) -> str:
             error = f" ± {stdev(values) / sqrt(len(values)):.1f}" if len(values) > 1 else ""
             return f"{fmean(values):.1f}{error}"
 
         baseline = column(arms[0], "held_out_accuracy")
         print(
-            f"| arm | held-out, %, by seed | mean ± s.e. | over {arms[0]}, points | steps "
-            "| collapsed | KL k3 | max ratio | above C |"
+            f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
+            "| fewest steps | collapsed | KL k3 | max ratio | truncated by TIS |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for name in arms:
             after = column(name, "held_out_accuracy")
-            gained = [100 * (mine - its) for mine, its in zip(after, baseline, strict=True)]
+            gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
             cells = (
                 name,
                 ", ".join(f"{value:.1%}"[:-1] for value in after),
-                points([100 * value for value in after]),
-                points(gained) if name != arms[0] else "",
+                mean_and_error([100 * value for value in after]),
+                mean_and_error(gains) if name != arms[0] else "",
                 f"{min(column(name, 'steps')):.0f}",
                 f"{sum(column(name, 'collapsed')):.0f} of {len(seeds)}",
                 f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
@@ -182,30 +190,40 @@ def start_directory(output_dir: Path, seed: int) -> Path:
 
 
 def make_start(output_dir: Path, seed: int) -> None:
-    """The quickstart's model after its warm-up: a run of one step that changes nothing."""
-    complete(
+    """Write the quickstart model after its warm-up, with a run of one step at learning rate 0."""
+    complete_run(
         start_directory(output_dir, seed),
         [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"],
     )
 
 
-def complete(run_dir: Path, words: list[str]) -> None:
+def complete_run(run_dir: Path, overrides: list[str]) -> None:
+    """Start or resume a run, and wait for its end. Return at once if it has a summary.
+
+    Raises:
+        RuntimeError: the run failed; the message names its log file.
+    """
     if (run_dir / "summary.json").exists():
         return
-    command = [QURL, "resume", run_dir]
+    command: list[str | Path] = [QURL, "resume", run_dir]
     if not run_dir.exists():
-        where = [f"name={run_dir.name}", f"output_dir={run_dir.parent}"]
-        command = [QURL, "train", "quickstart", *words, *where]
+        location = [f"name={run_dir.name}", f"output_dir={run_dir.parent}"]
+        command = [QURL, "train", "quickstart", *overrides, *location]
     log = run_dir.parent / f"{run_dir.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}; see {log}")
+        process = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+    if process.returncode:
+        raise RuntimeError(
+            f"{' '.join(map(str, command))} exited with {process.returncode}; see {log}"
+        )
 
 
 def summarize(run_dir: Path) -> dict[str, float]:
-    """What a run came to; means over its last tenth of steps unless they say otherwise."""
+    """Return the figures of a finished run.
+
+    The figures that `means` names are means over the last tenth of the steps.
+    """
     summary = json.loads((run_dir / "summary.json").read_text())
     steps = read_json_lines(run_dir / "metrics.jsonl")
     late = steps[-max(1, len(steps) // 10) :]
@@ -228,7 +246,7 @@ def summarize(run_dir: Path) -> dict[str, float]:
 
 
 def collapsed(rewards: list[float]) -> bool:
-    """Whether the reward ended below half of its best, both as means over a tenth of the run."""
+    """Check whether the reward ended below half of its best; both are means of a tenth of a run."""
     tenth = max(1, len(rewards) // 10)
     starts = range(0, len(rewards) - tenth + 1, tenth)
     means = [fmean(rewards[start : start + tenth]) for start in starts]

@@ -41,9 +41,10 @@ QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 
 
 def _variant(base: Architecture, *sizes: int, **fields: Any) -> Architecture:
-    names = ("num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "vocab_size")
-    return dataclasses.replace(base, **dict(zip(names, sizes, strict=True)), **fields)
+    names = ["num_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
+    names += ["num_key_value_heads", "head_dim", "vocab_size"]
+    changes: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), **fields}
+    return dataclasses.replace(base, **changes)
 
 
 QWEN3_8B = _variant(QWEN3_32B, 36, 4096, 12288, 32, 8, 128, 151936)
@@ -272,10 +273,15 @@ def colocated_step_s(
     The step has 64 prompts x 32 responses of up to 4096 tokens with the prompt.
     """
     workload = Workload(150, mean_length - 150)
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    tensor_parallel_size, pipeline_parallel_size, data_parallel_size = sizes
     config = Config(
-        learner=LearnerConfig(**dict(zip(names, sizes, strict=True)), micro_batch_size=1)
-    )  # type: ignore[arg-type]
+        learner=LearnerConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
+            micro_batch_size=1,
+        )
+    )
     config = with_overrides(
         config,
         [

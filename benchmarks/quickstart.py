@@ -1,7 +1,7 @@
-"""What the quickstart learns: `python benchmarks/quickstart.py`, a table over seeds.
+"""Measure what the quickstart learns, over several seeds: `python benchmarks/quickstart.py`.
 
-Each seed is a whole `qurl train quickstart`, one after the other. The figures in the README come
-from here.
+Each seed is one complete `qurl train quickstart`. The seeds run one after the other. The README
+quotes the resulting table.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ def main() -> None:
     for seed in arguments.seeds:
         name = f"quickstart-seed{seed}-{time.strftime('%H%M%S')}"
         start = time.perf_counter()
-        words = [f"seed={seed}", f"name={name}", f"output_dir={arguments.output_dir}"]
-        subprocess.run([QURL, "train", "quickstart", *words], check=True, stdout=subprocess.DEVNULL)
-        whole_s = time.perf_counter() - start
+        overrides = [f"seed={seed}", f"name={name}", f"output_dir={arguments.output_dir}"]
+        subprocess.run(
+            [QURL, "train", "quickstart", *overrides], check=True, stdout=subprocess.DEVNULL
+        )
+        command_s = time.perf_counter() - start
         summary = json.loads((Path(arguments.output_dir) / name / "summary.json").read_text())
         before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
         gains.append(100 * (after - before))
         print(
             f"{seed:4}  {before:6.1%}  {after:6.1%}  {gains[-1]:+6.1f}  {summary['steps']:5}  "
-            f"{summary['time_s']:5.0f} s  {whole_s:11.0f} s  "
+            f"{summary['time_s']:5.0f} s  {command_s:11.0f} s  "
             f"{summary['time_publish_s_mean']:10.3f} s",
             flush=True,
         )
     spread = f", standard deviation {stdev(gains):.1f}" if len(gains) > 1 else ""
-    print(f"gain {fmean(gains):+.1f} points{spread}, least {min(gains):+.1f}")
+    print(f"mean gain {fmean(gains):+.1f} points{spread}, minimum {min(gains):+.1f}")
 
 
 if __name__ == "__main__":

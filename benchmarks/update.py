@@ -1,9 +1,11 @@
-"""What an update costs beside the model's own work: `python benchmarks/update.py`.
+"""Measure what an update costs beyond the model's own work: `python benchmarks/update.py`.
 
-1. `acr` against `tis`: one learner updates on the same batch, one objective after the other.
-2. The memory of scoring tokens over Qwen2.5-32B's vocabulary, forward and backward: from hidden
-   states in chunks, as the learner does, against whole logits and torch's own cross entropy. Each
-   in a process of its own; peak resident memory above what its inputs take.
+1. Time of `acr` (adaptive clipping range) against `tis` (truncated importance sampling). One
+   learner updates on the same batch with both objectives in turn.
+2. Memory for the log-probs of tokens over Qwen2.5-32B's vocabulary, forward and backward. The
+   learner's way, chunk by chunk from hidden states, is compared with full logits and PyTorch's
+   cross entropy. Each runs in its own process. The figure is peak resident memory beyond the
+   inputs.
 """
 
 from __future__ import annotations
@@ -15,30 +17,40 @@ import platform
 import tempfile
 import time
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
 import torch
 
 VOCABULARY = 152_064
-HIDDEN = 256  # of 5120: it is not what the vocabulary's memory depends on
+HIDDEN = 256  # Qwen2.5-32B has 5120; the memory of the logits does not depend on it
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=150, help="of both objectives")
-    parser.add_argument("--tokens", type=int, default=8192, help="scored in one pass")
+    parser.add_argument(
+        "--rounds", type=int, default=150, help="number of updates with each objective"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="number of tokens scored in one pass"
+    )
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")))
-    objectives(arguments.rounds)
-    memory(arguments.tokens)
+    compare_update_times(arguments.rounds)
+    compare_logprob_memory(arguments.tokens)
 
 
-def objectives(rounds: int) -> None:
+def compare_update_times(rounds: int) -> None:
     from qurl_megatron.algorithm.batch import TrainBatch
     from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
-    from qurl_megatron.config.schema import LearnerConfig, ObjectiveConfig, OptimizerConfig
+    from qurl_megatron.config.schema import (
+        LearnerConfig,
+        Objective,
+        ObjectiveConfig,
+        OptimizerConfig,
+    )
     from qurl_megatron.learner.learner import Learner
     from recipes import quickstart
 
@@ -56,12 +68,12 @@ def objectives(rounds: int) -> None:
         proximal_logprobs=proximal,
     )
     weights = token_weights(mask, "token_mean")
-    names = ("tis", "acr")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    names: tuple[Objective, Objective] = ("tis", "acr")
+    seconds: dict[Objective, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as directory:
         quickstart.build_model(Path(directory), seed=0)
         settings = LearnerConfig(dtype="float32", micro_batch_size=128)
-        # A rate of 0: every update meets the same weights.
+        # At a learning rate of 0, every update starts from the same weights.
         learner = Learner(Path(directory), settings, OptimizerConfig(learning_rate=0.0))
         for round_ in range(rounds + 1):
             for name in names if round_ % 2 else names[::-1]:
@@ -69,7 +81,7 @@ def objectives(rounds: int) -> None:
                 learner.update(
                     batch, weights, PolicyLoss(ObjectiveConfig(objective=name)), temperature=1.0
                 )
-                if round_:  # the first warms up
+                if round_:  # round 0 is a warm-up
                     seconds[name].append(time.perf_counter() - start)
         learner.close()
     for name, measured in seconds.items():
@@ -79,30 +91,32 @@ def objectives(rounds: int) -> None:
         )
     ratios = [acr / tis for tis, acr in zip(*seconds.values(), strict=True)]
     print(
-        f"acr / tis: {median(ratios):.4f}, median of {rounds} pairs; "
-        f"of the medians {median(seconds['acr']) / median(seconds['tis']):.4f}, "
-        f"of the least {min(seconds['acr']) / min(seconds['tis']):.4f}"
+        f"acr / tis: median ratio of {rounds} pairs {median(ratios):.4f}, "
+        f"ratio of medians {median(seconds['acr']) / median(seconds['tis']):.4f}, "
+        f"ratio of minima {min(seconds['acr']) / min(seconds['tis']):.4f}"
     )
 
 
-def memory(tokens: int) -> None:
+def compare_logprob_memory(tokens: int) -> None:
     peaks = {}
-    for version_ in ("chunked", "plain"):
+    for method in ("chunked", "full"):
         context = multiprocessing.get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_peak, args=(version_, tokens, sender))
+        process = context.Process(target=_send_peak, args=(method, tokens, sender))
         process.start()
-        sender.close()  # so that the end of a process that fails is seen
-        peaks[version_] = receiver.recv()
+        sender.close()  # otherwise recv() would block forever if the process fails
+        peaks[method] = receiver.recv()
         process.join()
     print(
-        f"log-probs of {tokens} tokens over {VOCABULARY} words, forward and backward, at most: "
+        f"peak memory for log-probs of {tokens} tokens over {VOCABULARY} vocabulary entries, "
+        "forward and backward: "
         + ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in peaks.items())
-        + f" ({peaks['plain'] / peaks['chunked']:.0f} times)"
+        + f" ({peaks['full'] / peaks['chunked']:.0f} times)"
     )
 
 
-def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connection) -> None:  # type: ignore[name-defined]
+def _send_peak(method: str, tokens: int, sender: Connection) -> None:
+    """Send the peak resident bytes of scoring `tokens` tokens, beyond the inputs."""
     from qurl_megatron import device
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
 
@@ -112,8 +126,10 @@ def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connect
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).requires_grad_()
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
-    before = _most_resident_bytes()
-    if version_ == "plain":
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    before = _peak_resident_bytes()
+    if method == "full":
         logprobs = -torch.nn.functional.cross_entropy(
             hidden @ weight.t(), targets, reduction="none"
         )
@@ -124,15 +140,15 @@ def _peak(version_: str, tokens: int, sender: multiprocessing.connection.Connect
             targets,
             temperature=1.0,
             first_row=0,
-            group=torch.distributed.group.WORLD,
+            group=group,
             chunk_elements=device.logit_chunk_elements(VOCABULARY),
         )
     logprobs.sum().backward()
-    sender.send(_most_resident_bytes() - before)
+    sender.send(_peak_resident_bytes() - before)
 
 
-def _most_resident_bytes() -> int:
-    """Of this process so far; getrusage would begin with what its parent had."""
+def _peak_resident_bytes() -> int:
+    """Return this process's peak resident memory. getrusage would include the parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return 1024 * int(peak)

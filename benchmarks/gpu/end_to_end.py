@@ -1,14 +1,13 @@
-"""Whole runs on the GPU: `python -m benchmarks.gpu.end_to_end`.
+"""Train complete runs on the GPU: `python -m benchmarks.gpu.end_to_end`.
 
-First `qurl train quickstart` as a user types it. Then a larger model (103M parameters) on a harder
-task (words of seven letters, spelt backward), with INT8 and with BF16 rollouts, from the same seeds
-and the same model, for as long each; the report that lays them over each other is kept beside the
-rows. Learning rates of the larger model are guesses until they have been run.
+The first run is `qurl train quickstart` with its defaults. Then a larger model (103M parameters)
+trains on a harder task (spelling words of seven letters backwards). INT8 and BF16 rollouts get the
+same seeds, the same initial model and the same number of steps. The report that overlays these runs
+is written beside the rows. The learning rates of the larger model are untested guesses.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -17,15 +16,15 @@ from typing import Any
 
 from benchmarks.gpu import record
 
-QURL = "from qurl_megatron.cli import main; main()"  # works where no script was installed
-LARGER = {
+QURL = "from qurl_megatron.cli import main; main()"  # works without the installed script
+LARGER_DIMENSIONS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
 }
-LARGER_WORDS = [
+LARGER_OVERRIDES = [
     "data_options.min_word_len=7",
     "data_options.max_word_len=7",
     "rollout.max_prompt_length=8",
@@ -36,7 +35,7 @@ LARGER_WORDS = [
     "warmup.max_steps=600",
     "steps=150",
 ]
-REHEARSED_WORDS = [
+REHEARSAL_OVERRIDES = [
     "steps=2",
     "warmup.max_steps=0",
     "evaluation.problems=0",
@@ -53,42 +52,47 @@ def main() -> None:
     seeds = arguments.seeds or ([0] if arguments.rehearsal else [0, 1])
     results = record.Record("end_to_end", arguments)
     if "quickstart" not in results.rows:
-        results.add("quickstart", one_run("quickstart", [], results))
+        results.add("quickstart", train("quickstart", [], results))
     for seed in seeds:
         model = results.log_dir / f"model_{seed}"
         if not model.exists():
-            build(model, seed, {} if arguments.rehearsal else LARGER)
+            write_model(model, seed, {} if arguments.rehearsal else LARGER_DIMENSIONS)
         for weight_format in ("int8", "bf16"):
             key = f"{weight_format} seed {seed}"
             if key not in results.rows:
-                words = [f"model={model}", f"seed={seed}", f"quantization.format={weight_format}"]
-                words += [] if arguments.rehearsal else LARGER_WORDS
-                results.add(key, one_run(key.replace(" ", "_"), words, results))
-    write_report(results, arguments)
+                overrides = [
+                    f"model={model}",
+                    f"seed={seed}",
+                    f"quantization.format={weight_format}",
+                ]
+                overrides += [] if arguments.rehearsal else LARGER_OVERRIDES
+                results.add(key, train(key.replace(" ", "_"), overrides, results))
+    compare_runs(results)
     results.finish()
 
 
-def build(model: Path, seed: int, dimensions: dict[str, int]) -> None:
+def write_model(directory: Path, seed: int, dimensions: dict[str, int]) -> None:
+    """Write a random quickstart model with these dimensions; the directory appears complete."""
     from recipes.quickstart import build_model
 
-    partial = model.with_suffix(".partial")
+    partial = directory.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     build_model(partial, seed, **dimensions)
-    partial.rename(model)
+    partial.rename(directory)
 
 
-def one_run(name: str, words: list[str], results: record.Record) -> dict[str, Any]:
-    """A run to its end, after a kill from its newest checkpoint; what it came to.
+def train(name: str, overrides: list[str], results: record.Record) -> dict[str, Any]:
+    """Start the run, or resume it from its newest checkpoint; return its figures.
 
     Raises:
-        RuntimeError: it failed; the message names its output.
+        RuntimeError: the run failed; the message names its log.
     """
     run_dir = results.log_dir / "runs" / name
-    words = [*words, *(REHEARSED_WORDS if results.rehearsal else [])]
-    begin = ["train", "quickstart", f"output_dir={run_dir.parent}", f"name={name}", *words]
-    command = ["resume", str(run_dir)] if run_dir.exists() else begin
+    overrides = [*overrides, *(REHEARSAL_OVERRIDES if results.rehearsal else [])]
+    start = ["train", "quickstart", f"output_dir={run_dir.parent}", f"name={name}", *overrides]
+    command = ["resume", str(run_dir)] if run_dir.exists() else start
     log = results.log_dir / f"{name}.log"
-    if record.run(["-c", QURL, *command], log, OMP_NUM_THREADS="1"):
+    if record.run_python(["-c", QURL, *command], log, OMP_NUM_THREADS="1"):
         raise RuntimeError(f"{name} failed; see {log}")
     summary = json.loads((run_dir / "summary.json").read_text())
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -107,12 +111,13 @@ def one_run(name: str, words: list[str], results: record.Record) -> dict[str, An
     return {**summary, **means, "reward_mean_by_step": [step["reward_mean"] for step in steps]}
 
 
-def write_report(results: record.Record, arguments: argparse.Namespace) -> None:
+def compare_runs(results: record.Record) -> None:
+    """Write the report that overlays the larger model's runs."""
     from qurl_megatron.report.page import write_report
 
     runs = results.log_dir / "runs"
-    compared = [runs / key.replace(" ", "_") for key in results.rows if key != "quickstart"]
-    write_report(compared, results.path.with_suffix(".html"))
+    run_dirs = [runs / key.replace(" ", "_") for key in results.rows if key != "quickstart"]
+    write_report(run_dirs, results.path.with_suffix(".html"))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Quantizing against a copy, and linear layers by format: `python -m benchmarks.gpu.kernels`.
+"""Time quantization and quantized linear layers on a GPU: `python -m benchmarks.gpu.kernels`.
 
-First, absmax, scale and codes of a weight in one pass (`channel_kernel.py`), against the same in
-eager PyTorch and against a device-to-device copy that moves as many bytes. Bandwidth counts each
-BF16 weight read once and each code written once. The codes must be the CPU's, byte for byte.
+First, `channel_kernel.py` computes a weight's absmax, scales and codes in one pass. It is compared
+with eager PyTorch, and with a device-to-device copy that moves the same number of bytes. Bandwidth
+counts one read of each BF16 weight and one write of each code. The codes must equal the CPU's, byte
+for byte.
 
-Then one linear layer as the server multiplies it, by format and number of tokens, activations'
-quantizing included: where throughput falls short of its goal, this says which layer does.
+Then it times one linear layer with the server's kernels, by format and number of tokens, including
+quantization of the activations. If throughput misses its goal, this shows which layer is slow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.gpu import record, timing
 from qurl_megatron import device
 from qurl_megatron.quantization.quantize import code_flips, quantize
 
-GOAL = 0.8  # of a copy's bandwidth
+GOAL = 0.8  # fraction of a copy's bandwidth
 LARGEST = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 WEIGHTS = {  # [out, in]
     "32B down": (5120, 27648),
@@ -31,7 +32,7 @@ WEIGHTS = {  # [out, in]
     "7B down": (3584, 18944),
     "7B gate": (18944, 3584),
 }
-TOKENS = (1, 16, 64, 256, 8192)  # decoding at four batch sizes, and a prefill
+TOKENS = (1, 16, 64, 256, 8192)  # decode at four batch sizes, and one prefill
 
 
 def main() -> None:
@@ -40,25 +41,26 @@ def main() -> None:
     arguments = parser.parse_args()
     results = record.Record("kernels", arguments)
     if results.rehearsal:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     weights = {"tiny": (33, 200)} if arguments.rehearsal else WEIGHTS
     tokens = (1, 16) if arguments.rehearsal else TOKENS
     for name, shape in weights.items():
         for weight_format in LARGEST:
             key = f"quantize {name} {weight_format}"
             if key not in results.rows:
-                results.add(key, quantizing(shape, weight_format, arguments))
+                results.add(key, measure_quantize(shape, weight_format, arguments))
     for name, shape in weights.items():
         for count in tokens:
             key = f"linear {name} {count} tokens"
             if key not in results.rows:
-                results.add(key, linear(shape, count, arguments))
+                results.add(key, measure_linear(shape, count, arguments))
     results.finish()
 
 
-def quantizing(
+def measure_quantize(
     shape: tuple[int, int], weight_format: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
+    """Time the kernel, eager PyTorch and a copy on a weight `[out, in]`; compare with the CPU."""
     from qurl_megatron.quantization.channel_kernel import quantize_channels
 
     code_dtype, largest = LARGEST[weight_format]
@@ -88,14 +90,14 @@ def quantizing(
         {"kernel": kernel, "eager": eager, "copy": copy}, arguments.repetitions
     )
     on_cpu = quantize(first.cpu(), weight_format)
-    codes = torch.full(shape, 1.0, device=first.device).to(code_dtype)  # all to be overwritten
+    codes = torch.full(shape, 1.0, device=first.device).to(code_dtype)  # the kernel overwrites all
     _, scale = quantize_channels(first, None, codes, largest)
-    of_copy = times["copy"]["median_s"] / times["kernel"]["median_s"]
+    copy_fraction = times["copy"]["median_s"] / times["kernel"]["median_s"]
     return {
         "kernel_gb_per_s": moved_bytes / times["kernel"]["median_s"] / 1e9,
         "copy_gb_per_s": moved_bytes / times["copy"]["median_s"] / 1e9,
-        "of_a_copy": of_copy,
-        "reaches_goal": of_copy >= GOAL,
+        "of_a_copy": copy_fraction,
+        "reaches_goal": copy_fraction >= GOAL,
         "eager_over_kernel": times["eager"]["median_s"] / times["kernel"]["median_s"],
         "codes_that_differ_from_the_cpu": code_flips(codes.cpu(), on_cpu.codes),
         "scales_equal_the_cpu": torch.equal(scale.cpu(), on_cpu.scale),
@@ -103,7 +105,13 @@ def quantizing(
     }
 
 
-def linear(shape: tuple[int, int], tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_linear(
+    shape: tuple[int, int], tokens: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Time a linear layer `[out, in]` over `tokens` tokens in BF16, INT8 and FP8.
+
+    Relative errors are against a float64 product, for up to 256 tokens.
+    """
     from qurl_megatron.sglang_plugin.linear import Fp8Config, Int8Config
 
     generator = torch.Generator(device=device.device()).manual_seed(0)
@@ -112,9 +120,9 @@ def linear(shape: tuple[int, int], tokens: int, arguments: argparse.Namespace) -
     x = torch.empty(tokens, shape[1], device=weight.device).normal_(generator=generator).bfloat16()
     exact = (x.double() @ weight.double().t()).float() if tokens <= 256 else None
     count = timing.copies_to_rotate(weight.numel())
-    of_bf16 = [weight.clone() for _ in range(count)]
+    bf16_weights = [weight.clone() for _ in range(count)]
     passes: dict[str, Any] = {
-        "bf16": lambda turn: torch.nn.functional.linear(x, of_bf16[turn % count])
+        "bf16": lambda turn: torch.nn.functional.linear(x, bf16_weights[turn % count])
     }
     errors: dict[str, float] = {}
     for weight_format, config in (("int8", Int8Config()), ("fp8", Fp8Config())):
@@ -126,7 +134,7 @@ def linear(shape: tuple[int, int], tokens: int, arguments: argparse.Namespace) -
             layer.weight_scale = torch.nn.Parameter(quantized.scale, requires_grad=False)
             layers.append(layer)
         method = config.linear_method(config)
-        passes[weight_format] = lambda turn, m=method, some=layers: m.apply(some[turn % count], x)
+        passes[weight_format] = lambda turn, m=method, ls=layers: m.apply(ls[turn % count], x)
         if exact is not None:
             error = passes[weight_format](0).float() - exact
             errors[f"{weight_format}_relative_error"] = float(error.norm() / exact.norm())

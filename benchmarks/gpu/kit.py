@@ -1,20 +1,19 @@
-"""What a bare CUDA machine without network needs: packed where there is one, installed there.
+"""Pack the packages that a bare CUDA machine without network needs, and install them there.
 
     python -m benchmarks.gpu.kit pack DIR [--installed FREEZE] [--part-mib 60]
     python3 -m benchmarks.gpu.kit install DIR TARGET      # in this repository, on the bare machine
 
-The machine has Python 3.12, torch 2.11.0 for CUDA 13 with Triton and torchvision, and nvcc.
-`pack` takes the versions of the environment it runs in, which is `requirements.txt`'s, follows what
-each package requires, packs what is Python alone from here, downloads the rest for that Python, and
-leaves out what the machine brings and what SGLang starts without
-(`NOT_NEEDED`). With `pip freeze` of the machine it also leaves out what is there in a version that
-every requirement allows. Wheels lie in folders `part1`, `part2`, ... of at most `--part-mib` each,
-so that they can travel one at a time.
+The bare machine has Python 3.12, torch 2.11.0 for CUDA 13 with Triton and torchvision, and nvcc.
+`pack` follows the requirements in `requirements.txt` and takes the versions of the environment it
+runs in. It repacks pure Python packages from this environment and downloads the others for that
+Python. It leaves out what the bare machine has and what SGLang starts without (`OPTIONAL`). With
+`--installed`, the `pip freeze` of the bare machine, it also leaves out packages whose version there
+meets every requirement. The wheels are in folders `part1`, `part2`, ... of at most `--part-mib`
+each, so that they can be copied one at a time.
 
-sglang-kernel is cut down to its Python files and the library of compute capability 9.0: 19 MB of
-1.2 GB. The attention kernels that go with it are not there; `device.lacks_flash_attention` sees
-that, and servers take Triton's. `install` needs nothing but pip; it ends with the environment
-variable to set.
+sglang-kernel is reduced to its Python files and the library for compute capability 9.0: 19 MB of
+1.2 GB. Its attention kernels are left out; `device.lacks_flash_attention` detects that, and servers
+use Triton's. `install` needs only pip, and prints the environment variable to set.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ REPOSITORY = Path(__file__).parents[2]
 MIB = 2**20
 PYTHON = "3.12"
 PLATFORMS = ["manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40))]
-# Not asked for by a run of a server and a learner there; the rest follows from what they require.
-NOT_ROOTS = {"nemo-run", "leptonai", "mypy", "ruff", "types-psutil", "types-pyyaml"}
-BROUGHT = {"torch", "triton", "torchvision", "torchaudio", "setuptools", "wheel", "pip"}
-NOT_NEEDED = {
+# Direct requirements that a server and a learner do not need on a bare machine.
+SKIPPED_ROOTS = {"nemo-run", "leptonai", "mypy", "ruff", "types-psutil", "types-pyyaml"}
+BASE_PACKAGES = {"torch", "triton", "torchvision", "torchaudio", "setuptools", "wheel", "pip"}
+OPTIONAL = {
     "anthropic",
     "cuda-python",
     "cuda-tile",
@@ -63,9 +62,9 @@ NOT_NEEDED = {
     "tokenspeed-mla",
     "torch-memory-saver",
 }
-WRITTEN = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}  # by pip, as it installs
-UNDECLARED = ["dill"]  # SGLang imports it, and what requires it is left out
-STRIPPED = {"sglang-kernel": "sgl_kernel/sm90/common_ops.abi3.so"}  # the one library that is kept
+WRITTEN_BY_PIP = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
+UNDECLARED = ["dill"]  # SGLang imports it, but only packages that are left out require it
+KEPT_LIBRARIES = {"sglang-kernel": "sgl_kernel/sm90/common_ops.abi3.so"}  # only this one is packed
 
 
 def main() -> None:
@@ -75,8 +74,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack")
     packing.add_argument("directory", type=Path)
-    packing.add_argument("--installed", type=Path, help="pip freeze of the bare machine")
-    packing.add_argument("--part-mib", type=int, default=60)
+    packing.add_argument("--installed", type=Path, help="output of pip freeze on the bare machine")
+    packing.add_argument("--part-mib", type=int, default=60, help="largest part, in MiB")
     installing = commands.add_parser("install")
     installing.add_argument("directory", type=Path)
     installing.add_argument("target", type=Path)
@@ -88,16 +87,19 @@ def main() -> None:
 
 
 def pack(directory: Path, installed: Path | None, part_bytes: int) -> None:
+    """Write the wheels that the bare machine lacks into `directory`, split into parts."""
     directory.mkdir(parents=True)
-    there = (
+    preinstalled = (
         dict(line.split("==", 1) for line in installed.read_text().split() if "==" in line)
         if installed
         else {}
     )
-    packages = needed({canonical(name): version for name, version in there.items()})
+    packages = missing_packages(
+        {canonical(name): version for name, version in preinstalled.items()}
+    )
     compiled = []
     for name, version in packages.items():
-        if name in STRIPPED:
+        if name in KEPT_LIBRARIES:
             repack(distribution(name), directory, "cp310-abi3-manylinux2014_x86_64")
         elif is_compiled(distribution(name)):
             compiled.append(f"{name}=={version}")
@@ -106,12 +108,12 @@ def pack(directory: Path, installed: Path | None, part_bytes: int) -> None:
     tags = [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
     tags += ["--python-version", PYTHON, "--implementation", "cp"]
     tags += ["--abi", "cp312", "--abi", "abi3", "--abi", "none"]
-    for wanted in compiled:
-        if not download(["--only-binary=:all:", *tags, wanted], directory):
-            # No wheel for that Python: its source, to be built where it is installed.
-            if not download(["--no-binary=:all:", wanted], directory):
-                sys.exit(f"{wanted}: neither a wheel for Python {PYTHON} nor a source is to be had")
-    for number, wheels in enumerate(parts(directory, part_bytes), start=1):
+    for requirement in compiled:
+        if not download(["--only-binary=:all:", *tags, requirement], directory):
+            # There is no wheel for that Python. `install` builds the source.
+            if not download(["--no-binary=:all:", requirement], directory):
+                sys.exit(f"{requirement}: found neither a wheel for Python {PYTHON} nor a source")
+    for number, wheels in enumerate(split_into_parts(directory, part_bytes), start=1):
         part = directory / f"part{number}"
         part.mkdir()
         for wheel in wheels:
@@ -120,8 +122,12 @@ def pack(directory: Path, installed: Path | None, part_bytes: int) -> None:
         print(f"{part}: {len(wheels)} wheels, {total / MIB:.0f} MiB")
 
 
-def needed(there: dict[str, str]) -> dict[str, str]:
-    """Names and versions of this environment's packages that the machine lacks."""
+def missing_packages(preinstalled: dict[str, str]) -> dict[str, str]:
+    """Return this environment's packages that the bare machine lacks, as name -> version.
+
+    Args:
+        preinstalled: packages of the bare machine, as canonical name -> version.
+    """
     from packaging.requirements import Requirement
 
     lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
@@ -129,20 +135,22 @@ def needed(there: dict[str, str]) -> dict[str, str]:
         Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()
     ]
     roots += [Requirement(name) for name in UNDECLARED]
-    todo = [(root, root.extras) for root in roots if canonical(root.name) not in NOT_ROOTS]
-    found: dict[str, str] = {}
-    allowed: dict[str, bool] = {}  # what is there, is in a version that everything allows
+    todo = [(root, root.extras) for root in roots if canonical(root.name) not in SKIPPED_ROOTS]
+    versions: dict[str, str] = {}
+    satisfied: dict[str, bool] = {}  # the preinstalled version meets every requirement
     while todo:
         requirement, extras = todo.pop()
         name = canonical(requirement.name)
-        if name in BROUGHT | NOT_NEEDED or name.startswith(("nvidia-", "cuda-")):
+        if name in BASE_PACKAGES | OPTIONAL or name.startswith(("nvidia-", "cuda-")):
             continue
-        fits = name in there and requirement.specifier.contains(there[name], prereleases=True)
-        allowed[name] = allowed.get(name, True) and fits
-        if name in found:
+        fits = name in preinstalled and requirement.specifier.contains(
+            preinstalled[name], prereleases=True
+        )
+        satisfied[name] = satisfied.get(name, True) and fits
+        if name in versions:
             continue
         package = distribution(name)
-        found[name] = package.version
+        versions[name] = package.version
         for line in package.requires or []:
             needs = Requirement(line)
             markers = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0"}
@@ -150,27 +158,30 @@ def needed(there: dict[str, str]) -> dict[str, str]:
                 needs.marker.evaluate({**markers, "extra": extra}) for extra in (*extras, "")
             ):
                 todo.append((needs, needs.extras))
-    return {name: version for name, version in sorted(found.items()) if not allowed[name]}
+    return {name: version for name, version in sorted(versions.items()) if not satisfied[name]}
 
 
 def is_compiled(package: Distribution) -> bool:
-    says = package.read_text("WHEEL") or ""
+    """Check whether a package contains compiled code."""
+    metadata = package.read_text("WHEEL") or ""
     libraries = [file for file in package.files or [] if ".so" in file.suffixes]
-    return bool(libraries) or "Root-Is-Purelib: false" in says
+    return bool(libraries) or "Root-Is-Purelib: false" in metadata
 
 
-def download(words: list[str], directory: Path) -> bool:
+def download(arguments: list[str], directory: Path) -> bool:
+    """Run `pip download`; return whether it succeeded."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
-    return subprocess.run([*pip, str(directory), *words], stderr=subprocess.DEVNULL).returncode == 0
+    command = [*pip, str(directory), *arguments]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def repack(package: Distribution, directory: Path, tag: str) -> None:
-    """A wheel of what is installed here: its Python and data, and of its libraries the one kept.
+    """Build a wheel from an installed package, with Python files and data.
 
-    Without a library in it, it is the same for every Python.
+    A package in `KEPT_LIBRARIES` keeps only the library named there.
     """
     name = package.metadata["Name"].replace("-", "_").replace(".", "_")
-    library = STRIPPED.get(canonical(package.metadata["Name"]))
+    library = KEPT_LIBRARIES.get(canonical(package.metadata["Name"]))
     info, record = "", []
     wheel = directory / f"{name}-{package.version}-{tag}.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -178,8 +189,9 @@ def repack(package: Distribution, directory: Path, tag: str) -> None:
             inside = str(file)
             if file.parts[0].endswith(".dist-info"):
                 info = file.parts[0]
-            is_cut_off = library is not None and inside != library and ".so" in file.suffixes
-            if is_cut_off or ".." in file.parts or file.suffix == ".pyc" or file.name in WRITTEN:
+            is_dropped = library is not None and inside != library and ".so" in file.suffixes
+            is_generated = file.suffix == ".pyc" or file.name in WRITTEN_BY_PIP
+            if is_dropped or is_generated or ".." in file.parts:
                 continue
             data = Path(str(file.locate())).read_bytes()
             archive.writestr(inside, data)
@@ -188,14 +200,17 @@ def repack(package: Distribution, directory: Path, tag: str) -> None:
         archive.writestr(f"{info}/RECORD", "\n".join([*record, f"{info}/RECORD,,"]) + "\n")
 
 
-def parts(directory: Path, part_bytes: int) -> list[list[Path]]:
-    """The wheels in as few folders as the largest-first rule needs, each under `part_bytes`."""
+def split_into_parts(directory: Path, part_bytes: int) -> list[list[Path]]:
+    """Group the wheels into parts of at most `part_bytes` each, largest first.
+
+    A wheel that is larger gets a part of its own.
+    """
     bins: list[list[Path]] = []
     for wheel in sorted(directory.glob("*.*"), key=lambda path: -path.stat().st_size):
         size = wheel.stat().st_size
-        for some in bins:
-            if sum(other.stat().st_size for other in some) + size <= part_bytes:
-                some.append(wheel)
+        for part in bins:
+            if sum(other.stat().st_size for other in part) + size <= part_bytes:
+                part.append(wheel)
                 break
         else:
             bins.append([wheel])
@@ -203,17 +218,18 @@ def parts(directory: Path, part_bytes: int) -> list[list[Path]]:
 
 
 def install(directory: Path, target: Path) -> None:
-    """Put the wheels and this repository into `target`, a folder for PYTHONPATH."""
+    """Install the wheels and this repository into `target`, a folder for PYTHONPATH."""
     wheels = sorted(str(path) for path in directory.glob("part*/*"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--target", str(target)]
     pip += ["--no-build-isolation"]
-    # This repository for its entry points, through which SGLang finds the layers.
+    # This repository is installed for its entry points: SGLang finds the layers through them.
     subprocess.run([*pip, *wheels, str(REPOSITORY)], check=True)
     print(f"export PYTHONPATH={REPOSITORY}:{target.resolve()}")
 
 
 def canonical(name: str) -> str:
+    """Return a package name in lower case with dashes."""
     return name.strip().lower().replace("_", "-").replace(".", "-")
 
 

@@ -1,15 +1,15 @@
-"""The learner on a GPU: `python -m benchmarks.gpu.learner`.
+"""Test the learner on a GPU: `python -m benchmarks.gpu.learner`.
 
-Runs the parity tests as they are, on NCCL: logits, log-probs and three optimizer steps against
-transformers and torch, the converter's codes, checkpoints. What needs more ranks than there are
-GPUs is skipped and says so. Where Transformer Engine is installed, the learner's layers are its
-layers, and the codes of `fp8-tensor` and `fp8-block` are compared with its own quantizers' bit for
-bit; where it is not, that is skipped and says so.
+This runs the parity tests over NCCL. They compare logits, log-probs and three optimizer steps with
+transformers and PyTorch, and check the converter's codes and the checkpoints. Tests that need more
+ranks than there are GPUs are skipped with a reason. With Transformer Engine installed, the learner
+uses its layers, and the codes of `fp8-tensor` and `fp8-block` are compared bit for bit with those
+of its quantizers. Without it, that comparison is skipped with a reason.
 """
 
 from __future__ import annotations
 
-from benchmarks.gpu import record, tested
+from benchmarks.gpu import pytest_rows, record
 
 PATHS = [
     "tests/gpu/test_transformer_engine.py",
@@ -18,15 +18,17 @@ PATHS = [
     "tests/test_reshard.py",
     "tests/test_checkpoint.py",
 ]
-REHEARSED = "transformer_engine or (TP1 and qwen2-tied)"
+REHEARSAL_PATHS = ["tests/gpu/test_transformer_engine.py", "tests/test_learner.py"]
+REHEARSAL_SELECTION = "transformer_engine or (TP1 and qwen2)"
 
 
 def main() -> None:
     results = record.Record("learner", record.parser(__doc__).parse_args())
-    rehearsed = [*PATHS[:1], "tests/test_learner.py"]
-    paths, selection = (rehearsed, REHEARSED) if results.rehearsal else (PATHS, "")
-    tested.run_tests(results, paths, selection)
-    tested.end(results)
+    if results.rehearsal:
+        pytest_rows.run_tests(results, REHEARSAL_PATHS, REHEARSAL_SELECTION)
+    else:
+        pytest_rows.run_tests(results, PATHS)
+    pytest_rows.finish(results)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""The reloadable layers in a real server: `python -m benchmarks.gpu.plugin`.
+"""Test the reloadable layers in a real server on a GPU: `python -m benchmarks.gpu.plugin`.
 
-Runs the tests of the server as they are, on a GPU with CUDA graphs: log-probs of BF16, INT8, FP8
-and FP8 by blocks against a plain PyTorch computation on the CPU from the very codes that were sent,
-20 reloads with a bit-equal return, the prefix cache, checksums of what each layer holds. Then the
-layers' products on the GPU against those on the CPU, and the quantizing kernel's codes.
+This runs the server's own tests with CUDA graphs. They compare log-probs in BF16, INT8, FP8 and
+FP8 by blocks with a plain PyTorch computation on the CPU from the same codes. They check that 20
+reloads end with bit-equal results, that the prefix cache serves no old weights, and the checksum of
+each layer. Further tests compare the layers' products on the GPU with those on the CPU, and check
+the codes of the quantization kernel.
 """
 
 from __future__ import annotations
 
-from benchmarks.gpu import record, tested
+from benchmarks.gpu import pytest_rows, record
 
 PATHS = ["tests/gpu/test_linear.py", "tests/test_channel_kernel.py", "tests/e2e/test_server.py"]
-# One format of the server is enough to rehearse: they differ in what they multiply.
-REHEARSED = "int8 or codes_and_scales"
+# A rehearsal runs the server in one format: the formats differ only in their linear layers.
+REHEARSAL_SELECTION = "int8 or codes_and_scales"
 
 
 def main() -> None:
     results = record.Record("plugin", record.parser(__doc__).parse_args())
-    tested.run_tests(results, PATHS, REHEARSED if results.rehearsal else "")
-    tested.end(results)
+    pytest_rows.run_tests(results, PATHS, REHEARSAL_SELECTION if results.rehearsal else "")
+    pytest_rows.finish(results)
 
 
 if __name__ == "__main__":

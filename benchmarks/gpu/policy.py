@@ -1,10 +1,10 @@
-"""Policies of real sizes whose layers all share one layer's weights, and servers for them.
+"""Random policies of real sizes that fit on one GPU, and servers for them.
 
-A 32B learner with its optimizer wants over 500 GB. What a publish costs depends on the shards only:
-their number, shapes and dtype, which are here Megatron's own for the architecture, random BF16 on
-the device. One layer is kept and shown as often as there are layers (976 MB of a 32B model, far
-more than any cache), so that policy and server fit on one GPU together. The server's layers are
-all its own.
+A 32B learner with its optimizer needs over 500 GB. The cost of a publish depends only on the
+number, shapes and dtype of the shards. `RandomPolicy` has Megatron's shards for an architecture,
+with random BF16 values on the device. It stores one layer's weights and yields them for every layer
+(976 MB of a 32B model, far more than any GPU cache), so that policy and server fit on one GPU. The
+server stores every layer separately.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.rollout.server import Server, start_server, wait_ready
 
-SHAPES = {  # Qwen2.5's, without downloading it: hidden, intermediate, layers, heads, kv heads
+# Shapes of Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads.
+SHAPES = {
     "7B": (3584, 18944, 28, 28, 4),
     "14B": (5120, 13824, 48, 40, 8),
     "32B": (5120, 27648, 64, 40, 8),
@@ -35,7 +38,7 @@ START_TIMEOUT_S = 420.0
 
 
 class RandomPolicy:
-    """The shards a learner on one rank would have, without its optimizer."""
+    """The weight shards of a learner on one rank, random and without an optimizer."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.architecture = architecture
@@ -51,16 +54,25 @@ class RandomPolicy:
             self._shards.append((rule, weight_map.merge(rule, parts, architecture, 1)))
 
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        """Yield what `Learner.shards` yields: rule, layer number, BF16 weight."""
         for rule, shard in self._shards:
             for layer in range(self.architecture.num_layers) if rule.layered else [None]:
                 yield rule, layer, shard
 
 
+def random_learner(architecture: Architecture) -> Learner:
+    """Return a `RandomPolicy` that publishing accepts as a learner.
+
+    The converter reads only `architecture` and `shards()` of a learner.
+    """
+    return cast(Learner, RandomPolicy(architecture))
+
+
 @contextmanager
-def served(
+def run_server(
     shape: str, weight_format: WeightFormat, server: ServerConfig, context_length: int, log: Path
 ) -> Iterator[tuple[Server, Architecture]]:
-    """A ready server of this shape, on a directory that holds config.json and no weights."""
+    """Start a server of this shape from a config.json without weights; stop it at the end."""
     from transformers import Qwen2Config
 
     hidden, intermediate, layers, heads, key_value_heads = SHAPES[shape]

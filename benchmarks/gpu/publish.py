@@ -1,11 +1,13 @@
-"""Learner to server on one GPU, by format: `python -m benchmarks.gpu.publish`.
+"""Time a publish from learner to server on one GPU: `python -m benchmarks.gpu.publish`.
 
-A whole `Publisher.publish`: pause, quantize, send, load, compare every tensor's checksum, resume.
-The learner's weights are `policy.RandomPolicy`'s, all on the server's GPU, so NCCL cannot carry
-them: the server reads the learner's buckets where they lie, or gloo takes them through host memory,
-which is what a run does for now. The floor is what the memory's bandwidth allows:
-every BF16 weight read and its codes written on the learner's side, the codes read and written on
-the server's, at the bandwidth that a copy reaches on this device in the same sitting.
+It times a complete `Publisher.publish` by format: pause, quantize, send, load, compare the checksum
+of every tensor, resume. The weights are those of `policy.RandomPolicy`, on the server's GPU. NCCL
+does not connect two processes on one GPU. So the server reads the learner's buckets in place
+("shared_memory"), or gloo sends them through host memory, which is what training does.
+
+The floor is the time that memory bandwidth allows: the learner reads every BF16 weight and writes
+its codes; the server reads and writes the codes. The bandwidth is that of a copy on the same device
+in the same process.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from benchmarks.gpu import policy, record, timing
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
+from qurl_megatron.learner.learner import Learner
 from qurl_megatron.weight_sync.publish import Carrier, Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
-CARRIERS: dict[str, tuple[Carrier, ...]] = {  # gloo takes half a minute for 32B
+# gloo is left out for the larger shapes: one publish of 32B takes half a minute.
+CARRIERS: dict[str, tuple[Carrier, ...]] = {
     "tiny": ("shared_memory", "gloo"),
     "7B": ("shared_memory", "gloo"),
     "14B": ("shared_memory",),
     "32B": ("shared_memory",),
 }
-GOAL = 3.0  # times the floor
+GOAL = 3.0  # publish time over the floor
 BUCKET_BYTES = 512 * 2**20
-COPIED_BYTES = 2**28
+COPY_BYTES = 2**28
 
 
 def main() -> None:
@@ -43,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = record.Record("publish", arguments)
     shapes = arguments.shapes or (["tiny"] if arguments.rehearsal else ["7B", "32B"])
-    join_alone()
+    initialize_single_rank()
     for shape in shapes:
         carriers = arguments.carriers or CARRIERS[shape]
         for weight_format in FORMATS:
@@ -52,25 +56,28 @@ def main() -> None:
             if missing:
                 measure(shape, weight_format, missing, arguments.repetitions, results)
         for carrier in carriers:
-            results.add(f"{shape} {carrier} against the goals", compare(shape, carrier, results))
+            results.add(
+                f"{shape} {carrier} against the goals", compare_with_goals(shape, carrier, results)
+            )
     results.finish()
 
 
-def compare(shape: str, carrier: str, results: record.Record) -> dict[str, Any]:
+def compare_with_goals(shape: str, carrier: str, results: record.Record) -> dict[str, Any]:
+    """Return each quantized format's publish time relative to BF16 and to the floor."""
     rows = {f: results.rows[f"{shape} {f} {carrier}"] for f in FORMATS}
     bf16_s = rows["bf16"]["publish_s"]["median"]
-    found: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     for weight_format in FORMATS[1:]:
         row = rows[weight_format]
-        found[f"{weight_format}_over_bf16"] = row["publish_s"]["median"] / bf16_s
-        found[f"{weight_format}_over_floor"] = row["over_floor"]
-    overs = [rows[weight_format]["over_floor"] for weight_format in FORMATS[1:]]
-    faster = all(found[f"{weight_format}_over_bf16"] < 1 for weight_format in FORMATS[1:])
-    return {**found, "faster_than_bf16": faster, "within_3x_of_the_floor": max(overs) <= GOAL}
+        ratios[f"{weight_format}_over_bf16"] = row["publish_s"]["median"] / bf16_s
+        ratios[f"{weight_format}_over_floor"] = row["over_floor"]
+    slowest = max(rows[weight_format]["over_floor"] for weight_format in FORMATS[1:])
+    faster = all(ratios[f"{weight_format}_over_bf16"] < 1 for weight_format in FORMATS[1:])
+    return {**ratios, "faster_than_bf16": faster, "within_3x_of_the_floor": slowest <= GOAL}
 
 
-def join_alone() -> None:
-    """Make this process a learner of one rank, as far as converting weights asks for it."""
+def initialize_single_rank() -> None:
+    """Initialize torch.distributed and Megatron in this process, as the only learner rank."""
     from megatron.core import parallel_state
 
     device.limit_threads(1)
@@ -86,12 +93,12 @@ def measure(
     repetitions: int,
     results: record.Record,
 ) -> None:
-    """A row for each carrier, of one server."""
-    # A cache and graphs no larger than a server needs to be there: the weights want the memory.
+    """Start one server and add one row per carrier."""
+    # The smallest cache and CUDA graphs a server starts with leave the memory to the weights.
     server = ServerConfig(max_total_tokens=4096, max_running_requests=2, mem_fraction_static=0.92)
     log = results.log_dir / f"publish_{shape}_{weight_format}.log"
-    with policy.served(shape, weight_format, server, 1024, log) as (running, architecture):
-        learner = policy.RandomPolicy(architecture)
+    with policy.run_server(shape, weight_format, server, 1024, log) as (running, architecture):
+        learner = policy.random_learner(architecture)
         for key, carrier in carriers.items():
             publisher = Publisher(
                 learner,
@@ -102,18 +109,19 @@ def measure(
                 carrier,
             )
             try:
-                results.add(key, publishing(publisher, learner, weight_format, repetitions))
+                results.add(key, measure_publish(publisher, learner, weight_format, repetitions))
             finally:
                 publisher.close()
 
 
-def publishing(
+def measure_publish(
     publisher: Publisher,
-    learner: policy.RandomPolicy,
+    learner: Learner,
     weight_format: WeightFormat,
     repetitions: int,
 ) -> dict[str, Any]:
-    publisher.publish()  # warms up: kernels are compiled, memory is taken
+    """Return times in seconds, sizes in bytes and the floor of `repetitions` publishes."""
+    publisher.publish()  # warm-up: compiles kernels and allocates memory
     timing.wait_for_device()
     on_gpu = device.accelerator() == "cuda"
     if on_gpu:
@@ -124,10 +132,10 @@ def publishing(
         start = time.perf_counter()
         published = publisher.publish()
         publish_s.append(time.perf_counter() - start)
-        convert_s.append(converting(learner, weight_format))
+        convert_s.append(convert_once(learner, weight_format))
     weights = sum(shard.numel() for *_, shard in learner.shards())
     floor_bytes = 2 * weights + 3 * published.sent_bytes
-    floor_s = floor_bytes / timing.copy_bandwidth(COPIED_BYTES if on_gpu else 2**20)
+    floor_s = floor_bytes / timing.copy_bandwidth(COPY_BYTES if on_gpu else 2**20)
     return {
         "weights": weights,
         "sent_bytes": published.sent_bytes,
@@ -139,8 +147,8 @@ def publishing(
     }
 
 
-def converting(learner: policy.RandomPolicy, weight_format: WeightFormat) -> float:
-    """Seconds of making the buckets, checksums included, with nothing sent."""
+def convert_once(learner: Learner, weight_format: WeightFormat) -> float:
+    """Return the seconds to build the buckets, including checksums, without sending them."""
     converter = Converter(learner, weight_format, BUCKET_BYTES)
     start = time.perf_counter()
     converter.convert(lambda bucket: None)

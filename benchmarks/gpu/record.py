@@ -1,8 +1,8 @@
-"""What the parts share: their arguments, where results go, and rows that survive a kill.
+"""The arguments and the result file that all GPU benchmarks share.
 
-A result file holds machine, versions, date and command beside its rows. Rows of a GPU and of a
-rehearsal never meet: each kind has a directory of its own, says which it is in every file, and
-refuses to go on with a file of the other kind, of another machine or of other versions.
+A result file holds machine, versions, date and command beside its rows. Results of a GPU and of a
+rehearsal never mix: they have separate directories, and every file says which it is. A part refuses
+to add to a file of the other kind, of another machine or of other versions.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "megatron-core", "tran
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Arguments that every part takes."""
-    made = argparse.ArgumentParser(
+    """Return a parser with the arguments that every part takes."""
+    common = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
-        "--rehearsal", action="store_true", help="the same code on small shapes, without a GPU"
+    common.add_argument(
+        "--rehearsal", action="store_true", help="run the same code on small shapes, without a GPU"
     )
-    made.add_argument("--results", type=Path, help="directory of the JSON files")
-    return made
+    common.add_argument("--results", type=Path, help="directory of the JSON files")
+    return common
 
 
 class Record:
-    """One part's result file. Its rows are written as they come; a later call goes on from them."""
+    """One part's result file. It is written after every row, so that a later call can resume."""
 
     def __init__(self, part: str, arguments: argparse.Namespace) -> None:
-        """Ends the program with one line where the machine is not what was asked for."""
+        """Open the result file. Exit with one line if the file or machine does not match.
+
+        Exit with code 0 if the part is complete.
+        """
         self.rehearsal: bool = arguments.rehearsal
         if self.rehearsal != (device.accelerator() == "cpu"):
             sys.exit(
-                f"{part}: this machine has no GPU; rehearse with --rehearsal"
+                f"{part}: this machine has no GPU; use --rehearsal"
                 if device.accelerator() == "cpu"
-                else f"{part}: this machine has a GPU; leave --rehearsal out"
+                else f"{part}: this machine has a GPU; drop --rehearsal"
             )
         directory = arguments.results or RESULTS / ("rehearsal" if self.rehearsal else "gpu")
         directory.mkdir(parents=True, exist_ok=True)
@@ -61,84 +64,89 @@ class Record:
         self._head = {
             "part": part,
             "rehearsal": self.rehearsal,
-            "machine": machine(),
-            "versions": versions(),
+            "machine": machine_info(),
+            "versions": package_versions(),
         }
         self.rows: dict[str, Any] = {}
-        self._began = time.perf_counter()
-        self._spent_s = 0.0
+        self._start = time.perf_counter()
+        self._earlier_s = 0.0
         if self.path.exists():
-            before = json.loads(self.path.read_text())
+            earlier = json.loads(self.path.read_text())
             for key, value in self._head.items():
-                if before[key] != value:
-                    sys.exit(f"{self.path}: is of another {key}; move it away, or use --results")
-            self.rows, self._spent_s = before["rows"], before["time_s"]
-            if before["complete"]:
-                print(f"{part}: complete in {self.path}; move it away to measure again")
+                if earlier[key] != value:
+                    sys.exit(
+                        f"{self.path}: written with another {key}; move it away or pass --results"
+                    )
+            self.rows, self._earlier_s = earlier["rows"], earlier["time_s"]
+            if earlier["complete"]:
+                print(f"{part}: complete in {self.path}; move the file away to measure again")
                 sys.exit(0)
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a row, also should the next moment be the last."""
+        """Add a row and write the file at once, so that a kill does not lose it."""
         self.rows[key] = row
-        shown = ", ".join(
-            f"{name} {_short(value)}"
+        values = ", ".join(
+            f"{name} {_format(value)}"
             for name, value in row.items()
             if not isinstance(value, (list, dict))
         )
-        print(f"{self._head['part']} {key}: {shown}", flush=True)
+        print(f"{self._head['part']} {key}: {values}", flush=True)
         self._write(complete=False)
 
     def finish(self) -> None:
+        """Mark the part as complete."""
         self._write(complete=True)
 
     def _write(self, *, complete: bool) -> None:
         tree = {
             **self._head,
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": command(),
-            "time_s": round(self._spent_s + time.perf_counter() - self._began, 1),
+            "command": command_line(),
+            "time_s": round(self._earlier_s + time.perf_counter() - self._start, 1),
             "complete": complete,
             "rows": self.rows,
         }
         write_whole(self.path, json.dumps(tree, indent=1) + "\n")
 
 
-def machine() -> dict[str, Any]:
-    found: dict[str, Any] = {
+def machine_info() -> dict[str, Any]:
+    """Return the processor, the number of usable cores and the GPUs."""
+    info: dict[str, Any] = {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": [],
     }
     for index in range(device.num_gpus()):
         properties = torch.cuda.get_device_properties(index)
-        found["gpus"].append(
+        info["gpus"].append(
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
             f"{properties.major}.{properties.minor}"
         )
-    return found
+    return info
 
 
-def versions() -> dict[str, str]:
-    """Of Python, CUDA, this repository and the packages that are installed."""
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA and the packages in `PACKAGES`."""
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
-def command() -> str:
+def command_line() -> str:
+    """Return the command that started this part."""
     module = Path(sys.argv[0]).stem
     return shlex.join(["python", "-m", f"benchmarks.gpu.{module}", *sys.argv[1:]])
 
 
-def run(words: list[str], log_file: Path, **environment: str) -> int:
-    """Run a command of this Python in the repository's root, its output in `log_file`."""
+def run_python(arguments: list[str], log_file: Path, **environment: str) -> int:
+    """Run this Python in the repository root, append its output to `log_file`; return its code."""
     with log_file.open("ab") as log:
         return subprocess.run(
-            [sys.executable, *words],
+            [sys.executable, *arguments],
             cwd=REPOSITORY,
             env=device.child_environment(environment),
             stdout=log,
@@ -153,5 +161,5 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _short(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
-"""Every part, one after the other: `python -m benchmarks.gpu.run_all`.
+"""Run every GPU benchmark, one after the other: `python -m benchmarks.gpu.run_all`.
 
-Each part is a program of its own and writes its own file; what is there already is not measured
-again, so a run that was killed goes on when it is called again. A part that fails does not stop the
-others. Ends with a table, and exit code 1 if a part failed.
+Each part is a separate program and writes its own file. Rows that exist are not measured again, so
+the same command resumes a run that was killed. A part that fails does not stop the others. The run
+ends with a table, and with exit code 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.gpu import record
 
-# What the others rest on comes first, what takes longest last.
+# Parts that the others depend on run first; the longest runs last.
 PARTS = ("kernels", "plugin", "learner", "publish", "throughput", "end_to_end")
 
 
@@ -25,25 +25,27 @@ def main() -> None:
     kind = "rehearsal" if arguments.rehearsal else "gpu"
     directory: Path = arguments.results or record.RESULTS / kind
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    words = ["--rehearsal"] if arguments.rehearsal else []
-    words += ["--results", str(directory)] if arguments.results else []
-    lines = []
+    options = ["--rehearsal"] if arguments.rehearsal else []
+    options += ["--results", str(directory)] if arguments.results else []
+    outcomes = []
     for part in arguments.parts:
         start = time.perf_counter()
         log = directory / "logs" / f"{part}.log"
-        code = record.run(["-m", f"benchmarks.gpu.{part}", *words], log)
-        took = time.perf_counter() - start
-        lines.append((part, code, took, rows(directory / f"{part}.json")))
+        code = record.run_python(["-m", f"benchmarks.gpu.{part}", *options], log)
+        time_s = time.perf_counter() - start
+        outcomes.append((part, code, time_s, num_rows(directory / f"{part}.json")))
         print(
-            f"{part:11} {'done' if code == 0 else f'FAILED, see {log}'} in {took:.0f} s", flush=True
+            f"{part:11} {'done' if code == 0 else f'FAILED, see {log}'} in {time_s:.0f} s",
+            flush=True,
         )
     print()
-    for part, code, took, found in lines:
-        print(f"{part:11} {'ok' if code == 0 else 'failed':6} {took:6.0f} s  {found} rows")
-    sys.exit(any(code for _, code, *_ in lines))
+    for part, code, time_s, rows in outcomes:
+        print(f"{part:11} {'ok' if code == 0 else 'failed':6} {time_s:6.0f} s  {rows} rows")
+    sys.exit(any(code for _, code, *_ in outcomes))
 
 
-def rows(path: Path) -> int:
+def num_rows(path: Path) -> int:
+    """Return the number of rows in a result file, 0 if there is no file."""
     return len(json.loads(path.read_text())["rows"]) if path.exists() else 0
 
 

@@ -1,12 +1,14 @@
-"""Tokens a second of a rollout server, by format: `python -m benchmarks.gpu.throughput`.
+"""Measure a rollout server's tokens per second by format: `python -m benchmarks.gpu.throughput`.
 
-A real SGLang server of a real shape, its weights random and published to it as a learner's are, so
-that codes and scales are those of quantized weights. Each batch is sent at once: prompts of 512
-random tokens, 1024 tokens sampled at temperature 1 with end-of-sequence ignored. BF16, INT8 and FP8
-follow each other in one sitting. Tokens a second count what is sampled over the whole request,
-prefill included. Where a batch does not fit the cache beside the weights, SGLang makes part of it
-wait, as it would in a run: `cache_tokens` says how many fit. One that would need more than twice
-the cache is left out, and its row says so.
+This runs a real SGLang server of a real shape. Its weights are random and are published to it like
+a learner's, so that codes and scales are those of quantized weights. Each batch is sent at once:
+prompts of 512 random tokens, and 1024 tokens sampled at temperature 1. End-of-sequence is ignored.
+BF16, INT8 and FP8 run one after the other on the same GPU. Tokens per second are sampled tokens over
+the duration of the whole request, prefill included.
+
+If a batch does not fit the cache beside the weights, SGLang queues part of it, as in training;
+`cache_tokens` records the capacity. A batch that needs more than twice the cache is left out, and
+its row says so.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def main() -> None:
     arguments.prompt_length = arguments.prompt_length or (16 if small else 512)
     arguments.output_length = arguments.output_length or (16 if small else 1024)
     results = record.Record("throughput", arguments)
-    publish.join_alone()
+    publish.initialize_single_rank()
     for shape in arguments.shapes:
         for weight_format in publish.FORMATS:
             keys = [f"{shape} {weight_format} batch {batch}" for batch in arguments.batches]
@@ -50,7 +52,8 @@ def main() -> None:
                 measure(shape, weight_format, arguments, results)
         for weight_format in publish.FORMATS[1:]:
             results.add(
-                f"{shape} {weight_format} over bf16", compare(shape, weight_format, results)
+                f"{shape} {weight_format} over bf16",
+                compare_with_bf16(shape, weight_format, results),
             )
     results.finish()
 
@@ -58,6 +61,7 @@ def main() -> None:
 def measure(
     shape: str, weight_format: WeightFormat, arguments: argparse.Namespace, results: record.Record
 ) -> None:
+    """Start one server and add one row per batch size."""
     length = arguments.prompt_length + arguments.output_length
     server = ServerConfig(
         mem_fraction_static=0.2 if results.rehearsal else arguments.mem_fraction,
@@ -65,8 +69,8 @@ def measure(
         max_total_tokens=8192 if results.rehearsal else None,
     )
     log = results.log_dir / f"throughput_{shape}_{weight_format}.log"
-    with policy.served(shape, weight_format, server, length, log) as (running, architecture):
-        learner = policy.RandomPolicy(architecture)
+    with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
+        learner = policy.random_learner(architecture)
         publisher = Publisher(
             learner,
             [running],
@@ -78,9 +82,9 @@ def measure(
         publisher.publish()
         publisher.close()
         vocabulary = architecture.vocab_size
-        # Warms up every batch size: prefill shapes are compiled as they are met.
         cache = cache_tokens(running)
         fitting = [batch for batch in arguments.batches if batch * length <= 2 * cache]
+        # Warm up every batch size: SGLang compiles a prefill shape when it first occurs.
         for batch in fitting:
             sample(running, batch, arguments.prompt_length, 8, vocabulary)
         for batch in arguments.batches:
@@ -92,12 +96,12 @@ def measure(
                 continue
             start = time.perf_counter()
             sample(running, batch, arguments.prompt_length, arguments.output_length, vocabulary)
-            took = time.perf_counter() - start
+            time_s = time.perf_counter() - start
             results.add(
                 key,
                 {
-                    "tokens_per_s": batch * arguments.output_length / took,
-                    "time_s": took,
+                    "tokens_per_s": batch * arguments.output_length / time_s,
+                    "time_s": time_s,
                     "prompt_length": arguments.prompt_length,
                     "output_length": arguments.output_length,
                     "cache_tokens": cache,
@@ -108,14 +112,14 @@ def measure(
 def sample(
     server: Server, batch: int, prompt_length: int, output_length: int, vocabulary: int
 ) -> None:
-    """One batch of requests, sent at once; prompts are new each time, so that none is cached.
+    """Send one batch in one request. Prompts are random, so that the prefix cache holds none.
 
     Raises:
-        RuntimeError: a completion is not as long as was asked for, so a rate would be wrong.
+        RuntimeError: a completion has the wrong length, so that the rate would be wrong.
     """
-    tokens = random.Random(time.time_ns())
+    generator = random.Random(time.time_ns())
     prompts = [
-        [tokens.randrange(1, vocabulary) for _ in range(prompt_length)] for _ in range(batch)
+        [generator.randrange(1, vocabulary) for _ in range(prompt_length)] for _ in range(batch)
     ]
     body = {
         "input_ids": prompts,
@@ -128,17 +132,19 @@ def sample(
     response = httpx.post(f"{server.url}/generate", json=body, timeout=None).raise_for_status()
     lengths = [len(answer["output_ids"]) for answer in response.json()]
     if lengths != [output_length] * batch:
-        raise RuntimeError(f"{batch} x {output_length} tokens were asked for, got {lengths}")
+        raise RuntimeError(
+            f"{server.url}: expected {batch} x {output_length} tokens, got {lengths}"
+        )
 
 
 def cache_tokens(server: Server) -> int:
-    """Tokens for which the server has room in its key-value cache."""
+    """Return the capacity of the server's key-value cache, in tokens."""
     information = httpx.get(f"{server.url}/server_info", timeout=60).raise_for_status().json()
     return int(information["max_total_num_tokens"])
 
 
-def compare(shape: str, weight_format: str, results: record.Record) -> dict[str, Any]:
-    """The ratio to BF16 at each batch size, and the best of them against the goal."""
+def compare_with_bf16(shape: str, weight_format: str, results: record.Record) -> dict[str, Any]:
+    """Return the throughput relative to BF16 by batch size, and which sizes reach the goal."""
     prefix = f"{shape} {weight_format} batch "
     ratios: dict[str, Any] = {}
     for key, row in results.rows.items():

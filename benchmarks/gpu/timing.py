@@ -1,4 +1,4 @@
-"""Timing of work on this machine's device: passes that take turns, medians and spread."""
+"""Time work on this machine's device: passes that alternate, with median and spread."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ import torch
 
 from qurl_megatron import device
 
-# What rotating inputs hold together, at least: several times the last cache of a GPU.
+# Minimum total size of rotated inputs: several times the last-level cache of a GPU.
 ROTATED_BYTES = 512 * 2**20
 
 
-def take_turns(passes: dict[str, Callable[[int], object]], repetitions: int) -> dict[str, dict]:
-    """Seconds of each pass: median, least and most. A pass is told which repetition it is.
+def take_turns(
+    passes: dict[str, Callable[[int], object]], repetitions: int
+) -> dict[str, dict[str, float]]:
+    """Return median, minimum and maximum seconds of each pass.
 
-    The passes alternate, so that what changes on the machine meets them all; each runs twice before
-    it counts.
+    The passes alternate, so that changes on the machine affect all of them. Each runs twice before
+    its times count. A pass gets the number of its repetition, which is negative in the warm-up.
     """
     times: dict[str, list[float]] = {name: [] for name in passes}
     for repetition in range(-2, repetitions):
         for name, run in passes.items():
-            took = _timed(run, repetition)
+            time_s = _time(run, repetition)
             if repetition >= 0:
-                times[name].append(took)
+                times[name].append(time_s)
     return {
-        name: {"median_s": median(some), "least_s": min(some), "most_s": max(some)}
-        for name, some in times.items()
+        name: {"median_s": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
+        for name, seconds in times.items()
     }
 
 
 def copies_to_rotate(num_bytes: int) -> int:
-    """How many inputs of this size to go round, so that none of them waits in a cache."""
+    """Return how many inputs of this size to rotate, so that no cache holds the next one."""
     return 1 if device.accelerator() == "cpu" else max(1, -(-ROTATED_BYTES // num_bytes))
 
 
@@ -43,14 +45,14 @@ def wait_for_device() -> None:
 
 
 def copy_bandwidth(num_bytes: int, repetitions: int = 9) -> float:
-    """Bytes read and written a second by a copy of `num_bytes` on the device; the median."""
+    """Return the median bytes per second, read plus written, of a copy of `num_bytes`."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device.device())
     target = torch.empty_like(source)
     times = take_turns({"copy": lambda _: target.copy_(source)}, repetitions)
     return 2 * num_bytes / times["copy"]["median_s"]
 
 
-def _timed(run: Callable[[int], object], repetition: int) -> float:
+def _time(run: Callable[[int], object], repetition: int) -> float:
     if device.accelerator() == "cpu":
         start = time.perf_counter()
         run(repetition)
