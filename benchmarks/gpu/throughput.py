@@ -3,7 +3,7 @@
 This runs a real SGLang server of a real shape. Its weights are random and are published to it like
 a learner's, so that codes and scales are those of quantized weights. Each batch is sent at once:
 prompts of 512 random tokens, and 1024 tokens sampled at temperature 1. End-of-sequence is ignored.
-BF16, INT8 and FP8 run one after the other on the same GPU. Tokens per second are sampled tokens over
+BF16, INT8 and FP8 run in turn on the same GPU. Tokens per second are sampled tokens over
 the duration of the whole request, prefill included.
 
 If a batch does not fit the cache beside the weights, SGLang queues part of it, as in training;
