@@ -229,7 +229,7 @@ def find_megatron(name: str) -> tuple[Rule, int | None]:
     The layer number is the one in `name`, which Megatron counts from 0 in each pipeline stage.
 
     Raises:
-        KeyError: No rule has a parameter of this name.
+        KeyError: no rule has a parameter of this name.
     """
     return _find(name, _BY_MEGATRON, "Megatron parameter")
 
@@ -238,7 +238,7 @@ def find_hugging_face(name: str) -> tuple[Rule, int | None]:
     """Return the rule of a Hugging Face tensor and its layer number; None outside layers.
 
     Raises:
-        KeyError: No rule has a tensor of this name.
+        KeyError: no rule has a tensor of this name.
     """
     return _find(name, _BY_HUGGING_FACE, "Hugging Face tensor")
 
