@@ -59,7 +59,7 @@ class Job:
 
     recipe: str
     overrides: list[str]  # field=value, with name=
-    config: Config  # of the run; a model that the recipe builds does not exist yet
+    config: Config  # the run's; a model that the recipe builds does not exist yet
 
     @property
     def run_dir(self) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.files import write_whole
 
-LARGEST_SHARE = 0.8  # of a GPU's memory, for the servers that share it with a learner rank
+LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class JobPlan:
     """The plan that all tasks of a Slurm job read: plan.json in the attempt's log directory."""
 
     token: str  # proves that a node reads this job's directory, not a local one of the same name
-    api_key: str  # of all servers
+    api_key: str  # shared by all servers
     attempt: int  # `Attempt.number`
     master_address: str
     master_port: int

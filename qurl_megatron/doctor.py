@@ -52,10 +52,10 @@ class Result:
     """ok: present and right. !!: a run needs it, and it is wrong. --: absent, and rarely needed."""
 
     name: str
-    """What was checked."""
+    """The subject of the check."""
 
     text: str
-    """What was found, or what to do."""
+    """The finding, or the remedy."""
 
 
 def check_machine() -> list[Result]:

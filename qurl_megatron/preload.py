@@ -209,7 +209,7 @@ class ForkedProcess:
 def _serve(connection: Connection) -> _Request | None:
     """Answer requests in the parent until the starter is gone; return a request in its child."""
     gc.freeze()  # a collection would write to, and so copy, every page that children share
-    exit_codes: dict[int, int | None] = {}  # of each child; None while it runs
+    exit_codes: dict[int, int | None] = {}  # one per child; None while it runs
     while True:
         _reap(exit_codes)
         try:

@@ -170,7 +170,7 @@ class ObjectiveConfig:
     it."""
 
     aggregation: Aggregation = "sequence_mean"
-    """How token losses are averaged. sequence_mean: over each response, then over responses.
+    """The average of token losses. sequence_mean: over each response, then over responses.
     token_mean: over all tokens of the minibatch."""
 
     kl_coefficient: NonNegative = 0.0
@@ -301,7 +301,7 @@ class StageConfig:
 
 @dataclasses.dataclass
 class RolloutConfig:
-    """What is sampled at each rollout step, and the servers that sample it."""
+    """Sampling at each rollout step, and the servers that sample."""
 
     prompts_per_step: Count = 64
     """Number of prompts in one rollout step."""

@@ -30,7 +30,7 @@ class PromptSet(NamedTuple):
 
     train: list[Prompt]
     held_out: list[Prompt]
-    files: dict[str, list[Prompt]]  # of evaluation.data, by name
+    files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:

@@ -219,7 +219,7 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
     layer, `progress` receives the bytes read so far and the total.
     """
     architecture = Architecture.from_directory(checkpoint / "model")
-    # The optimizer of a bfloat16 learner holds the float32 weights; float32 learners have no copy.
+    # With bfloat16 the optimizer holds the float32 weights; with float32 they are the parameters.
     in_optimizer = read_config(checkpoint).learner.dtype == "bfloat16"
     prefix = "optimizer.state.fp32_param." if in_optimizer else ""
     all_rules = weight_map.rules(architecture)

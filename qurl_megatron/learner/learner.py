@@ -165,7 +165,7 @@ class Learner:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Score with the copy from `keep_reference` within this context."""
+        """Score with the weights from `keep_reference` within this context."""
         parameters = [parameter for *_, parameter in self._parameters()]
         current = [parameter.data for parameter in parameters]
         try:

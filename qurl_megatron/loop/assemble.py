@@ -37,7 +37,7 @@ class Run:
 
     learner: Learner
     critic: Critic | None  # None without PPO
-    publisher: Publisher  # to the rollout servers
+    publisher: Publisher  # publishes to the rollout servers
     sampler: Sampler
     evaluator: Evaluator | None  # None if the run evaluates nothing
     measure_noise: Callable[[], dict[str, dict[str, float]]]

@@ -29,7 +29,7 @@ class SampleSummary:
 
     reward_mean: float  # from the verifier, without the penalty for length
     response_length_mean: float  # tokens
-    response_truncated_fraction: float  # of completions
+    response_truncated_fraction: float  # fraction of completions
     verifier_failures: int
     groups_replaced: int  # by dynamic sampling
     sampled_tokens: int

@@ -37,7 +37,7 @@ class Plan:
     """Memory of a learner GPU and a server GPU, and the time of a step."""
 
     config: Config
-    gpus: int  # of the learner and all servers together
+    gpus: int  # GPUs of the learner and all servers together
     servers: int  # rollout servers
     learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
     converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward

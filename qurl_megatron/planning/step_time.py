@@ -78,7 +78,7 @@ ALL_REDUCE_S = 5e-6
 # parallelism (NeMo AutoModel, performance summary of April 2026).
 LEARNER_MFU = 389e12 / PEAK_FLOPS["bf16"]
 
-_INTEGRATION_STEPS = 64  # of the midpoint rule over the last batch
+_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
 
 
 @dataclass(frozen=True)

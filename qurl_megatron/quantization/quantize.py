@@ -279,7 +279,7 @@ def _spread(
 
 
 def _row_absmax(weight: Tensor) -> Tensor:
-    # Six times as fast as aminmax, which makes no copy: a chunk's copy stays in cache.
+    # This copies each chunk, but the copy stays in cache: six times as fast as aminmax.
     return torch.cat(
         [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
-MEASURED_ROWS = 128  # of each shard of a weight, at most
+MEASURED_ROWS = 128  # maximum for each shard of a weight
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 

@@ -23,7 +23,7 @@ from qurl_megatron.model.huggingface import Progress, copy_beside_weights, store
 from qurl_megatron.quantization import uaq
 from qurl_megatron.weight_sync.reshard import Converter
 
-FILE_BYTES = 4 * 1024**3  # of float32 values; half as much on disk if the source is BF16
+FILE_BYTES = 4 * 1024**3  # size in float32; half as much on disk if the source is BF16
 
 
 def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:

@@ -77,7 +77,7 @@ class SentWeight:
         name = quantize.scale_name(part.name, weight_format)
         shape = scale_shape(part, weight_format)
         if weight_format == "fp8-tensor":
-            shape = (part.full_shape[0], 1)  # as `quantize.engine_scale`
+            shape = (part.full_shape[0], 1)  # the shape of `quantize.engine_scale`
         block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
         if block is None or part.rank_slices is None or blocks_are_shared(part, weight_format):
             return cls(part, [codes, SentTensor(name, torch.float32, shape)])

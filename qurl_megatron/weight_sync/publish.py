@@ -40,7 +40,7 @@ from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 T = TypeVar("T")
 
 Carrier = Literal["nccl", "gloo", "shared_memory"]
-"""How buckets reach the servers.
+"""The transport of buckets to the servers.
 
 "nccl" broadcasts from GPU to GPU, "gloo" broadcasts through host memory. With "shared_memory" the
 servers, on the learner's machine, read the buckets in place.

@@ -60,8 +60,8 @@ Send = Callable[[Bucket], None]
 class Conversion:
     """Measurements of one pass over the weights."""
 
-    checksums: dict[str, int] = field(default_factory=dict)  # of every tensor sent, by name
-    drift: dict[str, WeightDrift] = field(default_factory=dict)  # of quantized weights, by name
+    checksums: dict[str, int] = field(default_factory=dict)  # every sent tensor's, by name
+    drift: dict[str, WeightDrift] = field(default_factory=dict)  # every quantized weight's, by name
 
     @property
     def total_drift(self) -> WeightDrift:
