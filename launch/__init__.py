@@ -1,1 +1,1 @@
-"""Launchers: they check a run, then start its servers and learner ranks."""
+"""Launchers, which check a run and then start its servers and learner ranks."""

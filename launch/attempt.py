@@ -23,7 +23,7 @@ class Attempt:
 
     @staticmethod
     def create(config: Config) -> Attempt:
-        """Return the next attempt, and make its log directory."""
+        """Create the log directory of the next attempt; return the attempt."""
         logs = config.run_dir / "logs"
         number = 1 + len(list(logs.glob("resumed_*"))) if logs.exists() else 0
         attempt = Attempt(config, number)

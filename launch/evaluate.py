@@ -1,4 +1,4 @@
-"""`qurl eval`: serve a model on this machine, measure its accuracy on files, end the server."""
+"""Serve a model on this machine and measure its accuracy on data files: `qurl eval`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_re
 
 
 def run(config: EvalConfig) -> None:
-    """Measure, print a table, and write `summary.json` and one jsonl of answers per data file.
+    """Measure and print a table; write `summary.json`, and a jsonl file of answers per data file.
 
     Raises:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
@@ -98,7 +98,7 @@ def run(config: EvalConfig) -> None:
 
 
 def _hugging_face_directory(model: Path, scratch: Path) -> Path:
-    """Return `model` itself, or if it is a run's checkpoint the directory it is exported to."""
+    """Return `model`, or if that is a checkpoint, a directory with its export."""
     if not (model / "state.json").exists():
         return model
     from qurl_megatron.weight_sync.export import export_checkpoint

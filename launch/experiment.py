@@ -1,4 +1,4 @@
-"""`qurl launch`: runs as a nemo-run experiment, on this machine or as Slurm jobs.
+"""Launch runs as a nemo-run experiment, on this machine or as Slurm jobs: `qurl launch`.
 
 Several runs in one experiment are a sweep. On this machine each task is `qurl train`, and the tasks
 run one after the other. On Slurm nemo-run's SlurmExecutor writes each job's script, submits it and
@@ -16,8 +16,8 @@ shell, and the lines after it never run.
     with experiment("sweep", jobs, executor) as sweep:
         sweep.run(detach=True)
 
-Nothing a user names reaches a shell unquoted. nemo-run does not quote the path of a job's script,
-nor line breaks in sbatch options, so what is unsafe there is refused.
+No user input reaches a shell unquoted. nemo-run quotes neither the path of a job's script nor line
+breaks in sbatch options, so unsafe paths and options are refused.
 
 nemo_run takes seconds to import and reads NEMORUN_HOME on import; `launch` sets that first.
 """
@@ -41,15 +41,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.placement import place_servers, smallest_plan
-from launch.prepare import check_name, default_name, prepare_resume_or_new, run_exists
+from launch.prepare import default_name, prepare_resume_or_new, run_exists_error
 from launch.slurm import signal_lead_s
 from qurl_megatron import device
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
     import nemo_run as run
 
-GPUS_PER_NODE = 8  # unless the executor says otherwise
+GPUS_PER_NODE = 8  # unless the executor sets it
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Job:
 
     recipe: str
     overrides: list[str]  # field=value, with name=
-    config: Config  # of the run; a model that the recipe builds does not exist yet
+    config: Config  # the run's; a model that the recipe builds does not exist yet
 
     @property
     def run_dir(self) -> Path:
@@ -66,7 +67,7 @@ class Job:
 
 
 def make_job(recipe: str, overrides: Sequence[str]) -> Job:
-    """Check a run that will be created or resumed; give it a name if it has none. Write nothing.
+    """Check a run that will be created or resumed, and name it if it has no name. Write nothing.
 
     Raises:
         ConfigError, DataError: one line that says what is wrong.
@@ -76,7 +77,7 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
     if not given.get("name"):
         given["name"] = default_name(recipe)
         overrides.append(f"name={given['name']}")
-    check_name(given["name"])
+    with_overrides(Config(), [f"name={given['name']}"])  # refuse an unsafe name before using it
     run_dir = Path(given.get("output_dir", Config.output_dir)) / given["name"]
     with tempfile.TemporaryDirectory() as scratch:
         if (run_dir / "config.yaml").is_file():
@@ -90,12 +91,12 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
 
 
 def sweep_combinations(sweeps: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of every run of a sweep, given as `field=value,value` words.
+    """Return the overrides of every run of a sweep, whose axes are given as `field=value,value`.
 
     Without sweeps there is one run with no overrides.
 
     Raises:
-        ConfigError: a word has another form, or lists a value twice.
+        ConfigError: an axis has another form, or lists a value twice.
     """
     axes = []
     for word in sweeps:
@@ -221,7 +222,7 @@ def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
 
 
 def _setup_lines(job: Job, executor: run.SlurmExecutor, max_restarts: int | None) -> str:
-    """Return the set-up lines that replace the script's shell by the batch process."""
+    """Return the set-up lines that replace the script's shell with the batch process."""
     python = "python" if executor.container_image else sys.executable  # the steps' Python
     exports = {"QURL_PYTHON": os.environ.get("QURL_PYTHON", python)}
     if executor.container_image:
@@ -262,7 +263,7 @@ def launch(
     for job in () if on_slurm else jobs:
         place_servers(job.config, device.num_gpus())
         if job.run_dir.exists():
-            raise run_exists(job.config)
+            raise run_exists_error(job.config)
     home = os.environ.setdefault(
         "NEMORUN_HOME", str(Path(jobs[0].config.output_dir).absolute() / ".nemo_run")
     )
@@ -327,7 +328,7 @@ def _sweep_title(recipe: str, overrides: Sequence[str]) -> str:
 
 
 def _forward_signals() -> None:
-    """Forward signals to the current run, which nemo-run would leave behind.
+    """Forward signals to the current run, because nemo-run would leave it running.
 
     Ctrl-C and TERM also end the sweep: the exception waits in nemo-run's threads until that run has
     ended.

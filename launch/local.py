@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import place_servers, server_specs
-from launch.prepare import refusals
+from launch.prepare import exit_on_bad_input
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
@@ -46,9 +46,9 @@ def run(config: Config) -> int:
     The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, and 75 when SIGUSR1
     asked it to stop early and it has saved a checkpoint. It is 1 when a process of the run died;
     the last lines of that process's log are then printed. It is 2, and nothing is started, when
-    another launcher works on the run.
+    another launcher owns the run.
     """
-    with refusals():
+    with exit_on_bad_input():
         owner = claim(config.run_dir)
     with owner:
         return _run(config)
@@ -130,7 +130,7 @@ def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -
                     environment=environment,
                     log_file=attempt.rank_log(rank),
                     inherits_stdout=rank == 0,  # rank 0 shows the run's progress
-                    ignored_signals=[signal.SIGUSR1],  # as `_in_rank`
+                    ignored_signals=[signal.SIGUSR1],  # as in `_before_rank`
                 )
             )
             continue
@@ -205,5 +205,6 @@ def _stop_ranks(ranks: list[Rank]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
-        with contextlib.suppress(ProcessLookupError):  # its group: what a killed rank had started
+        # The process group holds the children that a killed rank leaves behind.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)

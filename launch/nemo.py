@@ -17,7 +17,7 @@ import nemo_run as run
 
 from launch import local
 from launch.experiment import make_job, start
-from launch.prepare import prepare_new, recipe_names, refusals
+from launch.prepare import exit_on_bad_input, prepare_new, recipe_names
 from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
@@ -27,8 +27,8 @@ class Context(run.cli.RunContext):
     """A `nemorun qurl` command, which takes the overrides of `qurl train`."""
 
     def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # like its parent
-        """Return the recipe's Partial with overrides applied; a wrong one ends the command."""
-        with refusals():
+        """Return the recipe's Partial with overrides applied; exit if one of them is wrong."""
+        with exit_on_bad_input():
             names = recipe_names()
             if self.factory not in names:
                 raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(names)}")
@@ -40,7 +40,7 @@ class Context(run.cli.RunContext):
 @run.cli.entrypoint(namespace="qurl", type="experiment", run_ctx_cls=Context)
 def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) -> None:
     """Run a recipe, on this machine or through an executor."""
-    with refusals():
+    with exit_on_bad_input():
         overrides = overrides_between(recipe_config(recipe), config)
         if ctx is not None and ctx.dryrun:
             return

@@ -4,8 +4,8 @@ A launcher locks RUN/owner.json with flock for as long as it works, and writes i
 id there, for the message to a second launcher. The kernel releases the lock when the owner ends,
 however it ends.
 
-A network file system may keep flock to each node (Lustre with `localflock`) or may not have it. A
-launcher on another node is then not seen. Without flock, the recorded process is looked up, which
+A network file system may apply flock to each node alone (Lustre with `localflock`) or lack it. Then
+a launcher on another node is not detected. Without flock, the recorded process is looked up, which
 works on its own host only. An owner recorded on another host may have died with its node, so it
 never stops a requeued job.
 """
@@ -54,7 +54,7 @@ def claim(run_dir: Path) -> TextIO:
 
 
 def is_owned(run_dir: Path) -> bool:
-    """Return whether a launcher, as far as this machine can see, works in a run directory."""
+    """Return True if a launcher that this machine can detect works in a run directory."""
     try:
         with (run_dir / FILE_NAME).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -69,7 +69,7 @@ def is_owned(run_dir: Path) -> bool:
 
 
 def _read(file: TextIO) -> dict[str, Any]:
-    """Return the recorded owner, or {} where it is not written completely."""
+    """Return the recorded owner, or {} if it is not written completely."""
     file.seek(0)
     try:
         return dict(json.loads(file.read()))
@@ -78,7 +78,7 @@ def _read(file: TextIO) -> dict[str, Any]:
 
 
 def _runs_here(owner: dict[str, Any]) -> bool:
-    """Return whether a recorded owner is another process of this machine that still runs."""
+    """Return True if a recorded owner is another process of this machine that still runs."""
     if owner.get("host") != socket.gethostname() or owner["pid"] == os.getpid():
         return False
     return start_ticks(owner["pid"]) == owner["start_ticks"]

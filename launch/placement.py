@@ -1,4 +1,4 @@
-"""Decide which GPUs, nodes and learner ranks each server and each part of a run gets.
+"""Assign GPUs and nodes to the learner ranks and servers of a run.
 
 On one machine: `place_servers`. On the nodes of a Slurm job: `make_plan`. For a job that is not
 submitted yet: `smallest_plan`, which finds how many nodes the run needs.
@@ -14,7 +14,7 @@ from pathlib import Path
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.files import write_whole
 
-LARGEST_SHARE = 0.8  # of a GPU's memory, for the servers that share it with a learner rank
+LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ def server_specs(config: Config) -> list[ServerSpec]:
         ServerSpec("rollout", index, rollout.server, config.quantization.format)
         for index in range(rollout.servers)
     ]
-    if config.evaluation.wanted:
+    if config.evaluation.enabled:
         specs.append(ServerSpec("evaluation", 0, config.evaluation.server, "bf16"))
     return specs
 
@@ -42,9 +42,9 @@ def server_specs(config: Config) -> list[ServerSpec]:
 def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
     """Return the GPUs of each server on this machine, by set name and index within the set.
 
-    Each learner rank has one GPU, from GPU 0 on, and the servers have those that follow. A server
-    for which too few GPUs are left shares the first ones with the learner. With `num_gpus` 0 every
-    server gets an empty list.
+    Each learner rank gets one GPU, from GPU 0 on, and the servers get the next ones. If too few are
+    left for a server, it shares the first GPUs with the learner. With `num_gpus` 0 every server
+    gets an empty list.
 
     Raises:
         ConfigError: the machine has too few GPUs, or the servers on a learner's GPU leave the
@@ -108,7 +108,7 @@ class JobPlan:
     """The plan that all tasks of a Slurm job read: plan.json in the attempt's log directory."""
 
     token: str  # proves that a node reads this job's directory, not a local one of the same name
-    api_key: str  # of all servers
+    api_key: str  # shared by all servers
     attempt: int  # `Attempt.number`
     master_address: str
     master_port: int

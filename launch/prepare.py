@@ -1,13 +1,13 @@
-"""Check everything that can be wrong with a run, then make its directory.
+"""Check everything that can be wrong with a run, then create or update its directory.
 
-`prepare_new` creates a run, `prepare_resume` resumes one, `prepare_resume_or_new` does either.
+`prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
+either.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 import shutil
 import sys
 import tempfile
@@ -24,12 +24,9 @@ from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 
-# Names become paths, Slurm job names and words of nemo-run's shell commands.
-RUN_NAME = re.compile(r"\w[\w.+-]*")
-
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def exit_on_bad_input() -> Iterator[None]:
     """Turn an error in the user's input into one line on stderr and exit code 2."""
     from qurl_megatron.data.prompts import DataError
     from qurl_megatron.model.architecture import ArchitectureError
@@ -47,7 +44,7 @@ def refusals() -> Iterator[None]:
 
 
 def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
-    """Make a new run's directory with its config.yaml, and its model if the recipe builds one.
+    """Create a new run's directory with its config.yaml, and its model if the recipe builds one.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
     machine if the whole run is to fit on it; 0 skips that check.
@@ -61,9 +58,8 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     if config.quantization.format == "bf16" and not uaq_is_given:
         config.quantization.uaq = UaqConfig(scale=1)  # there is no quantization to scale for
     config.name = config.name or default_name(recipe)
-    check_name(config.name)
     if config.run_dir.exists():
-        raise run_exists(config)
+        raise run_exists_error(config)
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         if not config.model and hasattr(module, "build_model"):
@@ -92,7 +88,7 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
     with claim(run_dir):
         saved = load(run_dir / "config.yaml")
-        # The directory may have been moved or renamed.
+        # The directory may have been moved or renamed since.
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
         validate_resume(saved, config)
@@ -125,19 +121,7 @@ def default_name(recipe: str) -> str:
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def check_name(name: str) -> None:
-    """Check that a run's name is safe as a path and in a shell.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not RUN_NAME.fullmatch(name):
-        raise ConfigError(
-            f"name={name!r}: use letters, digits and . _ + - only, and begin with a letter or digit"
-        )
-
-
-def run_exists(config: Config) -> ConfigError:
+def run_exists_error(config: Config) -> ConfigError:
     """Return the error for a new run whose directory exists."""
     return ConfigError(
         f"name={config.name}: {config.run_dir} exists; choose another name, or resume that run: "
@@ -146,7 +130,11 @@ def run_exists(config: Config) -> ConfigError:
 
 
 def _check_prompts(config: Config) -> None:
-    """Raise DataError if the training data cannot be read."""
+    """Check that the data can be read and used.
+
+    Raises:
+        DataError: it cannot.
+    """
     from transformers import AutoTokenizer
 
     from qurl_megatron.data import prompts as data

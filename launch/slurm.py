@@ -4,10 +4,10 @@
     python -m launch.slurm lead RUN      print the N of --signal=B:USR1@N that the run needs
 
 The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
-starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts
-both sides and watches them:
+starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
+watches both sides, learner and rollout:
 
-- The side that ends first ends the other. The job's exit code is the learner's.
+- When one side ends, the other is ended too. The job's exit code is the learner's.
 - USR1 (from Slurm, before the time limit), TERM (preemption) and this process's own clock ask the
   learner to stop early. It finishes its step, saves a checkpoint and ends with code 75. The job is
   then requeued, at most `--max-restarts` times, and resumes from that checkpoint.
@@ -35,7 +35,7 @@ from pathlib import Path
 from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
-from launch.prepare import prepare_resume_or_new, refusals
+from launch.prepare import exit_on_bad_input, prepare_resume_or_new
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
@@ -44,18 +44,18 @@ POLL_S = 0.5
 REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
 PREFLIGHT_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
-SRUN_WAIT_S = 20  # for the other tasks of a side, once the first has ended
+SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
 RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
 LEAD_MARGIN_S = 60  # Slurm may send the signal this much late
-LEAD_UNMEASURED_S = 600  # before a run has measured a step and a save
+LEAD_UNMEASURED_S = 600  # the lead before a run has measured a step and a save
 
 
 def run(config: Config, max_restarts: int) -> int:
     """Run the job and return its exit code: 0 finished, 2 refused, 75 stopped early, else failed.
 
-    It is refused when another launcher works on the run.
+    The job is refused if another launcher owns the run.
     """
-    with refusals():
+    with exit_on_bad_input():
         owner = claim(config.run_dir)
     with owner:
         return _run(config, max_restarts)
@@ -65,7 +65,7 @@ def _run(config: Config, max_restarts: int) -> int:
     stop_requests: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: stop_requests.append(number))
-    with refusals():
+    with exit_on_bad_input():
         learner_group, rollout_group = node_groups(os.environ, config.learner.world_size)
         attempt = Attempt.create(config)
         plan = make_plan(
@@ -141,24 +141,24 @@ class JobStep:
             )
 
     def poll(self) -> int | None:
-        """Return the highest exit code of its tasks, or None while one runs."""
+        """Return the highest exit code of the tasks, or None while one runs."""
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for its tasks at most `timeout_s`; return what `poll` then would."""
+        """Wait for the tasks at most `timeout_s`; return their exit code as `poll` does."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_s)
         return None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all its tasks, through srun."""
+        """Send a signal to all tasks, through srun."""
         self._process.send_signal(number)
 
     def report(self, code: int) -> None:
-        """Print that it ended, with srun's messages and the end of the failed rank's log."""
+        """Print that this side ended, with srun's messages and the end of the failed rank's log."""
         lines = self._log.read_text(errors="replace").splitlines()
         messages = "\n".join(line for line in lines if line.startswith("srun: "))
-        text = f"\nqurl: the {self._role} side ended with code {code}; srun said:\n{messages}\n"
+        text = f"\nqurl: the {self._role} side ended with code {code}; srun printed:\n{messages}\n"
         task = re.search(r"task[s]? (\d+)", messages)
         if self._role == "learner" and task:
             log = self._attempt.rank_log(int(task[1]))
@@ -166,7 +166,7 @@ class JobStep:
         print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """End its tasks at once; Slurm ends those that remain, with the job."""
+        """End the tasks at once; Slurm ends those that remain, with the job."""
         if self.poll() is None:
             self.signal(signal.SIGUSR2)
             self.wait(END_TIMEOUT_S)
@@ -209,7 +209,7 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
 
 
 def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
-    """Return whether every node has what the run needs; print a line for each thing it lacks."""
+    """Check that every node has what the run needs; print a line for each problem."""
     reports = attempt.logs / "preflight"
     reports.mkdir()
     steps = [
@@ -300,13 +300,13 @@ def requeue(max_restarts: int) -> None:
 
 
 def is_preempted() -> bool:
-    """Return whether Slurm is taking the job's nodes for another job."""
+    """Return True if Slurm is taking the job's nodes for another job."""
     shown = _output("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
     return re.search(r"PreemptTime=\d", shown) is not None
 
 
 def signal_lead_s(run_dir: Path) -> int:
-    """Return how many seconds before its time limit a job must be told to stop.
+    """Return how many seconds before its time limit a job must be asked to stop.
 
     That is the run's longest step, its longest save, and the minute by which Slurm may send the
     signal late.
@@ -322,7 +322,7 @@ def signal_lead_s(run_dir: Path) -> int:
 
 
 def job_end_time() -> float:
-    """Return the Unix time of the job's limit, infinite if it has none."""
+    """Return the Unix time of the job's time limit; infinity if it has none."""
     job = os.environ["SLURM_JOB_ID"]
     end = _output("squeue", "--noheader", f"--jobs={job}", "--format=%e").split()
     try:
@@ -356,14 +356,14 @@ def main() -> None:
     job.add_argument("--max-restarts", type=int, default=20)
     job.add_argument("recipe")
     job.add_argument("overrides", nargs="*", metavar="field=value")
-    lead = commands.add_parser("lead", help="print how long before its limit a job must be told")
+    lead = commands.add_parser("lead", help="print N of --signal=B:USR1@N")
     lead.add_argument("run_dir", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "lead":
         print(signal_lead_s(arguments.run_dir))
         return
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
-    with refusals():
+    with exit_on_bad_input():
         config = prepare_resume_or_new(arguments.recipe, arguments.overrides)
     if (config.run_dir / "summary.json").exists():
         print(f"{config.run_dir} is finished")

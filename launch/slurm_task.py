@@ -2,10 +2,10 @@
 
     preflight LOGS TOKEN    one task per node: report what the node lacks for its part of the plan
     rollout LOGS            one task per node: start its servers, write their addresses, watch them
-    learner LOGS            one task per rank
+    learner LOGS            one task per rank: train
 
-All read LOGS/plan.json. USR2 ends a task at once. USR1 and TERM, which Slurm sends to every process
-of a step, ask the learner to stop early; the servers ignore them.
+All tasks read LOGS/plan.json. USR2 ends a task at once. USR1 and TERM, which Slurm sends to every
+process of a step, ask the learner to stop early; the servers ignore them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def installed_gpus() -> int | None:
 def rollout(logs: Path) -> int:
     """Start this node's servers, write their addresses, and watch them; return an exit code.
 
-    It is 1 when a server dies and 0 after USR2.
+    The code is 1 when a server dies and 0 after USR2.
     """
     received: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
@@ -152,7 +152,7 @@ def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list
     """Wait until every rollout node has written its servers; return them by set.
 
     Raises:
-        TimeoutError: a node has written none in `timeout_s`.
+        TimeoutError: a node has not written its servers after `timeout_s` seconds.
     """
     from qurl_megatron.rollout.server import load_servers
 

@@ -1,4 +1,4 @@
-"""Progress of a run, from its directory, its owner and Slurm's queue."""
+"""Report the progress of a run from its directory, its owner and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def slurm_jobs(run_dir: Path) -> list[str]:
 
 
 def newest_logs(run_dir: Path) -> list[Path]:
-    """Return the logs of the run's last start: its Slurm job's, its servers', its ranks'.
+    """Return the logs of the run's last attempt: of its Slurm job, its servers and its ranks.
 
     Raises:
         ConfigError: the run has no logs.

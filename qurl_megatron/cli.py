@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.prepare import load_recipe, prepare_new, prepare_resume, recipe_names, refusals
+from launch.prepare import (
+    exit_on_bad_input,
+    load_recipe,
+    prepare_new,
+    prepare_resume,
+    recipe_names,
+)
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
@@ -74,7 +80,7 @@ def doctor() -> None:
 @app.command()
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
-    with refusals():
+    with exit_on_bad_input():
         from qurl_megatron.config.overrides import with_overrides
         from qurl_megatron.config.yaml_file import commented_yaml
 
@@ -88,21 +94,21 @@ def train(recipe: RecipeName, overrides: Overrides = None) -> None:
     from launch import local
     from qurl_megatron.device import num_gpus
 
-    with refusals():
+    with exit_on_bad_input():
         config = prepare_new(recipe, overrides or [], num_gpus())
     sys.exit(local.run(config))
 
 
 @app.command()
 def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
-    """Resume a run from its newest checkpoint, or from its start if it has none.
+    """Resume a run from its newest checkpoint, or start it again if it has none.
 
     The learner's layout may differ from that of the checkpoint.
     """
     from launch import local
     from qurl_megatron.device import num_gpus
 
-    with refusals():
+    with exit_on_bad_input():
         config = prepare_resume(run_dir, overrides or [], num_gpus())
     sys.exit(local.run(config))
 
@@ -128,7 +134,7 @@ def launch(
         str | None, typer.Option(help="Time limit of each job, such as 04:00:00.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Number of GPUs of a node. Default: 8.")
+        int | None, typer.Option(help="Number of GPUs per node. Default: 8.")
     ] = None,
     heterogeneous: Annotated[
         bool,
@@ -157,7 +163,7 @@ def launch(
 
     A job that runs out of time or is preempted is requeued and resumes its run.
     """
-    with refusals():
+    with exit_on_bad_input():
         from launch import experiment
         from qurl_megatron.config.schema import ConfigError
 
@@ -200,7 +206,7 @@ def status(
     """Show how far runs have come, and whether they are running."""
     from launch.status import status
 
-    with refusals():
+    with exit_on_bad_input():
         for run_dir in run_dirs:
             print(f"{run_dir}: {status(run_dir)}", flush=True)
 
@@ -210,11 +216,11 @@ def logs(
     run_dir: RunDir,
     lines: Annotated[int, typer.Option(help="Number of lines of each log.")] = 20,
 ) -> None:
-    """Show the last lines of a run's newest logs: of its job, its servers and its learner ranks."""
+    """Show the last lines of the newest logs of a run's job, servers and learner ranks."""
     from launch.status import newest_logs
     from qurl_megatron.process import tail
 
-    with refusals():
+    with exit_on_bad_input():
         for path in newest_logs(run_dir):
             print(f"==> {path} <==\n{tail(path, lines)}\n")
 
@@ -227,7 +233,7 @@ def export(
     destination: NewDirectory,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
-    with refusals(), progress_bar("exporting") as progress:
+    with exit_on_bad_input(), progress_bar("exporting") as progress:
         from qurl_megatron.weight_sync.export import export_checkpoint
 
         export_checkpoint(checkpoint, destination, progress)
@@ -248,7 +254,7 @@ def evaluate(
     ],
 ) -> None:
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
-    with refusals():
+    with exit_on_bad_input():
         from launch import evaluate
         from qurl_megatron.config.overrides import with_overrides
         from qurl_megatron.loop.avg_at_k import EvalConfig
@@ -277,7 +283,7 @@ def report(
     from qurl_megatron.report.page import write_report
 
     output = output or run_dirs[0] / "report" / "index.html"
-    with refusals():
+    with exit_on_bad_input():
         write_report(run_dirs, output)
     print(f"{output} is ready")
 
@@ -292,14 +298,14 @@ def quantize(
 ) -> None:
     """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
 
-    Interrupted, it continues where it stopped when it is called again.
+    If it is interrupted, call it again: it continues where it stopped.
     """
     from typing import get_args
 
     from qurl_megatron.config.schema import ConfigError, WeightFormat
     from qurl_megatron.quantization.offline import quantize_directory
 
-    with refusals(), progress_bar(f"quantizing to {weight_format}") as progress:
+    with exit_on_bad_input(), progress_bar(f"quantizing to {weight_format}") as progress:
         if weight_format not in get_args(WeightFormat):
             raise ConfigError(
                 f"--format {weight_format}: formats are {', '.join(get_args(WeightFormat))}"
@@ -317,12 +323,13 @@ def uaq(
 ) -> None:
     """Scale a Hugging Face directory for update-aware quantization (UAQ), or undo the scaling.
 
-    It then prints how much the model's logits changed.
+    Then print how much the model's logits changed.
     """
     from qurl_megatron.config.schema import ConfigError, UaqConfig
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
-    with refusals(), progress_bar("undoing UAQ" if undo else f"scaling by {scale}") as progress:
+    title = "undoing UAQ" if undo else f"scaling by {scale}"
+    with exit_on_bad_input(), progress_bar(title) as progress:
         if not 0 < scale < float("inf"):
             raise ConfigError(f"--scale {scale}: must be a positive finite number")
         if undo:
@@ -373,13 +380,13 @@ def plan_command(
 ) -> None:
     """Estimate the memory and time that a run needs on H100s; nothing is allocated.
 
-    A model gets the layout with the shortest step, unless a field sets one.
+    For a model, choose the layout with the shortest step, unless a field sets the layout.
 
-    A recipe keeps its own layout.
+    For a recipe, keep its own layout.
 
     If something does not fit, the error names the part that is too large.
     """
-    with refusals():
+    with exit_on_bad_input():
         from qurl_megatron.cli_plan import print_plan
         from qurl_megatron.planning.memory import Savings
         from qurl_megatron.planning.plan import plan_or_suggest
@@ -418,7 +425,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
 
 
 def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, bool]:
-    """Return the model's shape, the configuration, and whether that sets a layout.
+    """Return the model's shape, the configuration, and whether the configuration sets a layout.
 
     A recipe has its own configuration; a model gets that of recipes/scaling_32b.py.
 

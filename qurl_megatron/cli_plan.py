@@ -7,19 +7,19 @@ from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
-from qurl_megatron.planning.plan import Plan, layout_words
+from qurl_megatron.planning.plan import Plan, layout_overrides
 
 
 def print_plan(plan: Plan) -> None:
     """Print a plan: its layout, the memory of learner and servers, and the time of a step."""
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
-    console.print(f"{plan.gpus} H100: {' '.join(layout_words(config))}", soft_wrap=True)
+    console.print(f"{plan.gpus} H100: {' '.join(layout_overrides(config))}", soft_wrap=True)
     if plan.savings.names:
-        console.print(f"assumes what the learner lacks: {', '.join(plan.savings.names)}")
+        console.print(f"assumes features that the learner lacks: {', '.join(plan.savings.names)}")
     console.print(
         _table(
-            f"learner, {config.learner.world_size} GPUs: memory of the fullest",
+            f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU",
             f"GiB of {GPU_BYTES / GIB:.1f}",
             {
                 **_gib(plan.learner_bytes),
@@ -38,8 +38,8 @@ def print_plan(plan: Plan) -> None:
     )
     console.print(
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
-        f"publish sends {plan.publish_bytes / 1e9:.1f} GB. Formulas, their sources and what they "
-        "leave out: qurl_megatron/planning/memory.py and step_time.py. Errors of the estimate: "
+        f"publish sends {plan.publish_bytes / 1e9:.1f} GB. The formulas, their sources and what "
+        "they omit: qurl_megatron/planning/memory.py and step_time.py. The errors of the estimate: "
         "docs/findings.md.",
         soft_wrap=True,
     )

@@ -1,6 +1,6 @@
-"""`qurl doctor`: whether this machine has what a run needs. Nothing is started or changed.
+"""Check that this machine has what a run needs, for `qurl doctor`. Nothing is changed.
 
-Each check is a function that returns results; a check that fails itself becomes a result too.
+Each check is a function that returns results. A check that raises becomes a failed result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENOUGH_SHARED_BYTES = 2 * QuantizationConfig().bucket_bytes  # one is filled whi
 PROBE_TIMEOUT_S = 5
 
 # Smallest compute capability that serves each format. The servers compute in bfloat16, and
-# sgl_kernel is compiled for 8.0 and above; the fp8 bounds are those of its products.
+# sgl_kernel is compiled for 8.0 and above; the fp8 bounds are those of its matrix products.
 MIN_CAPABILITY = {
     "bf16": (8, 0),
     "int8": (8, 0),
@@ -46,16 +46,16 @@ MIN_CAPABILITY = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one check has to say."""
+    """The result of one check."""
 
     status: Literal["ok", "!!", "--"]
-    """ok: there and right. !!: wrong, and a run needs it. --: not there, and rarely needed."""
+    """ok: present and right. !!: a run needs it, and it is wrong. --: absent, and rarely needed."""
 
     name: str
-    """What was checked."""
+    """The subject of the check."""
 
     text: str
-    """What is there, or what to do."""
+    """The finding, or the remedy."""
 
 
 def check_machine() -> list[Result]:
@@ -75,7 +75,7 @@ def check_machine() -> list[Result]:
         "Slurm": lambda: [check_slurm(shutil.which, slurm_version)],
         "InfiniBand": lambda: [check_infiniband(INFINIBAND)],
     }
-    return [result for name, check in checks.items() for result in guarded(name, check)]
+    return [result for name, check in checks.items() for result in run_check(name, check)]
 
 
 def page(results: list[Result]) -> str:
@@ -93,8 +93,8 @@ def page(results: list[Result]) -> str:
     )
 
 
-def guarded(name: str, check: Callable[[], Iterable[Result]]) -> list[Result]:
-    """Return the results of a check, or one that says why it could not be made."""
+def run_check(name: str, check: Callable[[], Iterable[Result]]) -> list[Result]:
+    """Run a check and return its results, or one failed result if it raises."""
     try:
         return list(check())
     except Exception as error:
@@ -152,8 +152,8 @@ def check_gpus(gpus: list[Any], driver: str | None) -> Iterator[Result]:
         yield Result(
             "!!",
             "GPUs",
-            f"driver {driver} is there, but torch sees no GPU; check that the driver is new enough "
-            "for torch's CUDA, and that CUDA_VISIBLE_DEVICES does not hide them",
+            f"driver {driver} is installed, but torch sees no GPU; check that the driver is new "
+            "enough for torch's CUDA, and that CUDA_VISIBLE_DEVICES does not hide them",
         )
     elif not gpus:
         yield Result("--", "GPUs", "none; only needed for larger models than the quickstart's")
@@ -183,7 +183,7 @@ def check_gpus(gpus: list[Any], driver: str | None) -> Iterator[Result]:
 
 
 def check_transformer_engine(has_gpu: bool, is_installed: bool) -> Result:
-    """Check that Transformer Engine is installed beside a GPU only."""
+    """Check that Transformer Engine is not installed on a machine without a GPU."""
     name = "Transformer Engine"
     if has_gpu and is_installed:
         return Result("ok", name, "installed")
@@ -241,7 +241,7 @@ def check_slurm(which: Callable[[str], str | None], version: Callable[[], str]) 
     """Check Slurm's commands; `which` returns a command's path, or None."""
     missing = [command for command in SLURM_COMMANDS if which(command) is None]
     if len(missing) == len(SLURM_COMMANDS):
-        return Result("--", "Slurm", "not there; only needed for `qurl launch --executor slurm`")
+        return Result("--", "Slurm", "absent; only needed for `qurl launch --executor slurm`")
     if missing:
         return Result("!!", "Slurm", f"{', '.join(missing)} not found; complete the Slurm client")
     return Result("ok", "Slurm", f"{version()}: {', '.join(SLURM_COMMANDS)}")
@@ -258,7 +258,7 @@ def check_infiniband(directory: Path) -> Result:
 def requirements() -> dict[str, str | None]:
     """Return the package's requirements: name -> pinned version, or None.
 
-    They are those of the installed distribution; without any, those of the checkout's
+    They come from the installed distribution, or if there is none from the checkout's
     requirements.txt.
     """
     try:
@@ -306,7 +306,7 @@ def driver_version() -> str | None:
 
 
 def slurm_version() -> str:
-    """Return what Slurm calls its version, such as `slurm 23.11.4`."""
+    """Return Slurm's version, such as `slurm 23.11.4`."""
     return _output(["sinfo", "--version"]).strip() or "unknown version"
 
 
@@ -324,7 +324,7 @@ def connect_on_loopback() -> None:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a command prints, or nothing if it is missing, fails or takes too long."""
+    """Return what a command prints; an empty string if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(
             command,

@@ -12,12 +12,12 @@ PARTIAL = ".partial"
 
 
 def partial_of(directory: Path) -> Path:
-    """Return the path under which a directory is filled, until `rename_whole` names it."""
+    """Return the path of a directory while it is filled, before `rename_whole` renames it."""
     return directory.with_name(directory.name + PARTIAL)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON Lines file, or none if it does not exist.
+    """Return the objects of a JSON Lines file; an empty list if the file does not exist.
 
     A last line without a line break is dropped: its writer was interrupted.
     """
@@ -31,7 +31,7 @@ def write_whole(
     """Write a file atomically.
 
     Args:
-        content: the text, or a function that writes the file at the path it is given.
+        content: the text, or a function that writes the file at a given path.
         private: only this user may read the file.
     """
     unfinished = path.with_name(path.name + ".unfinished")

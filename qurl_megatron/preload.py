@@ -1,8 +1,8 @@
 """Processes that share their imports: one process imports, and forks a child for each request.
 
 Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. A fork of a
-process that has imported it starts at once. A child differs from a fresh process only in that: it
-has its own session, environment, log file and exit code, and the kernel kills it with its parent.
+process that has imported it starts at once. In all else a child is like a fresh process: it has its
+own session, environment, log file and exit code, and the kernel kills it with its parent.
 
 A fork copies the calling thread only, so the parent must have no other thread; `_serve` checks it.
 On a machine with a GPU nothing is forked: a CUDA context does not survive a fork.
@@ -32,7 +32,7 @@ from qurl_megatron import device
 from qurl_megatron.process import die_with_parent, end_only_with_parent, tail
 
 POLL_S = 0.05
-# numpy and pyarrow start threads when they are imported, unless told otherwise.
+# numpy and pyarrow start threads when they are imported, unless these variables forbid it.
 NO_THREADS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -46,7 +46,7 @@ class PreloadFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Request:
-    """What a child is to be."""
+    """The process that a child turns into."""
 
     function: str  # module:function, called with `arguments`
     arguments: list[str]
@@ -59,7 +59,7 @@ class _Request:
 
 
 class Preload:
-    """A parent process, seen from the process that starts it and asks it for children.
+    """The handle of a parent process, with which its starter requests children.
 
     Use it as a context manager: leaving it kills the parent, and with it every child.
     """
@@ -81,13 +81,13 @@ class Preload:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the starter to handle
+                start_new_session=True,  # only the starter handles Ctrl-C
                 preexec_fn=end_only_with_parent,
             )
         theirs.close()
 
     def wait_ready(self, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Return when the preparations are done, or the caller has `given_up`.
+        """Wait until the preparations are done, or `given_up()` returns True.
 
         Raises:
             PreloadFailed: the parent died.
@@ -112,7 +112,7 @@ class Preload:
     ) -> ForkedProcess:
         """Fork a child that calls `function` (`module:function`) with `arguments`.
 
-        Waits until the parent has done its preparations.
+        Wait first until the parent has done its preparations.
 
         Raises:
             PreloadFailed: the parent died.
@@ -130,9 +130,9 @@ class Preload:
         return ForkedProcess(self, self._ask(request))
 
     def signal(self, pid: int, number: int) -> int | None:
-        """Send a child a signal if it runs, none for number 0; return its exit code if it ended.
+        """Send a signal to a child that still runs; return the exit code of one that has ended.
 
-        The code is negative for a process that a signal ended.
+        Number 0 sends no signal. The code is negative for a process that a signal ended.
         """
         try:
             return self._ask((pid, number))
@@ -149,8 +149,7 @@ class Preload:
 
     def _failed(self) -> PreloadFailed:
         return PreloadFailed(
-            f"the process that imports for the others died; {self._log_file} ends:\n"
-            f"{tail(self._log_file)}"
+            f"the preload process died; {self._log_file} ends:\n{tail(self._log_file)}"
         )
 
     def close(self) -> None:
@@ -175,7 +174,7 @@ class ForkedProcess:
         self._preload = preload
 
     def poll(self) -> int | None:
-        """Return the exit code, None while the process runs."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             self.returncode = self._preload.signal(self.pid, 0)
         return self.returncode
@@ -210,7 +209,7 @@ class ForkedProcess:
 def _serve(connection: Connection) -> _Request | None:
     """Answer requests in the parent until the starter is gone; return a request in its child."""
     gc.freeze()  # a collection would write to, and so copy, every page that children share
-    exit_codes: dict[int, int | None] = {}  # of all children; None while one runs
+    exit_codes: dict[int, int | None] = {}  # one per child; None while it runs
     while True:
         _reap(exit_codes)
         try:
@@ -232,7 +231,7 @@ def _serve(connection: Connection) -> _Request | None:
         pid = os.fork()
         if pid == 0:
             die_with_parent()
-            if os.getppid() != parent:  # it died first
+            if os.getppid() != parent:  # it died before die_with_parent
                 os._exit(1)
             return question
         exit_codes[pid] = None
@@ -240,7 +239,7 @@ def _serve(connection: Connection) -> _Request | None:
 
 
 def _reap(exit_codes: dict[int, int | None]) -> None:
-    """Note the exit codes of children that have ended since, so that none stays a zombie."""
+    """Record the exit codes of children that have ended, so that none stays a zombie."""
     while any(code is None for code in exit_codes.values()):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:

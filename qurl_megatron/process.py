@@ -12,7 +12,7 @@ from pathlib import Path
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """Return the last lines of a log, each cut short: SGLang prints all its settings on one."""
+    """Return the last lines of a log, truncated: SGLang prints all its settings on one line."""
     last = log_file.read_text(errors="replace").splitlines()[-lines:]
     return "\n".join(line[:LOG_LINE_LENGTH] for line in last)
 
@@ -42,7 +42,7 @@ def die_with_parent() -> None:
 
 
 def end_only_with_parent() -> None:
-    """Have the kernel end a child with its parent, and let no launcher's signal end it before."""
+    """Have the kernel kill this process when its parent ends, and block the launcher's signals."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
 
@@ -50,10 +50,11 @@ def end_only_with_parent() -> None:
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it has ended.
 
-    A pid and its start ticks name one process, also after the kernel has given the pid to another.
+    A pid and its start ticks identify a process, even after the kernel has reused the pid.
     """
     try:
-        # The name, in brackets, may hold spaces; the state comes after it, and the start 19 later.
+        # The process name, in parentheses, may hold spaces. The first field after it is the state,
+        # the twentieth is the start time.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -3,7 +3,7 @@
     qurl train dapo_aime model=DIR data=dapo-math-17k.parquet \\
         evaluation.data.aime24=aime-2024.parquet
 
-What it needs:
+Requirements:
 
 - `model`: Qwen2.5-7B-Math as a Hugging Face directory.
 - `data` and the evaluation file: DAPO's own parquet files, in verl's format (`prompt`, a list of
@@ -11,7 +11,7 @@ What it needs:
 - 8 GPUs for the learner (tensor-parallel 4, data-parallel 2) and GPUs for the servers. It was never
   run on GPUs.
 
-Where its numbers come from:
+Sources of the settings:
 
 - QuRL, Section 5.1: 512 prompts of 16 responses, 200 steps, learning rate 1e-6, clipping at 0.2 and
   0.28, no KL penalty, Avg@1, and Avg@32 at temperature 1 and top_p 0.7.

@@ -3,17 +3,17 @@
     qurl train deepscaler_grpo model=DIR data=deepscaler.json \\
         evaluation.data.aime24=aime.json evaluation.data.math500=math.json [...]
 
-What it needs:
+Requirements:
 
 - `model`: DeepSeek-R1-Distill-Qwen-1.5B as a Hugging Face directory.
 - `data`: the DeepScaleR preview dataset, 40k problems with `problem` and `answer`. Its
   `deepscaler.json`, the directory it comes in and a parquet file all work.
-- Evaluation files with the same fields, each a word `evaluation.data.NAME=FILE`. The paper's are
+- Evaluation files with the same fields, each given as `evaluation.data.NAME=FILE`. The paper's are
   AIME 2024, AMC 2023, MATH 500, Minerva and OlympiadBench.
 - 8 GPUs of 80 GB for the learner (tensor-parallel 2, data-parallel 4) and GPUs for the servers. It
   was never run on GPUs.
 
-Where its numbers come from:
+Sources of the settings:
 
 - QuRL, Section 5.1: 256 prompts per step; 800 steps of 8 responses of up to 8k tokens, 400 steps of
   16 of up to 16k and 400 steps of 16 of up to 24k; learning rate 1e-6; KL coefficient 1e-3;

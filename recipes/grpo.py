@@ -1,13 +1,13 @@
 """GRPO with QuRL on your own model and problems: `qurl train grpo model=DIR data=FILE`.
 
-What it needs:
+Requirements:
 
 - `model`: a Hugging Face directory (Qwen2, Qwen2.5, Qwen3 or Llama).
 - `data`: a jsonl file with `question` and `answer` on each line, or any other format that
-  `qurl_megatron/data/prompts.py` reads.
+  `qurl_megatron/data/problems.py` reads.
 
-Its numbers are those of the QuRL paper (Section 5) for DeepScaleR's first stage. The recipe
-`deepscaler_grpo` has the later stages.
+The settings are those of the QuRL paper (Section 5) for DeepScaleR's first stage. The recipe
+`deepscaler_grpo` has the later stages too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     qurl train gsm8k_ppo model=DIR data=GSM8K/main evaluation.data.gsm8k=GSM8K/main:test
 
-What it needs:
+Requirements:
 
 - `model`: Qwen2.5-0.5B-Instruct as a Hugging Face directory.
 - `data`: GSM8K as the Hugging Face Hub has it, a directory with `train-*.parquet` and
@@ -10,7 +10,7 @@ What it needs:
   files of GSM8K work too.
 - One GPU of 80 GB for the learner. It was never run on a GPU.
 
-Where its numbers come from:
+Sources of the settings:
 
 - QuRL, Section 5.1: all 7.4k problems, 256 per step, 15 epochs of 29 steps, up to 512 tokens per
   response, learning rate 1e-5, no update-aware quantization at this learning rate, greedy decoding

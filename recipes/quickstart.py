@@ -1,6 +1,6 @@
 """The whole loop on a laptop: a Qwen2 model of 1.2M parameters learns to spell words backward.
 
-It needs nothing: no download, no GPU. The model starts from random weights. A short supervised
+It needs no download and no GPU. The model starts from random weights. A short supervised
 warm-up brings it to about a third of the words, and QuRL improves it from there. Task and verifier
 are reasoning-gym's `spell_backward` with words of five letters. Held-out words are never trained
 on.
@@ -23,7 +23,7 @@ from qurl_megatron.config.schema import (
     WarmupConfig,
 )
 
-# The beginning of every question is one token; every other byte is its own token.
+# The fixed beginning of every question is one token; every other byte is a token of its own.
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
 _DIMENSIONS = {
     "hidden_size": 192,

@@ -1,14 +1,14 @@
 """32B models on 16 to 256 H100s: `qurl train scaling_32b model=DIR data=FILE`.
 
-What it needs:
+Requirements:
 
 - `model`: Qwen2.5-32B or Qwen3-32B as a Hugging Face directory.
 - `data`: a jsonl file with `question` and `answer` on each line.
 
-`study` has a run for each model, number of GPUs and weight format. `recipe` is the one on 64 GPUs
-in INT8.
+`study` returns the configuration for a model, a number of GPUs and a weight format. `recipe`
+returns that for 64 GPUs and INT8.
 
-Where its numbers come from:
+Sources of the settings:
 
 - QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 responses of up to 8k tokens, 800
   steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
@@ -94,7 +94,7 @@ def recipe() -> Config:
 
 
 def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
-    """Return the run of a model on a number of GPUs in `LAYOUTS`.
+    """Return the configuration for a model on a number of GPUs in `LAYOUTS`.
 
     `model` is a directory or a name in `ARCHITECTURES`.
     """

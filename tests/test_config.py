@@ -108,7 +108,7 @@ def test_evaluation_files_have_names() -> None:
 def test_evaluation_server_runs_only_if_there_is_something_to_measure(
     words: str, runs: bool
 ) -> None:
-    assert with_overrides(Config(), words.split()).evaluation.wanted is runs
+    assert with_overrides(Config(), words.split()).evaluation.enabled is runs
 
 
 def test_saved_configuration_loads_back_equal(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_machine_without_gpus_serves_on_the_cpu() -> None:
 
 def test_a_driver_without_visible_gpus_is_wrong() -> None:
     gpus, _ = doctor.check_gpus([], "470.1")
-    assert gpus.status == "!!" and "driver 470.1 is there, but torch sees no GPU" in gpus.text
+    assert gpus.status == "!!" and "driver 470.1 is installed, but torch sees no GPU" in gpus.text
 
 
 def test_transformer_engine_without_a_gpu_is_wrong() -> None:
@@ -188,7 +188,7 @@ def test_a_check_that_raises_becomes_a_result() -> None:
     def broken() -> Iterable[Result]:
         raise ImportError("libcuda.so.1:\n cannot open")
 
-    assert doctor.guarded("GPUs", broken) == [
+    assert doctor.run_check("GPUs", broken) == [
         Result("!!", "GPUs", "the check failed: ImportError: libcuda.so.1: cannot open")
     ]
 

@@ -12,7 +12,8 @@ import pytest
 from launch import slurm, slurm_task
 from launch.attempt import Attempt
 from launch.placement import JobPlan, NodePlan, make_plan, server_specs, smallest_plan
-from launch.prepare import check_name, prepare_resume_or_new
+from launch.prepare import prepare_resume_or_new
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -193,10 +194,10 @@ def test_a_job_without_a_name_for_its_run_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["$(touch x)", "a;b", "a b", "a\nb", "../a", "-a", ".a", "a%j"])
 def test_a_name_that_is_unsafe_in_a_shell_or_a_path_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="use letters, digits and"):
-        check_name(name)
+    with pytest.raises(ConfigError, match="a run's name has letters, digits and"):
+        with_overrides(Config(), [f"name={name}"])
 
 
 def test_names_of_default_runs_and_sweeps_are_accepted() -> None:
     for name in ("first", "grpo-20250101-120000", "sweep-acr-int8-1.5", "x-_a_b.jsonl", "a+b"):
-        check_name(name)
+        assert with_overrides(Config(), [f"name={name}"]).name == name

@@ -187,7 +187,7 @@ def test_directory_of_several_data_sets_is_refused_and_they_are_named(tmp_path: 
         write_parquet(tmp_path / name / "train-00000-of-00001.parquet", *numbered(number))
         configs.append({"config_name": name, "data_files": f"{name}/train-*"})
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    with pytest.raises(DataError, match=r"\['main', 'socratic'\].*give one that is"):
+    with pytest.raises(DataError, match=r"\['main', 'socratic'\].*give the directory of one"):
         questions(str(tmp_path))
     assert questions(str(tmp_path / "socratic")) == ["1 + 1?"]
 
@@ -201,7 +201,7 @@ def test_broken_shard_is_named_with_its_line_number(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="saved split train row 2: answer is missing"):
         questions(str(tmp_path / "saved"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: not the directory of one data set") as refusal:
+    with pytest.raises(DataError, match="empty: not the directory of one dataset") as refusal:
         questions(str(tmp_path / "empty"))
     assert "\n" not in str(refusal.value)
 

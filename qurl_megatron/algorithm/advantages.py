@@ -1,4 +1,4 @@
-"""Advantages: how much better than expected a completion (GRPO) or a token (PPO) was.
+"""Advantages: how much better a completion (GRPO) or a token (PPO) was than expected.
 
 DAPO (Yu et al., 2025) is GRPO with a looser upper clip and a token mean, which are settings of the
 objective, a soft penalty for long responses, and a replacement of zero-variance groups.
@@ -32,7 +32,7 @@ def _group_advantages(rewards: list[float], epsilon: float) -> list[float]:
 def is_zero_variance(rewards: list[float]) -> bool:
     """Return True for a group of equal rewards, whose advantages are all 0.
 
-    It teaches nothing; DAPO's dynamic sampling replaces it by the group of another prompt.
+    Such a group gives no gradient. DAPO's dynamic sampling replaces it by that of another prompt.
     """
     return len(set(rewards)) <= 1
 

@@ -1,4 +1,4 @@
-"""The data that modules hand to each other: prompts, completions, groups and training batches.
+"""The data that modules pass to each other: prompts, completions, groups and training batches.
 
 Position `t` of every `[batch, time]` tensor belongs to token `t`: `behaviour_logprobs[i, t]` is
 the log-probability of `tokens[i, t]` given `tokens[i, :t]`. All log-probs are natural, float32,

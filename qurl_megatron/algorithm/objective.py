@@ -2,14 +2,14 @@
 
 QuRL ("QuRL: Efficient Reinforcement Learning with Quantized Rollout") samples completions from a
 quantized copy of the policy, because that is fast, and trains the policy in full precision. The two
-give a sampled token different probabilities: the train-inference mismatch. To ignore it biases the
-gradient, and to correct for it carelessly makes training collapse.
+give a sampled token different probabilities: the train-inference mismatch. Ignoring it biases the
+gradient, and correcting for it carelessly makes training collapse.
 
 Each sampled token has three log-probs:
 
 - `behaviour_logprobs`: from the quantized engine that sampled it;
 - `proximal_logprobs`: from the learner before any update of this step, in full precision;
-- `current_logprobs`: from the learner now, the only one with a gradient.
+- `current_logprobs`: from the learner during its updates, the only one with a gradient.
 
 They make two ratios of probabilities:
 
@@ -172,7 +172,7 @@ class PolicyLoss:
         batch: TrainBatch,
         loss_weights: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss, and its stats with `current_proximal_abs_diff`, a sum over tokens."""
+        """Return the loss and its stats, plus `current_proximal_abs_diff`, a sum over tokens."""
         assert batch.proximal_logprobs is not None and batch.advantages is not None
         output = policy_objective(
             current_logprobs,
@@ -202,7 +202,7 @@ def value_loss(
 ) -> ObjectiveOutput:
     """Return PPO's clipped value loss: half the larger of two squared errors, weighted and summed.
 
-    One is the error of `values`, the other the error of `values` kept within `value_clip` of
+    The two errors are those of `values` and of `values` clipped to within `value_clip` of
     `old_values`, which are the values before the update. All tensors are `[batch, time]` float32.
     Only `values` has a gradient, and positions with a loss weight of 0 contribute nothing.
 

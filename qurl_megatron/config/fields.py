@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 @dataclasses.dataclass(frozen=True)
 class FieldDescription:
-    """One leaf field of a configuration, described for a person."""
+    """The description of one leaf field of a configuration."""
 
     path: str
     """Dotted path, as in `field=value`."""
@@ -27,7 +27,7 @@ class FieldDescription:
     """Accepted values, such as `int >= 1`, `"naive" | "tis"` or `int >= 1 or null`."""
 
     default: str
-    """Default value, as it is written in YAML."""
+    """Default value, in YAML."""
 
     meaning: str
     """The field's docstring, on one line."""
@@ -37,9 +37,9 @@ class FieldDescription:
 
 
 def describe(kind: type, prefix: str = "") -> Iterator[FieldDescription]:
-    """Yield every leaf field of a dataclass and of the dataclasses in it, in their order.
+    """Yield every leaf field of a dataclass and of the dataclasses in it, in order.
 
-    `prefix` is put before each path. A field that is a dataclass yields its own fields, with the
+    Each path starts with `prefix`. A field that is a dataclass yields its own fields, with the
     defaults that `kind` gives them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Overrides: the `field=value` words that change a configuration."""
+"""Apply `field=value` overrides to a configuration."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ T = TypeVar("T")
 _ABSENT = object()
 
 
-def with_overrides(config: T, words: list[str]) -> T:
-    """Return `config`, a dataclass, with each `field=value` word applied.
+def with_overrides(config: T, overrides: list[str]) -> T:
+    """Return `config`, a dataclass, with each `field=value` override applied.
 
-    A field of a section is written with its dotted path: `rollout.top_k=-1`.
+    The field of a section is given by its dotted path: `rollout.top_k=-1`.
 
     Raises:
-        ConfigError: a word without `=`, an unknown field, or a value of the wrong type.
+        ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
     """
     tree = dataclasses.asdict(config)  # type: ignore[call-overload]
-    for word in words:
-        path, equals, value = word.partition("=")
+    for override in overrides:
+        path, equals, value = override.partition("=")
         if not equals:
-            raise ConfigError(f"{word}: not of the form field=value")
+            raise ConfigError(f"{override}: not of the form field=value")
         *parents, leaf = path.split(".")
         node, is_known = tree, True
         for parent in parents:
@@ -45,27 +45,27 @@ def with_overrides(config: T, words: list[str]) -> T:
             node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"{word}: not readable as YAML ({reason})") from None
+            raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
     return from_tree(type(config), tree)
 
 
 def overrides_between(config: T, changed: T) -> list[str]:
-    """Return the `field=value` words that turn `config` into `changed`, of the same dataclass.
+    """Return the `field=value` overrides that turn `config` into `changed`, of the same dataclass.
 
-    No word can remove a key of a free-form dict, so keys that only `config` has stay.
+    No override can remove a key of a free-form dict, so keys that only `config` has stay.
     """
     before, after = (leaf_values(dataclasses.asdict(each)) for each in (config, changed))  # type: ignore[call-overload]
-    words = []
+    overrides = []
     for field, value in after.items():
         if field in FREE_FORM_FIELDS:
-            words += [
+            overrides += [
                 f"{field}.{key}={json.dumps(part)}"
                 for key, part in value.items()
                 if before[field].get(key, _ABSENT) != part
             ]
         elif value != before[field]:
-            words.append(f"{field}={'null' if value is None else value}")
-    return words
+            overrides.append(f"{field}={'null' if value is None else value}")
+    return overrides
 
 
 def _plain(value: str) -> str | None:
@@ -82,7 +82,7 @@ def _suggestion(path: str, kind: type[Any]) -> str:
 def _closest(path: str, fields: Iterable[str]) -> list[str]:
     """Return the fields of the same name, else of the most similar name, else of a similar path.
 
-    Where `path` names a section, similar names are those of its fields.
+    If `path` names a section, only its fields are searched for similar names.
     """
     section, _, leaf = path.rpartition(".")
     leaves = {field: field.rpartition(".")[2] for field in fields}

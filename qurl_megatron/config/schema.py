@@ -1,6 +1,6 @@
-"""The configuration of a run: dataclasses whose every field has a default and a docstring.
+"""The configuration of a run: dataclasses with a docstring below every field.
 
-A recipe is a function that returns a `Config`. `with_overrides` applies `field=value` words to it
+A recipe is a function that returns a `Config`. `with_overrides` applies overrides to it
 and `validate` names the first field that does not fit. Both raise `ConfigError`, whose text is the
 one line a user sees. `fields.describe` reads the docstrings below the fields, so a type checker, an
 editor, `qurl config` and the documentation all show the same text.
@@ -33,7 +33,7 @@ TopP = Annotated[float, Gt(0), Le(1)]
 
 
 def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
-    """Return a validator that refuses text which `pattern` does not match whole."""
+    """Return a validator that refuses text unless `pattern` matches all of it."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -43,7 +43,7 @@ def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
-# Names become file names, job names of Slurm and words of shell commands.
+# Names become file names, Slurm job names and arguments of shell commands.
 RunName = Annotated[
     str,
     _matching(
@@ -74,8 +74,7 @@ OptionName = Annotated[
     ),
 ]
 
-# Exit code of a run that stopped early because it was asked to; `qurl resume` continues it.
-# EX_TEMPFAIL of sysexits.h.
+# Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75
 
 
@@ -94,11 +93,11 @@ class LearnerConfig:
     """Number of pipeline stages; each holds some of the layers."""
 
     data_parallel_size: Count = 1
-    """Number of copies of the model; each trains on its part of a batch."""
+    """Number of data-parallel replicas of the model; each trains on its share of a batch."""
 
     virtual_pipeline_parallel_size: Count = 1
-    """Number of parts that each pipeline stage is cut into, which shortens the pipeline bubble. 1:
-    not cut."""
+    """Number of virtual stages per pipeline stage; more of them shorten the pipeline bubble. 1: no
+    virtual stages."""
 
     layers_in_last_pipeline_stage: Count | None = None
     """Number of layers in the last pipeline stage, which also has the output layer. None: as many
@@ -128,7 +127,7 @@ class OptimizerConfig:
     """Megatron's Adam with its scheduler and gradient clipping."""
 
     learning_rate: NonNegative = 1e-6
-    """Learning rate after warm-up. It stays constant."""
+    """Learning rate after warm-up, where it stays constant."""
 
     warmup_steps: CountOrZero = 0
     """Number of optimizer steps over which the learning rate rises from 0. 0 disables."""
@@ -149,7 +148,7 @@ class OptimizerConfig:
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 disables."""
 
     minibatches_per_step: Count = 1
-    """Number of optimizer steps made from one rollout batch."""
+    """Number of optimizer steps per rollout batch."""
 
 
 @dataclasses.dataclass
@@ -171,30 +170,30 @@ class ObjectiveConfig:
     it."""
 
     aggregation: Aggregation = "sequence_mean"
-    """How token losses are averaged. sequence_mean: over each response, then over responses.
+    """The average of token losses. sequence_mean: over each response, then over responses.
     token_mean: over all tokens of the minibatch."""
 
     kl_coefficient: NonNegative = 0.0
-    """Weight of GRPO's KL penalty (the k3 estimator) towards the model before RL. 0 disables, and
-    no reference copy is kept."""
+    """Weight of GRPO's KL penalty (the k3 estimator) towards the model before RL. 0 disables it,
+    and no reference policy is kept."""
 
 
 @dataclasses.dataclass
 class CriticConfig:
     """PPO's value model: the policy's architecture with a value head, on the policy's ranks.
 
-    It exists only with `advantage_estimator=gae`. Its data-parallel size is what its tensor and
-    pipeline sizes leave of the policy's ranks.
+    It exists only with `advantage_estimator=gae`. Its data-parallel size is the policy's number of
+    ranks divided by the critic's tensor and pipeline sizes.
     """
 
     model: str = ""
-    """Hugging Face directory the critic starts from. Empty: the policy's."""
+    """Hugging Face directory that the critic starts from. Empty: the policy's."""
 
     tensor_parallel_size: Count | None = None
-    """Number of tensor-parallel ranks. None: as the policy."""
+    """Number of tensor-parallel ranks. None: the policy's."""
 
     pipeline_parallel_size: Count | None = None
-    """Number of pipeline stages. None: as the policy."""
+    """Number of pipeline stages. None: the policy's."""
 
     optimizer: OptimizerConfig = dataclasses.field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-5)
@@ -239,7 +238,7 @@ class UaqConfig:
     """Scale s that the weights are divided by. 1 leaves them as they are."""
 
     layer_scales: dict[int, Positive] = dataclasses.field(default_factory=dict)
-    """Scale s of single layers, by layer number from 0, in place of `scale`."""
+    """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
 
     through_value: bool = False
     """Also divide o_proj by s and multiply v_proj by s."""
@@ -291,7 +290,7 @@ class ServerConfig:
 
 @dataclasses.dataclass
 class StageConfig:
-    """A later stage of training: what it samples in place of `RolloutConfig`'s values."""
+    """A later stage of training: the values that replace those of `RolloutConfig`."""
 
     max_response_length: Count
     """Maximum response length, in tokens."""
@@ -302,7 +301,7 @@ class StageConfig:
 
 @dataclasses.dataclass
 class RolloutConfig:
-    """What is sampled at each rollout step, and the servers that sample it."""
+    """Sampling at each rollout step, and the servers that sample."""
 
     prompts_per_step: Count = 64
     """Number of prompts in one rollout step."""
@@ -338,7 +337,7 @@ class RolloutConfig:
     carry over."""
 
     servers: Count = 1
-    """Number of servers (replicas). They hold the same weights and share the prompts."""
+    """Number of server replicas. They hold the same weights and share the prompts."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """Each rollout server."""
@@ -369,7 +368,8 @@ class WarmupConfig:
     """Maximum number of supervised optimizer steps. 0 disables."""
 
     target_accuracy: Fraction = 0.35
-    """Accuracy at which the warm-up ends, as a fraction, on problems kept for that check."""
+    """Accuracy at which the warm-up ends, as a fraction. It is measured on training problems that
+    are set aside."""
 
     batch_size: Count = 128
     """Number of sequences in one supervised step."""
@@ -385,8 +385,8 @@ class WarmupConfig:
 class EvaluationConfig:
     """Accuracy of the full-precision weights, served in BF16.
 
-    Held-out problems of the run's own data are answered greedily (temperature 0). Data files of
-    their own get Avg@1 (greedy) and Avg@k (sampled).
+    Held-out problems of the run's own data are answered greedily (temperature 0). Each file in
+    `data` gets Avg@1 (greedy) and Avg@k (sampled).
     """
 
     problems: CountOrZero = 512
@@ -397,8 +397,8 @@ class EvaluationConfig:
     none."""
 
     data: dict[DataName, str] = dataclasses.field(default_factory=dict)
-    """Data files to evaluate on, by the name they are reported under; each value is written as the
-    run's `data` is."""
+    """Data files to evaluate on, by the name they are reported under; each value has the form of
+    the run's `data`."""
 
     k: CountOrZero = 0
     """Number of answers sampled to each problem of these files, for Avg@k. 0: Avg@1 only."""
@@ -417,18 +417,18 @@ class EvaluationConfig:
     """The evaluation server."""
 
     @property
-    def wanted(self) -> bool:
-        """Whether there is anything to measure, which takes a server."""
+    def enabled(self) -> bool:
+        """True if there is anything to measure, which requires an evaluation server."""
         return bool(self.data or (self.problems and self.held_out_fraction))
 
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    """Checkpoints that `qurl resume` continues from; they are written while training goes on."""
+    """Checkpoints to resume from. They are written in the background during training."""
 
     every_steps: CountOrZero = 20
     """Number of rollout steps between two checkpoints; there is also one after the last step. 0
-    writes none at all."""
+    disables checkpoints."""
 
     keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
@@ -453,7 +453,7 @@ class Config:
     is the answer. reasoning_gym: the task's own scorer."""
 
     name: RunName = ""
-    """Name of the run and of its directory. Empty: recipe and time."""
+    """Name of the run and of its directory. Empty: made of recipe and time."""
 
     output_dir: Directory = "runs"
     """Directory that holds the directories of runs."""
@@ -468,7 +468,8 @@ class Config:
     """Number of rollout steps."""
 
     time_limit_s: Positive | None = None
-    """RL time in seconds after which the run ends early, at the end of a step. None: no limit."""
+    """Maximum time of RL, in seconds. The run ends after the step that exceeds it. None: no
+    limit."""
 
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     """The policy's learner."""

@@ -30,7 +30,7 @@ def leaf_values(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def from_tree(kind: type[T], tree: dict[str, Any]) -> T:
-    """Return a `kind`, a dataclass, with every value converted to its field's type.
+    """Return a dataclass of type `kind` with every value converted to its field's type.
 
     Raises:
         ConfigError: the first value or key that its field does not accept.

@@ -20,7 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _SAVED_IN_WEIGHTS = "its weights depend on it"
 _SETS_DATA_ORDER = "its position in the data depends on it"
-# Fields that a run cannot change when it resumes, by how their path begins, and why.
+# Prefixes of the fields that must not change when a run resumes, each with the reason.
 _FIXED = {
     "model": _SAVED_IN_WEIGHTS,
     "learner.dtype": _SAVED_IN_WEIGHTS,
@@ -107,7 +107,7 @@ def _validate_sampling(config: Config) -> None:
 def _validate_warmup(config: Config) -> None:
     if not config.warmup.max_steps:
         return
-    if not config.evaluation.wanted:
+    if not config.evaluation.enabled:
         raise ConfigError(
             "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
             "server; give evaluation problems, or set warmup.max_steps=0"
@@ -170,11 +170,11 @@ def _validate_model(config: Config) -> Architecture:
         raise ConfigError(f"model={directory}: has no .safetensors file")
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    for part, server in (
+    for section, server in (
         ("rollout", config.rollout.server),
         ("evaluation", config.evaluation.server),
     ):
-        validate_server(f"{part}.server", server, architecture, config.rollout.max_length)
+        validate_server(f"{section}.server", server, architecture, config.rollout.max_length)
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:
             raise ConfigError(
@@ -190,7 +190,7 @@ def _validate_model(config: Config) -> Architecture:
 
 
 def _validate_critic(config: Config, policy: Architecture, completions_per_step: list[int]) -> None:
-    """Check the critic; `completions_per_step` has a number for each stage."""
+    """Check the critic; `completions_per_step` has one number per training stage."""
     critic = config.critic
     layout = critic.layout(config.learner)
     if layout.world_size != config.learner.world_size:

@@ -1,4 +1,4 @@
-"""A configuration as YAML: a run's config.yaml, and `qurl config`'s page with comments."""
+"""Write a configuration as YAML: a run's config.yaml, and the commented page of `qurl config`."""
 
 from __future__ import annotations
 

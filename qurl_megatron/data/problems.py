@@ -1,17 +1,17 @@
-"""Problems: read questions and answers from files, data set directories and reasoning-gym tasks.
+"""Problems: read questions and answers from files, dataset directories and reasoning-gym tasks.
 
-What can be read:
+Sources:
 
     FILE.jsonl             one JSON object per line
     FILE.json              a list of objects, or one object per line
     FILE.parquet           one row per problem
-    DIR                    a Hugging Face data set: written by `save_to_disk`, or files such as
+    DIR                    a Hugging Face dataset: written by `save_to_disk`, or files such as
                            these in the layout of the Hub (train-*.parquet, data/, the configs of
                            a README.md); the split `train`, or the only split there is
     DIR:SPLIT              another split of it
     reasoning_gym:TASK     problems that reasoning-gym generates
 
-Which fields of an entry are recognized (others are ignored):
+Recognized fields of an entry (others are ignored):
 
     source                         question                            answer
     plain, reasoning-gym           question (or prompt, or problem)    answer
@@ -19,9 +19,8 @@ Which fields of an entry are recognized (others are ignored):
     DeepScaleR, MATH-500, AIME     problem                             answer
     verl, DAPO-17k                 prompt: chat messages               reward_model.ground_truth
 
-Under any name, the question is a string or a list of chat messages, objects with `role` and
-`content`. `metadata` holds fields for the verifier; reward reasoning_gym needs its
-`source_dataset`.
+The question is a string or a list of chat messages, which are objects with `role` and `content`.
+`metadata` holds fields for the verifier; reward reasoning_gym needs its `source_dataset`.
 
 Invariants:
 - A question appears once; later copies are dropped.
@@ -59,7 +58,7 @@ class DataError(ValueError):
 class Problem:
     """A question and its answer, before tokenization."""
 
-    question: str  # of a chat: the content of all messages
+    question: str  # for a chat, the content of all messages
     messages: list[dict[str, str]]  # role and content; a plain question is one user message
     answer: str
     metadata: dict[str, Any]  # fields for the verifier
@@ -69,12 +68,12 @@ class Problem:
 def read_problems(
     data: str, data_options: Mapping[str, Any], reward: str, *, seed: int = 0
 ) -> list[Problem]:
-    """Read a file, a data set directory or `reasoning_gym:TASK`; keep order, drop repetitions.
+    """Read a file, a dataset directory or `reasoning_gym:TASK`; keep order, drop repetitions.
 
     Args:
-        data: see the top of this module.
-        data_options: options of the reasoning-gym task; none for anything else. `size` defaults to
-            5000 and `seed` to `seed`.
+        data: a source, see the top of this module.
+        data_options: options of the reasoning-gym task; empty for any other source. `size` defaults
+            to 5000 and `seed` to `seed`.
         reward: the verifier that every problem must suit.
 
     Raises:
@@ -98,7 +97,7 @@ def read_problems(
             raise DataError(f"{location}: {reason}")
         unique[problem.question] = problem
     if not unique:
-        raise DataError(f"{data}: no problems in it")
+        raise DataError(f"{data}: contains no problems")
     return list(unique.values())
 
 
@@ -151,7 +150,7 @@ def _read(data: str) -> Entries:
 def _read_file(path: Path) -> Entries:
     if path.suffix not in _READERS:
         raise DataError(
-            f"{path}: unsupported; expected a {', '.join(_READERS)} file, a data set directory or "
+            f"{path}: unsupported; expected a {', '.join(_READERS)} file, a dataset directory or "
             f"{REASONING_GYM}TASK"
         )
     return _READERS[path.suffix](path)
@@ -207,10 +206,10 @@ _READERS: dict[str, Callable[[Path], Entries]] = {
 
 
 def _read_directory(directory: Path, split: str | None) -> Entries:
-    """Read one split of a Hugging Face data set; the library decides what its splits are."""
+    """Read one split of a Hugging Face dataset; the library decides what its splits are."""
     import datasets  # takes seconds: imported only where it is used
 
-    # The exceptions say the same.
+    # The library's log messages repeat its exceptions.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     try:
         if any((directory / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -228,14 +227,14 @@ def _read_directory(directory: Path, split: str | None) -> Entries:
     except Exception as error:  # the library raises many kinds
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{directory}: not the directory of one data set ({reason}); give one that is"
+            f"{directory}: not the directory of one dataset ({reason}); give the directory of one"
         ) from error
     for shard in files[_choose_split(files, split, directory)]:
         yield from _read_file(Path(shard))
 
 
 def _choose_split(splits: Mapping[Any, Any], name: str | None, directory: Path) -> Any:
-    """Return the key of the split called `name`, or of the default one. Raises DataError."""
+    """Return the key of the split called `name`, or of the default split; may raise DataError."""
     names = [str(split) for split in splits]
     if name is None:
         name = names[0] if len(names) == 1 else "train"

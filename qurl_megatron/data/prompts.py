@@ -2,7 +2,7 @@
 
     tokenize         [Problem] -> [Prompt]
     split_held_out   [Prompt] -> those to train on, those held out
-    load_prompts     everything a run trains on and is evaluated on
+    load_prompts     all prompts of a run, for training and evaluation
     PromptStream     [Prompt] -> the prompts of each step, resumable
 
 Invariants:
@@ -30,11 +30,15 @@ class PromptSet(NamedTuple):
 
     train: list[Prompt]
     held_out: list[Prompt]
-    files: dict[str, list[Prompt]]  # of evaluation.data, by name
+    files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
-    """Read, tokenize and split the data of a run. Raises DataError."""
+    """Read, tokenize and split the data of a run.
+
+    Raises:
+        DataError: the data cannot be used, or no problem is left to train on.
+    """
 
     def prompts(data: str, options: Mapping[str, Any]) -> list[Prompt]:
         problems = read_problems(data, options, config.reward, seed=config.seed)
@@ -58,8 +62,8 @@ def tokenize(problems: Iterable[Problem], tokenizer: Any, max_prompt_length: int
     template, the prompt is the text of the question.
 
     Raises:
-        DataError: a prompt is longer than `max_prompt_length` tokens, a chat has no template to
-            render it, or the template refuses it.
+        DataError: a prompt is longer than `max_prompt_length` tokens, the tokenizer has no template
+            for a chat, or the template refuses it.
     """
     return [_tokenize(problem, tokenizer, max_prompt_length) for problem in problems]
 
@@ -94,7 +98,7 @@ def _tokenize(problem: Problem, tokenizer: Any, max_prompt_length: int) -> Promp
 def split_held_out(
     prompts: list[Prompt], held_out_fraction: float
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train on and, about `held_out_fraction` of all, those held out.
+    """Split prompts into those to train on and those held out, about `held_out_fraction` of all.
 
     Raises:
         DataError: there is no prompt left to train on, or none to hold out of a positive fraction.
@@ -123,7 +127,7 @@ def _normalize(question: str) -> str:
 class PromptStream:
     """An endless stream of prompts: every epoch serves all of them once, in a new order.
 
-    The order of an epoch depends on `seed` and its number alone, so a few numbers resume a stream.
+    The order of an epoch depends only on `seed` and the epoch's number, so the state is small.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int) -> None:
@@ -136,7 +140,7 @@ class PromptStream:
         self._order = self._shuffle()
 
     def next(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts, across the end of an epoch where necessary."""
+        """Return the next `count` prompts, crossing the end of an epoch if necessary."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -158,7 +162,11 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises DataError if it belongs to other prompts."""
+        """Continue from `state`.
+
+        Raises:
+            DataError: the state belongs to other prompts.
+        """
         if state["prompts"] != self._fingerprint():
             raise DataError(
                 f"the checkpoint was saved with other prompts than these {len(self._prompts)}; "

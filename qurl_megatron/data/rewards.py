@@ -32,7 +32,7 @@ VERIFIER_TIMEOUT_S = 3.0
 
 
 class Verifiable(Protocol):
-    """What a verifier needs of a problem; both `Problem` and `Prompt` have it."""
+    """The fields of a problem that a verifier needs; both `Problem` and `Prompt` have them."""
 
     @property
     def answer(self) -> str: ...
@@ -48,13 +48,13 @@ class Score(NamedTuple):
 
 
 class _VerifierTimeout(BaseException):
-    """Not an Exception, because verifiers catch exceptions themselves."""
+    """The time limit of a verifier passed. No Exception, because verifiers catch those."""
 
 
 def score(
     reward: str, completion_text: str, problem: Verifiable, timeout_s: float = VERIFIER_TIMEOUT_S
 ) -> Score:
-    """Return the reward of one completion. Main thread only, except for `exact`.
+    """Return the reward of one completion; call it in the main thread, except for `exact`.
 
     Raises:
         ValueError: the reward is unknown.
@@ -82,8 +82,8 @@ def unverifiable(reward: str, problem: Verifiable) -> str:
 
     For reasoning_gym, the scorer is given the problem's own answer. This finds a missing field, and
     a field that JSON changed: the grids of arc_agi are tuples; read back as lists, its own answers
-    score 0.05. An answer that math-verify cannot read is found only when a completion is scored, as
-    failed: to read 40,000 answers in advance would take a minute.
+    score 0.05. An answer that math-verify cannot read is not found here: reading 40,000 answers in
+    advance would take a minute. Its completions are scored as failed.
     """
     if reward == "reasoning_gym":
         task = problem.metadata.get("source_dataset")
@@ -100,7 +100,7 @@ def unverifiable(reward: str, problem: Verifiable) -> str:
 
 
 def reasoning_gym_tasks() -> Mapping[str, tuple[type, type]]:
-    """Return the data set class and the configuration class of each task, by name."""
+    """Return the dataset class and the configuration class of each task, by name."""
     import reasoning_gym.factory  # takes 3 s: imported only where it is used
 
     return reasoning_gym.factory.DATASETS
@@ -124,7 +124,7 @@ def _reasoning_gym_verifier(problem: Verifiable) -> Callable[[str], bool]:
 
 @functools.cache
 def _reasoning_gym_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """Return a task's scorer; cached, because the library builds a whole data set for it."""
+    """Return a task's scorer; cached, because the library builds a whole dataset for it."""
     import reasoning_gym
 
     return reasoning_gym.get_score_answer_fn(task)
@@ -155,7 +155,7 @@ def _parse_gold(answer: str) -> list[Any]:
 def _parse_math(text: str) -> list[Any]:
     import math_verify
 
-    # It warns that its own time limits are off; `score` limits parsing and comparing together.
+    # math-verify warns that its own time limits are off; `score` limits the time instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
 

@@ -9,8 +9,8 @@
 
 Invariants:
 - A directory named `step_*` is complete: it is filled under another name, synced, and renamed when
-  every rank has written its shards. The next save removes what a killed one left.
-- A checkpoint holds the state at the call of `save`; training goes on while it is written.
+  every rank has written its shards. The next save removes the remains of a killed one.
+- A checkpoint holds the state at the call of `save`. Training continues while it is written.
 - Any tensor, pipeline and data parallel layout can resume from the checkpoint of any other.
 
 RUN/checkpoints.jsonl has one line per complete checkpoint: its step, and the seconds it took to
@@ -73,7 +73,7 @@ class RunState:
     weight_version: int
     """The version published after that step."""
     time_s: float
-    """Seconds of RL training until then, over all starts of the run."""
+    """Seconds of RL training until then, over all attempts of the run."""
     evaluation_before: dict[str, Any]
     """The fields of the `Evaluation` before the first RL step."""
     prompts: dict[str, Any]
@@ -95,7 +95,7 @@ class Checkpoints:
         filesystem_async._results_queue = self._manager.Queue()
 
     def newest(self) -> Path | None:
-        """Return the run's newest checkpoint, if there is one."""
+        """Return the run's newest checkpoint, or None."""
         return max(list_checkpoints(self._config.run_dir), default=None)
 
     def is_due(self, step: int) -> bool:
@@ -104,7 +104,7 @@ class Checkpoints:
         return every > 0 and (step % every == 0 or step == self._config.steps)
 
     def save(self, state: RunState) -> None:
-        """Start to save in background processes, after waiting for an earlier save.
+        """Wait for an earlier save, then start to save in background processes.
 
         Only global rank 0 uses `state`.
         """
@@ -219,7 +219,7 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
     layer, `progress` receives the bytes read so far and the total.
     """
     architecture = Architecture.from_directory(checkpoint / "model")
-    # The optimizer of a bfloat16 learner holds the float32 weights; float32 learners have no copy.
+    # With bfloat16 the optimizer holds the float32 weights; with float32 they are the parameters.
     in_optimizer = read_config(checkpoint).learner.dtype == "bfloat16"
     prefix = "optimizer.state.fp32_param." if in_optimizer else ""
     all_rules = weight_map.rules(architecture)
@@ -259,7 +259,7 @@ def _read(
 
 
 class _SlicePlanner(DefaultLoadPlanner):
-    """Plans to read as much as its tensors hold, from index `first` of each stored tensor."""
+    """Plans to read a slice of each stored tensor: as much as the target holds, from `first`."""
 
     def __init__(self, first: int) -> None:
         super().__init__(flatten_state_dict=False)

@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without a GPU: its few unconditional CUDA calls are answered here.
+"""Run Megatron-core on a machine without a GPU: replace its few unconditional CUDA calls.
 
 Megatron's sources stay unedited; its collectives go over gloo.
 """
@@ -18,7 +18,7 @@ from qurl_megatron.device import accelerator
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Reads the CUDA device literals in Megatron's sources as the CPU."""
+    """Treats the CUDA device literals in Megatron's sources as the CPU."""
 
     def __torch_function__(
         self,
@@ -42,7 +42,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Enter this around all code that builds, runs or checkpoints a Megatron model.
+    """Let Megatron run on the CPU; enter this around code that builds, runs or checkpoints a model.
 
     It applies to the entering thread only and costs about a microsecond per operation on the CPU.
     On a GPU it does nothing.

@@ -4,7 +4,8 @@ It has the policy's architecture with a scalar head in place of the output layer
 precision, is never quantized, and runs on the policy's ranks in its own parallel layout.
 
 Megatron keeps the parallel layout of a process in the globals of one module. Outside this file they
-describe the policy's layout; each call to a `Critic` swaps in its own and restores them.
+describe the policy's layout. Each call to a `Critic` sets the critic's layout, and then restores
+the policy's.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from qurl_megatron.model.architecture import Architecture
 
 @dataclass(frozen=True)
 class CriticMetrics:
-    """Quality of one step's values before their update, and the result of the update."""
+    """Quality of a step's values before the update, and the result of the update."""
 
     value_loss: float
     """Mean over minibatches."""
     value_clip_fraction: float
     """Fraction of tokens whose gradient is 0 because of the clip."""
     value_explained_variance: float
-    """1 - Var(return - value) / Var(return), before the update; a constant value has 0."""
+    """1 - Var(return - value) / Var(return), before the update; 0 for a constant value."""
 
 
 class Critic:
     """A value model and its optimizer. Every rank makes the same calls with the same batch."""
 
     def __init__(self, config: Config) -> None:
-        """Build the value model after a `Learner`, which has created the process group.
+        """Build the value model; a `Learner` must have created the process group before.
 
         Raises:
             ArchitectureError: the model or the layout does not fit; one line.
@@ -129,7 +130,7 @@ class Critic:
 
 
 class ValueModel(Policy):
-    """The policy's layers under a scalar head that starts at 0."""
+    """The policy's layers under a scalar head that is initialized to 0."""
 
     own_parameters = frozenset({"output_layer.weight"})
 
@@ -147,8 +148,8 @@ class ValueModel(Policy):
     def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
         """Return values [rows, time] float32; 0 where the loss mask is False.
 
-        Position t is the expected return before token t is sampled. Every tensor-parallel rank
-        holds the whole head and the whole `hidden` [time - 1, rows, hidden].
+        Position t holds the expected return before token t is sampled. Every tensor-parallel rank
+        has the whole head and the whole `hidden` [time - 1, rows, hidden].
         """
         mask = rows.loss_mask
         values = self.output_layer(hidden.transpose(0, 1)[mask[:, 1:]]).float().squeeze(1)

@@ -55,7 +55,7 @@ class CausalAttention(torch.nn.Module):
 
 @functools.cache
 def _has_transformer_engine() -> bool:
-    # Its bare wheel raises RuntimeError at import without a GPU.
+    # Importing it without a GPU raises RuntimeError.
     return accelerator() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 

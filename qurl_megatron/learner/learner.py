@@ -153,8 +153,8 @@ class Learner:
         """Score `tokens` [batch, time] with a value model, without gradients.
 
         Returns:
-            Values [batch, time] float32 on the CPU. Position t is the expected return before token
-            t is sampled; it is 0 where `loss_mask` is False.
+            Values [batch, time] float32 on the CPU. Position t holds the expected return before
+            token t is sampled; it is 0 where `loss_mask` is False.
         """
         (values,) = self._scores(1, tokens, loss_mask, temperature=1.0)
         return values
@@ -165,7 +165,7 @@ class Learner:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Score with the copy from `keep_reference` within this context."""
+        """Score with the weights from `keep_reference` within this context."""
         parameters = [parameter for *_, parameter in self._parameters()]
         current = [parameter.data for parameter in parameters]
         try:
@@ -187,12 +187,12 @@ class Learner:
         """Take one optimizer step on the sum of `loss_function` over the rows of `batch`.
 
         Args:
-            loss_weights: [batch, time] float32, passed to `loss_function` row by row. They hold
+            loss_weights: [batch, time] float32, passed to `loss_function` row by row. They include
                 the normalization over the whole batch.
             temperature: divides the logits.
 
         Raises:
-            FloatingPointError: the gradient norm is not finite; the weights are unusable then.
+            FloatingPointError: the gradient norm is not finite; the weights are then unusable.
         """
         sums: dict[str, Tensor] = {}
 
@@ -231,7 +231,7 @@ class Learner:
                 yield rule, layer, parameter.detach()
 
     def masters(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield the same as `shards`, but the float32 master weights that the optimizer steps."""
+        """Yield what `shards` yields, but with the optimizer's float32 master weights."""
         for name, rule, layer, parameter in self._parameters():
             if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
                 yield rule, layer, self._master(parameter)
@@ -335,7 +335,7 @@ class Learner:
 
     @staticmethod
     def _master(parameter: Tensor) -> Tensor:
-        """Return the float32 tensor that the optimizer steps; a bfloat16 parameter has a copy."""
+        """Return the float32 tensor that the optimizer updates; a bfloat16 parameter has a copy."""
         return getattr(parameter, "main_param", parameter).detach()
 
     def _parameters(self) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
@@ -435,7 +435,7 @@ class Learner:
         """Run Megatron's schedule over the micro batches.
 
         On the last pipeline stage, `consume` receives each micro batch and its scores [rows, time].
-        It returns what the schedule expects of a loss function.
+        Its result is what the schedule expects from a loss function.
         """
 
         def forward_step(

@@ -1,6 +1,6 @@
 """Log-probs of given tokens, computed from hidden states over a vocabulary sharded among ranks.
 
-Output layer and softmax are one operation that handles a few tokens at a time, forward and
+Output layer and softmax are one operation that handles a few tokens at a time, both forward and
 backward, so no rank ever holds the logits of all tokens. Each tensor-parallel rank computes four
 numbers per token over its rows of the vocabulary: the largest logit m, the sum of exp(logit - m),
 the same sum weighted by logit - m, and the target's logit. One gather of these gives every rank
@@ -39,7 +39,7 @@ def logprobs_and_entropy(
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
-        chunk_elements: most logits to hold at once; those of one token are always held.
+        chunk_elements: maximum number of logits to hold at once, but at least those of one token.
 
     Returns:
         Two float32 tensors [tokens], the same on every rank. Gradients flow through the log-probs

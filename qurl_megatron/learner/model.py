@@ -35,7 +35,7 @@ def build_chunks(
 ) -> list[Policy]:
     """Build this rank's chunks of the model, one per virtual stage, without weights.
 
-    Megatron's parallel state says which rank this is. Call it within `megatron_runtime()`.
+    Megatron's parallel state identifies the rank. Call this within `megatron_runtime()`.
     """
     num_virtual_stages, dtype = virtual_stages(learner), compute_dtype(learner)
     pipeline_parallel_size = learner.pipeline_parallel_size
@@ -89,7 +89,7 @@ def parameters_of(
 ) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
     """Yield name in the chunk, rule, layer number in the whole model, and parameter.
 
-    Parameters that no Hugging Face model has are left out.
+    Parameters without a Hugging Face counterpart are left out.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -106,7 +106,7 @@ def parameters_of(
 
 
 def virtual_stages(learner: LearnerConfig) -> int | None:
-    """Return the number of virtual stages as Megatron takes it: None if stages are not cut."""
+    """Return the number of virtual stages in Megatron's form: None instead of 1."""
     size = learner.virtual_pipeline_parallel_size
     return size if size > 1 else None
 
@@ -117,9 +117,9 @@ def compute_dtype(learner: LearnerConfig) -> torch.dtype:
 
 
 class Policy(GPTModel):
-    """A GPTModel whose last stage returns hidden states, so that `score` needs no whole logits."""
+    """A GPTModel whose last stage returns hidden states, which `score` turns into log-probs."""
 
-    own_parameters: frozenset[str] = frozenset()  # names of parameters no Hugging Face model has
+    own_parameters: frozenset[str] = frozenset()  # parameters without a Hugging Face counterpart
 
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None
@@ -152,12 +152,12 @@ class Policy(GPTModel):
 
         Args:
             hidden: [time - 1, rows, hidden], the last stage's output.
-            rows: their `loss_mask` is False on the first token.
+            rows: rows whose `loss_mask` is False on the first token.
             temperature: divides the logits.
         """
         rule, _ = weight_map.find_megatron("output_layer.weight")
         (part,) = rule.tensors
-        run, _ = weight_map.part_index(
+        vocabulary, _ = weight_map.part_index(
             rule, part, self._architecture, self.tp_group.rank(), self.tp_group.size()
         )
         weight = (
@@ -168,12 +168,12 @@ class Policy(GPTModel):
         mask = rows.loss_mask
         logprobs, entropy = logprobs_and_entropy(
             hidden.transpose(0, 1)[mask[:, 1:]],
-            weight[: run.stop - run.start],
+            weight[: vocabulary.stop - vocabulary.start],
             rows.tokens[mask],
             temperature=temperature,
-            first_row=run.start,
+            first_row=vocabulary.start,
             group=self.tp_group,
-            chunk_elements=device.logit_chunk_elements(run.stop - run.start),
+            chunk_elements=device.logit_chunk_elements(vocabulary.stop - vocabulary.start),
         )
         zeros = torch.zeros(mask.shape, device=mask.device)
         return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)

@@ -1,4 +1,4 @@
-"""Build what the loop works with: learner, critic, publisher, sampler, evaluator, log."""
+"""Build the parts of a run: learner, critic, publisher, sampler, evaluator, checkpoints, log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 
-# Number of training problems that a run with a warm-up sets aside, to measure its progress on.
+# Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
 WARMUP_CHECK_PROBLEMS = 256
 
 
@@ -37,7 +37,7 @@ class Run:
 
     learner: Learner
     critic: Critic | None  # None without PPO
-    publisher: Publisher  # to the rollout servers
+    publisher: Publisher  # publishes to the rollout servers
     sampler: Sampler
     evaluator: Evaluator | None  # None if the run evaluates nothing
     measure_noise: Callable[[], dict[str, dict[str, float]]]
@@ -52,12 +52,12 @@ class Run:
         state = read_state(newest)
         self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts)
-        self.publisher.version = state.weight_version - 1  # the next publish has that version again
+        self.publisher.version = state.weight_version - 1  # the next publish repeats that version
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step
 
     def checkpoint(self, step: int, weight_version: int, *, now: bool) -> None:
-        """Finish the checkpoints that are written, and begin another if `now` or if one is due."""
+        """Complete a save that has been written, and start another if `now` or if one is due."""
         self.checkpoints.poll()
         if now or self.checkpoints.is_due(step):
             self.checkpoints.save(
@@ -75,7 +75,7 @@ class Run:
         return self.evaluator.evaluate(step) if self.evaluator else Evaluation()
 
     def warmup_accuracy(self) -> float:
-        """Measure the policy on the problems that a warm-up is checked on."""
+        """Measure the policy's accuracy on the problems set aside for the warm-up."""
         assert self.evaluator is not None  # `validate` refuses a warm-up without evaluation
         return self.evaluator.warmup_accuracy()
 
@@ -153,7 +153,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
 
 
 def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:
-    """Return what a client samples from: the only server, or a router to several.
+    """Return the endpoint that a client samples from: the only server, or a router to several.
 
     A router is started on global rank 0 alone, where the clients are used.
     """

@@ -31,20 +31,20 @@ from qurl_megatron.rollout.client import RolloutClient
 
 @dataclass
 class EvalConfig:
-    """What `qurl eval` measures."""
+    """The settings of `qurl eval`."""
 
     model: str = ""
     """Hugging Face directory, or a checkpoint of a run."""
     data: list[str] = dataclasses.field(default_factory=list)
-    """Files, data set directories or reasoning_gym:TASK, each measured separately."""
+    """Files, dataset directories or reasoning_gym:TASK, each measured separately."""
     reward: Reward = "math"
     """Verifier of the answers."""
     k: CountOrZero = 0
-    """Sampled answers per problem; 0: Avg@1 only."""
+    """Number of sampled answers per problem. 0: Avg@1 only."""
     temperature: Positive = 1.0
-    """Temperature of the sampled answers; Avg@1 is greedy."""
+    """Sampling temperature of the sampled answers; Avg@1 is greedy."""
     top_p: TopP = 1.0
-    """Nucleus of the sampled answers; 1 samples from the full vocabulary."""
+    """Probability mass that nucleus sampling keeps, in the sampled answers."""
     format: WeightFormat = "bf16"
     """Format of the served weights."""
     max_prompt_length: Count = 1024
@@ -105,7 +105,7 @@ def measure(
 ) -> list[ProblemResult]:
     """Generate and score one greedy and `k` sampled answers to every prompt.
 
-    Main thread only, because a signal limits the time of verifiers.
+    Call this in the main thread, because a signal limits the time of verifiers.
     """
     groups = client.generate(
         prompts,
@@ -137,7 +137,7 @@ def write_answers(results: list[ProblemResult], path: Path) -> None:
 
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
-    """Return `Avg@1` and, if answers were sampled, `Avg@k sampled` with the number k."""
+    """Return `Avg@1` and, if answers were sampled, `Avg@k sampled` (with the value of k)."""
     by_name = {"Avg@1": Average.over([result.greedy.reward for result in results])}
     if k := len(results[0].sampled):
         fractions = [fmean(answer.reward for answer in result.sampled) for result in results]

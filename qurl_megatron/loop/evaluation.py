@@ -23,7 +23,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 class Evaluator:
     """Measures the learner's policy on a set of BF16 servers. Collective over all learner ranks.
 
-    The response limit is always that of the longest stage, so that evaluations of one run compare.
+    The response limit is always that of the longest stage, so a run's evaluations are comparable.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Evaluator:
         files: dict[str, list[Prompt]],
         warmup_check: list[Prompt],
     ) -> None:
-        """Use `client` and all prompts on global rank 0 only."""
+        """Store the parts; only global rank 0 uses `client` and the prompts."""
         self._config = config
         self._publisher = publisher
         self._client = client

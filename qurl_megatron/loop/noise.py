@@ -1,7 +1,7 @@
-"""Distance of the served policies from the learner's before training: engine and quantization.
+"""Measure the train-inference mismatch before training, by its two causes.
 
 Each server set answers the same prompts, and the learner scores the sampled tokens. The BF16
-servers of evaluation show the noise of the engine alone. What the rollout servers show beyond it
+evaluation servers show the noise of the engine alone. Any larger mismatch of the rollout servers
 comes from quantization.
 """
 

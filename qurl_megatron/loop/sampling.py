@@ -29,7 +29,7 @@ class SampleSummary:
 
     reward_mean: float  # from the verifier, without the penalty for length
     response_length_mean: float  # tokens
-    response_truncated_fraction: float  # of completions
+    response_truncated_fraction: float  # fraction of completions
     verifier_failures: int
     groups_replaced: int  # by dynamic sampling
     sampled_tokens: int
@@ -41,7 +41,7 @@ class Sampler:
     def __init__(
         self, config: Config, client: RolloutClient, prompts: list[Prompt], tokenizer: Any
     ) -> None:
-        """Use `client`, `prompts` and `tokenizer` on global rank 0 only."""
+        """Store the parts; only global rank 0 uses `client`, `prompts` and `tokenizer`."""
         self._config = config
         self._client = client
         self._tokenizer = tokenizer
@@ -53,7 +53,11 @@ class Sampler:
         return self._stream.state() if rank() == 0 else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises DataError on global rank 0 if it is of other prompts."""
+        """Continue from `state`.
+
+        Raises:
+            DataError: the state belongs to other prompts; on global rank 0.
+        """
         if rank() == 0:
             self._stream.restore(state)
 
@@ -66,7 +70,7 @@ class Sampler:
         return from_rank_zero(lambda: self._sample(self._config.rollout.at(step)))
 
     def answers(self) -> TrainBatch:
-        """Return the next prompts with their right answers as responses, to train supervised."""
+        """Return the next prompts with their answers as responses, for supervised training."""
         return from_rank_zero(self._answers)
 
     def _sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary]:
@@ -120,7 +124,7 @@ class Sampler:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """Return the token that fills up the rows of a batch; any would do, because it is masked."""
+    """Return the id of the padding token; any id would do, because padding is masked."""
     padding = tokenizer.pad_token_id
     return tokenizer.eos_token_id if padding is None else padding
 

@@ -1,4 +1,4 @@
-"""Collect the metrics of a step from everything that took part in it."""
+"""Collect the metrics of a step from the results of its phases."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def step_metrics(
 def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:
     """Return the metrics of each quantized weight, by name.
 
-    The update norm (QuRL Eq. 13) and the code flips are counted from the last publish; the
+    The update norm (QuRL Eq. 13) and the code flips are relative to the last publish. The
     quantization error is QuRL Eq. 14.
     """
     return {

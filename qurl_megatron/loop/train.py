@@ -100,7 +100,7 @@ def train(
 
 
 def start_or_resume(config: Config, run: Run) -> int:
-    """Bring learner, servers and log to where the run stands; return the number of steps done."""
+    """Prepare learner, servers and log for the next step; return the number of steps done."""
     steps_done = run.resume()
     if steps_done == 0:
         if config.warmup.max_steps:
@@ -125,9 +125,9 @@ def run_rank(
     stop_on: Collection[signal.Signals],
     exit_on: signal.Signals,
 ) -> int:
-    """Train the run of a directory as this learner rank; return the exit code of the process.
+    """Train the run in `run_dir` as this learner rank; return the exit code of the process.
 
-    A signal of `stop_on` stops the run after the current step, `exit_on` ends the process at once.
+    A signal in `stop_on` stops the run after the current step; `exit_on` ends the process at once.
     """
     stop_signals: list[int] = []
     for number in stop_on:
@@ -142,7 +142,7 @@ def run_rank(
 
 
 def main(run_dir: str) -> None:
-    """Run `python -m qurl_megatron.loop.train RUN_DIR`: one learner rank, started by a launcher.
+    """Run one learner rank for a launcher: `python -m qurl_megatron.loop.train RUN_DIR`.
 
     SIGUSR1 stops the run after the current step, SIGTERM ends the process at once.
     """

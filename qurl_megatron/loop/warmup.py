@@ -1,6 +1,6 @@
-"""A short supervised phase before RL: train on right answers until the model finds some itself.
+"""A short supervised phase before RL: train on right answers until the model gives some itself.
 
-RL needs some rewards to start from, and a model with random weights gets none. The quickstart
+RL needs a few rewards to start from, and a model with random weights gets none. The quickstart
 therefore begins with this phase, on the same learner and servers as RL.
 """
 

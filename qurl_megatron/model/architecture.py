@@ -76,7 +76,7 @@ class Architecture:
         """Read `path/config.json`.
 
         Raises:
-            ArchitectureError: The directory or file is missing, the architecture is not in
+            ArchitectureError: the directory or file is missing, the architecture is not in
                 `SUPPORTED_ARCHITECTURES`, or the model needs a feature the learner lacks.
         """
         directory = Path(path)
@@ -161,11 +161,11 @@ class Architecture:
         """Return the number of layers in each pipeline stage.
 
         Args:
-            pipeline_parallel_size: Number of stages.
+            pipeline_parallel_size: number of stages.
             layers_in_last_pipeline_stage: None if all stages have the same number.
 
         Raises:
-            ArchitectureError: The layers do not divide over the stages.
+            ArchitectureError: the layers do not divide over the stages.
         """
         stages, last = pipeline_parallel_size, layers_in_last_pipeline_stage
         if last is None:
@@ -204,7 +204,7 @@ class Architecture:
         """Check that the learner can divide this model over its tensor and pipeline ranks.
 
         Raises:
-            ArchitectureError: It cannot; the message names the size and what would divide.
+            ArchitectureError: it cannot; the message names the size and what would divide.
         """
         size = tensor_parallel_size
         self._check_divides("attention heads", self.num_attention_heads, size)
@@ -226,7 +226,7 @@ class Architecture:
         """Check that an SGLang server can divide this model over its tensor-parallel ranks.
 
         Raises:
-            ArchitectureError: It cannot; the message lists the sizes that would.
+            ArchitectureError: it cannot; the message lists the sizes that would.
         """
         self._check_divides("attention heads", self.num_attention_heads, tensor_parallel_size)
 
@@ -237,7 +237,7 @@ class Architecture:
         block boundaries, so every width on a rank must be a multiple of 128.
 
         Raises:
-            ArchitectureError: It cannot.
+            ArchitectureError: it cannot.
         """
         if self.family == "llama":
             raise ArchitectureError(

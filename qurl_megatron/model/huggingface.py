@@ -29,7 +29,7 @@ class Weights:
         """Read and check the names and shapes of all tensors, without their values.
 
         Raises:
-            ArchitectureError: A file is missing, or a tensor is missing, unknown or misshapen.
+            ArchitectureError: a file is missing, or a tensor is missing, unknown or misshapen.
         """
         self._directory = Path(directory)
         self._architecture = architecture
@@ -76,7 +76,7 @@ class Weights:
             return dict.fromkeys(file.keys(), single.name)
 
     def _is_redundant(self, name: str) -> bool:
-        """Return True for a tensor that some checkpoints store though others determine it."""
+        """Return True for a tensor that some checkpoints store although others determine it."""
         tied_copy = self._architecture.tie_word_embeddings and name == "lm_head.weight"
         return tied_copy or name.endswith("rotary_emb.inv_freq")
 
@@ -92,7 +92,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return the content of `config.json`.
 
     Raises:
-        ArchitectureError: The file is missing, broken, or of an unsupported architecture.
+        ArchitectureError: the file is missing, broken, or of an unsupported architecture.
     """
     Architecture.from_directory(directory)
     return json.loads((directory / "config.json").read_text())

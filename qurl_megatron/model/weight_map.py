@@ -95,16 +95,16 @@ class Rule:
 class TensorPart:
     """The part of one full tensor that a tensor-parallel rank has."""
 
-    name: str  # of the full tensor, with its layer number
+    name: str  # the full tensor's name, with its layer number
     view: Tensor  # view of the shard; [groups, rows per group, ...] if the shard is grouped QKV
     dim: int | None  # the partition dimension; None: every rank has the full tensor
-    rank_slices: list[slice] | None  # of the full tensor along `dim`, one for every rank
+    rank_slices: list[slice] | None  # slices of the full tensor along `dim`, one per rank
     tp_rank: int
     full_shape: tuple[int, ...]
 
     @property
     def tensor(self) -> Tensor:
-        """The values in `shape`. A copy if the part is not contiguous in the shard."""
+        """Values of the part, in `shape`; a copy if the part is not contiguous in the shard."""
         is_grouped = self.view.dim() > len(self.full_shape)
         return self.view.flatten(0, 1) if is_grouped else self.view
 
@@ -229,7 +229,7 @@ def find_megatron(name: str) -> tuple[Rule, int | None]:
     The layer number is the one in `name`, which Megatron counts from 0 in each pipeline stage.
 
     Raises:
-        KeyError: No rule has a parameter of this name.
+        KeyError: no rule has a parameter of this name.
     """
     return _find(name, _BY_MEGATRON, "Megatron parameter")
 
@@ -238,7 +238,7 @@ def find_hugging_face(name: str) -> tuple[Rule, int | None]:
     """Return the rule of a Hugging Face tensor and its layer number; None outside layers.
 
     Raises:
-        KeyError: No rule has a tensor of this name.
+        KeyError: no rule has a tensor of this name.
     """
     return _find(name, _BY_HUGGING_FACE, "Hugging Face tensor")
 
@@ -284,7 +284,7 @@ def rank_slices(
 
     - The last slices of a vocabulary that `tp_size` does not divide are shorter.
     - With fewer key-value heads than ranks, Megatron gives each rank an equal number of rows of
-      the fused QKV, wherever that cuts a group. Some of these slices are empty.
+      the fused QKV, even if that cuts a group. Some of these slices are empty.
     """
     dim = hf_tensor.partition_dim
     if dim is None:

@@ -10,7 +10,7 @@ All figures follow from an `Architecture` and a `Config`. Symbols:
     F          intermediate channels
     rows, time sequences in a micro batch and tokens in each, all of the maximum length
 
-Memory of a learner rank (of all pipeline stages, the fullest is planned for):
+Memory of a learner rank; a plan shows the fullest pipeline stage:
 
     weights      e B per parameter of the rank. Linear layers are divided by t and p, the vocabulary
                  by t; norms are not divided by t.
@@ -74,14 +74,14 @@ MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
 
 @dataclass(frozen=True)
 class Savings:
-    """Memory savings to plan with. The learner has none of them: all False describes it."""
+    """Memory savings to assume in a plan. The learner implements neither of them."""
 
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
 
     @property
     def names(self) -> list[str]:
-        """The names of the savings that are on."""
+        """Names of the savings that are assumed."""
         return [name for name, on in dataclasses.asdict(self).items() if on]
 
 
@@ -186,7 +186,7 @@ def server_weight_bytes(
         for hf_tensor in rule.tensors:
             shape = weight_map.full_shape(hf_tensor, architecture)
             dim = hf_tensor.partition_dim
-            ranks = 1 if dim is None else tensor_parallel_size  # that divide the tensor
+            ranks = 1 if dim is None else tensor_parallel_size  # that hold shards of it
             if dim is not None and hf_tensor.sizes[dim] == "key_value":
                 # Beyond one rank per key-value head, SGLang copies whole heads.
                 ranks = min(ranks, architecture.num_key_value_heads)
@@ -328,8 +328,8 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
     """Return the peak memory of a rank, during an update or a publish.
 
     Args:
-        parts: From `learner_memory`.
-        bucket_bytes: From `bucket_memory`.
+        parts: from `learner_memory`.
+        bucket_bytes: from `bucket_memory`.
     """
     in_update = sum(parts[name] for name in _NOT_WHILE_PUBLISHING)
     return sum(parts.values()) - in_update + max(in_update, bucket_bytes)

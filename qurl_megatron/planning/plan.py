@@ -37,7 +37,7 @@ class Plan:
     """Memory of a learner GPU and a server GPU, and the time of a step."""
 
     config: Config
-    gpus: int  # of the learner and all servers together
+    gpus: int  # GPUs of the learner and all servers together
     servers: int  # rollout servers
     learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
     converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
@@ -50,12 +50,12 @@ class Plan:
 
     @property
     def total_s(self) -> float:
-        """Seconds of a whole step."""
+        """Time of a whole step, in seconds."""
         return sum(self.step_s.values())
 
     @property
     def learner_total_bytes(self) -> int:
-        """Peak memory of a rank of the fullest pipeline stage."""
+        """Peak memory of a rank of the fullest pipeline stage, in bytes."""
         return total_bytes(self.learner_bytes, self.converter_bucket_bytes)
 
 
@@ -66,16 +66,16 @@ def plan(
     savings: Savings = Savings(),  # noqa: B008 (frozen)
     workload: Workload | None = None,
 ) -> Plan:
-    """Return the memory and time of the layout of `config` on `gpus` H100.
+    """Return the memory and time of the layout of `config` on `gpus` H100s.
 
     Rollout servers take all GPUs that the learner and the evaluation server leave.
 
     Args:
-        savings: Memory savings to assume of the learner.
-        workload: Mean lengths; None for half the maximum.
+        savings: memory savings to assume in the learner.
+        workload: mean lengths; None for half the maximum.
 
     Raises:
-        ConfigError: The layout does not fit the model, the number of GPUs or their memory. If it
+        ConfigError: the layout does not fit the model, the number of GPUs or their memory. If it
             is memory, the message names the part that exceeds it.
     """
     workload = workload or Workload.half(config)
@@ -146,7 +146,7 @@ def plan(
 
 def _free_gpus(config: Config, gpus: int) -> int:
     evaluation = config.evaluation
-    evaluation_gpus = evaluation.server.tensor_parallel_size if evaluation.wanted else 0
+    evaluation_gpus = evaluation.server.tensor_parallel_size if evaluation.enabled else 0
     return gpus - config.learner.world_size - evaluation_gpus
 
 
@@ -156,7 +156,7 @@ def _check_layout(
     """Check that the layout fits the model and the number of GPUs.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: it does not.
     """
     learner, rollout = config.learner, config.rollout
     server_size = rollout.server.tensor_parallel_size
@@ -199,7 +199,7 @@ def _check_layout(
         )
     free_gpus = _free_gpus(config, gpus)
     if free_gpus < server_size:
-        evaluation = " and the evaluation server" if config.evaluation.wanted else ""
+        evaluation = " and the evaluation server" if config.evaluation.enabled else ""
         raise ConfigError(
             f"{gpus} GPUs: the learner's {learner.world_size}{evaluation} leave "
             f"{max(0, free_gpus)}, and a rollout server needs {server_size}"
@@ -210,7 +210,7 @@ def _check_learner_fits(config: Config, parts: dict[str, int], buckets: int, sta
     """Check that a rank of this pipeline stage fits on a GPU.
 
     Raises:
-        ConfigError: It does not. The message names the first part that exceeds the memory, with
+        ConfigError: it does not. The message names the first part that exceeds the memory, with
             the parts added up in their order.
     """
     total = total_bytes(parts, buckets)
@@ -234,8 +234,8 @@ def _check_learner_fits(config: Config, parts: dict[str, int], buckets: int, sta
 def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
     """Yield `config` in every layout that the model admits and that may be the fastest.
 
-    Tensor parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
-    with a shorter last one, and as many data-parallel copies as fit. Micro batches have one
+    Tensor-parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
+    with a shorter last one, and as many data-parallel replicas as fit. Micro batches have one
     sequence, and activations are kept or recomputed.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
@@ -246,8 +246,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
             architecture.check_server_layout(server_size)
         except ArchitectureError:
             continue
-        copies = range(1, gpus // (tensor * stages) + 1)
-        for data, recompute in itertools.product(copies, (False, True)):
+        replicas = range(1, gpus // (tensor * stages) + 1)
+        for data, recompute in itertools.product(replicas, (False, True)):
             yield dataclasses.replace(
                 config,
                 learner=dataclasses.replace(
@@ -300,8 +300,8 @@ def plan_or_suggest(
     """Return the plan of the layout in `config` if `has_layout`, else of the fastest layout.
 
     Raises:
-        ConfigError: It does not fit. The message ends with a layout that does, or with what would
-            help if there is none.
+        ConfigError: it does not fit. The message ends with a layout that does, or if there is
+            none with what would help.
     """
     if has_layout:
         try:
@@ -314,7 +314,7 @@ def plan_or_suggest(
     if best is not None and not has_layout:
         return best
     if best is not None:
-        raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_words(best.config))}")
+        raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_overrides(best.config))}")
     all_savings = Savings(sequence_parallel=True, distributed_optimizer=True)
     with_savings = suggest(architecture, config, gpus, all_savings, workload)
     raise ConfigError(
@@ -322,7 +322,7 @@ def plan_or_suggest(
         f"{config.rollout.max_length} tokens; "
         + (
             "with sequence parallelism and a distributed optimizer, which the learner lacks, this "
-            f"would fit: {' '.join(layout_words(with_savings.config))}"
+            f"would fit: {' '.join(layout_overrides(with_savings.config))}"
             if with_savings
             else "not even with sequence parallelism and a distributed optimizer: use more GPUs "
             "or shorter responses"
@@ -330,10 +330,10 @@ def plan_or_suggest(
     )
 
 
-def layout_words(config: Config) -> list[str]:
+def layout_overrides(config: Config) -> list[str]:
     """Return the layout of `config` as `field=value` overrides."""
     learner = config.learner
-    words = {
+    overrides = {
         "learner.tensor_parallel_size": learner.tensor_parallel_size,
         "learner.pipeline_parallel_size": learner.pipeline_parallel_size,
         "learner.data_parallel_size": learner.data_parallel_size,
@@ -342,4 +342,4 @@ def layout_words(config: Config) -> list[str]:
         "learner.recompute_activations": str(learner.recompute_activations).lower(),
         "rollout.server.tensor_parallel_size": config.rollout.server.tensor_parallel_size,
     }
-    return [f"{name}={value}" for name, value in words.items() if value is not None]
+    return [f"{name}={value}" for name, value in overrides.items() if value is not None]

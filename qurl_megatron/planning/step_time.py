@@ -30,9 +30,9 @@ data parallel sizes, h hidden size, Q query channels, V vocabulary rows.
                minibatch over InfiniBand, 2 (d - 1) / d of their bytes, not overlapped, and one pass
                over the optimizer state.
     publish    (t - 1) / t of the bytes over NVLink to the first rank of each stage; (p - 1) / p of
-               them to rank 0, over InfiniBand if one copy of the learner spans nodes; all of them
-               to the servers over InfiniBand. The three follow one another. This is a lower bound:
-               it leaves out the pause, the loading and the checksums.
+               them to rank 0, over InfiniBand if a replica of the learner spans nodes; all of them
+               to the servers over InfiniBand. The three transfers follow one another. This is a
+               lower bound, without the pause, the loading and the checksums.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
 sampling.
@@ -78,7 +78,7 @@ ALL_REDUCE_S = 5e-6
 # parallelism (NeMo AutoModel, performance summary of April 2026).
 LEARNER_MFU = 389e12 / PEAK_FLOPS["bf16"]
 
-_INTEGRATION_STEPS = 64  # of the midpoint rule over the last batch
+_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _precision(weight_format: WeightFormat) -> str:
 
 
 def _all_reduce_s(num_bytes: float, ranks: int) -> float:
-    """Return the time of a ring all-reduce over NVLink, without its latency."""
+    """Return the seconds of a ring all-reduce over NVLink, without its latency."""
     return 2 * (ranks - 1) / ranks * num_bytes / NVLINK_BYTES_PER_S
 
 
@@ -111,11 +111,11 @@ def decode_s(
     sequences: float,
     context_tokens: float,
 ) -> float:
-    """Return the time in which one server decodes a token for each of its sequences.
+    """Return the seconds in which one server decodes a token for each of its sequences.
 
     Args:
-        sequences: Number of sequences that are decoded at once.
-        context_tokens: Tokens in the KV cache of all sequences together.
+        sequences: number of sequences that are decoded at once.
+        context_tokens: tokens in the KV cache of all sequences together.
     """
     size = tensor_parallel_size
     linear, output = num_linear_weights(architecture), num_output_weights(architecture)
@@ -145,7 +145,7 @@ def prefill_s(
     tensor_parallel_size: int,
     tokens: float,
 ) -> float:
-    """Return the time in which one server reads prompts of `tokens` in all."""
+    """Return the seconds in which one server reads prompts of `tokens` in all."""
     precision = _precision(weight_format)
     rate = PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision] * tensor_parallel_size
     return 2 * num_linear_weights(architecture) * tokens / rate
@@ -162,14 +162,14 @@ def rollout_s(
     workload: Workload,
     max_response: int,
 ) -> float:
-    """Return the time in which one server samples all its responses.
+    """Return the seconds in which one server samples all its responses.
 
     Args:
-        sequences: Responses that this server samples.
-        prompts: Prompts that this server reads, one for each group of responses.
-        slots: Sequences that it decodes at once.
-        workload: Mean lengths.
-        max_response: Maximum response length in tokens, which the longest response reaches.
+        sequences: responses that this server samples.
+        prompts: prompts that this server reads, one for each group of responses.
+        slots: sequences that it decodes at once.
+        workload: mean lengths.
+        max_response: maximum response length in tokens, which the longest response reaches.
     """
 
     def token_s(num_running: float, response_tokens: float) -> float:
@@ -198,7 +198,7 @@ def rollout_s(
 def _forward_s(
     architecture: Architecture, config: Config, workload: Workload
 ) -> tuple[float, float]:
-    """Return the times of the layers and of the output layer in one forward pass over a step.
+    """Return the seconds of the layers and of the output layer in one forward pass over a step.
 
     The layers are divided over all GPUs of the learner, the output layer over those of the last
     pipeline stage.
@@ -210,7 +210,7 @@ def _forward_s(
     attention = 2 * length**2 * query * architecture.num_layers
     rate = learner.world_size * PEAK_FLOPS["bf16"] * LEARNER_MFU
     layers_s = sequences * (2 * num_linear_weights(architecture) * length + attention) / rate
-    # Each tensor-parallel group has the layers of its stage and the sequences of its copy.
+    # Each tensor-parallel group has the layers of its stage and the sequences of its replica.
     tokens = sequences * length / learner.data_parallel_size
     layers = architecture.num_layers / learner.pipeline_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
@@ -220,7 +220,7 @@ def _forward_s(
 
 
 def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
-    """Return the times of the learner's phases, `proximal` and `update`."""
+    """Return the seconds of the learner's phases, `proximal` and `update`."""
     learner = config.learner
     minibatches = config.optimizer.minibatches_per_step
     layers_s, output_s = _forward_s(architecture, config, workload)
@@ -241,16 +241,16 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
     layer_passes = 4 if learner.recompute_activations else 3
     update_s = passes_s(layer_passes, 4, num_micro_batches(config))
     numel = max(num_rank_parameters(architecture, learner, stage) for stage in range(stages))
-    copies = learner.data_parallel_size
+    replicas = learner.data_parallel_size
     update_s += minibatches * (
-        2 * (copies - 1) / copies * 4 * numel / INFINIBAND_BYTES_PER_S
+        2 * (replicas - 1) / replicas * 4 * numel / INFINIBAND_BYTES_PER_S
         + 2 * 16 * numel / HBM_BYTES_PER_S  # gradient, master and moments, read and written
     )
     return {"proximal": proximal_s, "update": update_s}
 
 
 def publish_s(architecture: Architecture, config: Config) -> float:
-    """Return a lower bound on the time of a publish, from its bytes and the links they cross."""
+    """Return a lower bound on the seconds of a publish, from its bytes and the links they cross."""
     learner = config.learner
     num_bytes = published_bytes(architecture, config.quantization.format)
     size, stages = learner.tensor_parallel_size, learner.pipeline_parallel_size

@@ -60,14 +60,14 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
 
 
 def part_key(name: str, row_offset: int, column_offset: int) -> str:
-    """Return the key by which `combine` knows the part of a tensor that begins at these offsets."""
+    """Return the key with which `combine` identifies the part that begins at these offsets."""
     return f"{name}@{row_offset},{column_offset}"
 
 
 def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the checksums of parts, by `part_key`, to those of full tensors, by name.
+    """Add up checksums of parts, keyed by `part_key`, to checksums of full tensors, keyed by name.
 
-    `ranks` has the parts that each rank holds. A part that several ranks hold is counted once.
+    `ranks` has one mapping per rank. A part that several ranks hold is counted once.
 
     Raises:
         ValueError: ranks hold different copies of a part; the message names it.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, BLOCK, NUM_WARPS = 4, 512, 4  # of one program: 16 sums per thread
+ROWS, BLOCK, NUM_WARPS = 4, 512, 4  # per program: 16 sums per thread
 
 
 @triton.jit

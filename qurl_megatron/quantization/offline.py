@@ -3,8 +3,8 @@
 UAQ is update-aware quantization (QuRL Eq. 11), see `uaq.py`.
 
 Invariants:
-- A directory has its name only when it is complete. Until then it is `<name>.partial`.
-- A call that was interrupted can be repeated. It keeps the safetensors files that are complete, and
+- A directory gets its final name when it is complete. Until then it is `<name>.partial`.
+- An interrupted call can be repeated. It keeps the safetensors files that are complete, and
   refuses a `.partial` directory that another job left.
 - One piece of the source is in memory at a time: a file, or a part of a file that is larger than
   `MAX_PIECE_BYTES`. Each piece is written as one file.
@@ -41,7 +41,7 @@ from qurl_megatron.model.huggingface import (
 from qurl_megatron.quantization import quantize, uaq
 
 JOB_FILE = "job.json"
-UAQ_FIELD = "qurl_uaq"  # of config.json: the UaqConfig that a directory was scaled by
+UAQ_FIELD = "qurl_uaq"  # in config.json: the UaqConfig that a directory was scaled with
 PROBE_TOKENS = 64
 MAX_PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 5 GB of BF16
 
@@ -50,7 +50,7 @@ Rewrite = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 
 
 class OfflineError(ValueError):
-    """The source or the destination does not fit; the message is the one line a user sees."""
+    """A source or destination that cannot be used; the message is the one line a user sees."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def quantize_directory(
     needs this package, except for `fp8-block`, which SGLang's own `fp8` method reads.
 
     Raises:
-        OfflineError, ArchitectureError: the source or the destination does not fit.
+        OfflineError, ArchitectureError: the source or the destination cannot be used.
         quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
     """
 
@@ -105,7 +105,7 @@ def scale_directory(
     """Write a copy scaled by UAQ (QuRL Eq. 11), in the stored dtype, and compare logits.
 
     Raises:
-        OfflineError, ArchitectureError: the source or the destination does not fit.
+        OfflineError, ArchitectureError: the source or the destination cannot be used.
     """
     if UAQ_FIELD in read_config(source):
         raise OfflineError(
@@ -119,7 +119,7 @@ def unscale_directory(source: Path, destination: Path, progress: Progress) -> In
     """Undo `scale_directory`: exact for powers of two, else up to a rounding of the stored dtype.
 
     Raises:
-        OfflineError, ArchitectureError: the source or the destination does not fit.
+        OfflineError, ArchitectureError: the source or the destination cannot be used.
     """
     fields = read_config(source).get(UAQ_FIELD)
     if fields is None:
@@ -249,7 +249,7 @@ def _cut(source: Path, file: str) -> list[_Piece]:
 def _rewrite_piece(
     source: Path, piece: _Piece, rewrite: Rewrite, known: set[str]
 ) -> dict[str, Tensor]:
-    """Return what is written for a piece; tensors that are not `known` are copied."""
+    """Return the tensors to write for a piece; those that are not `known` are copied unchanged."""
     written: dict[str, Tensor] = {}
     with safe_open(source / piece.source_file, "pt") as opened:
         for name in piece.names:
@@ -278,7 +278,7 @@ def _create_or_resume(partial: Path, job: dict[str, Any]) -> None:
 
 
 def _fingerprint(source: Path, files: list[str]) -> dict[str, Any]:
-    """Return what identifies the source directory and the content of its files."""
+    """Return values that identify the source directory and the content of its files."""
     stats = {file: (source / file).stat() for file in files}
     return {
         "directory": str(source.resolve()),

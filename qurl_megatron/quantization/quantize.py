@@ -15,9 +15,9 @@
 Blocks are those of the full tensor, counted from its first row and column; the last may be smaller.
 
 Invariants:
-- Codes are a function of a weight and the absmax of its block, and of nothing else. So a
-  tensor-parallel shard, quantized with the absmax of whole blocks, holds byte for byte its part of
-  the full tensor's codes.
+- A code depends only on its weight and on the absmax of its block. So a tensor-parallel shard,
+  quantized with the absmax of whole blocks, holds its part of the full tensor's codes, byte for
+  byte.
 - The weight is the value the learner computes with (BF16, if it trains in BF16), upcast to float32.
 - `int8` and `fp8` divide the weight by the float32 scale and round half to even. The engine
   multiplies by the same scale, so this picks the nearest value that the engine can represent.
@@ -58,7 +58,7 @@ _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent of a float32
 @dataclass(frozen=True)
 class _Format:
     dtype: torch.dtype
-    largest: float  # code
+    largest: float  # the largest code
     block: tuple[int | None, int | None]  # rows and columns of one scale; None: all of them
     multiplies: bool = False  # weights are multiplied by largest / absmax, not divided by a scale
     power_of_two: bool = False  # the factor is rounded down to a power of two
@@ -74,8 +74,8 @@ _FORMATS = {
     ),
 }
 
-# SGLang's names of the layers that hold a format. `fp8-tensor` is sent with its scale repeated for
-# each channel, so it needs no layer of its own.
+# SGLang's names for the layers that hold each format. `fp8-tensor` is sent with its scale repeated
+# for each channel, so it needs no layer of its own.
 ENGINE_METHODS = {
     "int8": "qurl_int8",
     "int4": "qurl_int8",
@@ -233,7 +233,7 @@ def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -
 
 
 def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
-    """Return `codes * scale` of these rows, `[rows, in]` float32: what the engine computes with."""
+    """Return `codes * scale` of these rows, `[rows, in]` float32, the values of the engine."""
     codes, format_ = quantized.codes, _format(quantized.weight_format)
     return codes[rows].float() * _spread(quantized.scale, format_, quantized.offset, codes, rows)
 
@@ -279,7 +279,7 @@ def _spread(
 
 
 def _row_absmax(weight: Tensor) -> Tensor:
-    # Six times as fast as aminmax, which makes no copy: a chunk's copy stays in cache.
+    # This copies each chunk, but the copy stays in cache: six times as fast as aminmax.
     return torch.cat(
         [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
     )

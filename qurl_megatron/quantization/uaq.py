@@ -9,7 +9,7 @@ by s > 1 once, before training, and multiplies their input by s:
 The rule: the linear layers fed by a norm (q, k, v, gate, up) are divided by s, and the weight of
 that norm, which produces their input x, is multiplied by s. The model computes the same function.
 
-What it changes and what it does not:
+Effects:
 - The codes of W / s are those of W, and the scales are 1/s of W's, because scales are relative to
   the absmax. So the relative quantization error (Eq. 14) is the same.
 - An optimizer step of a given size moves W / s across s times as many code boundaries (Eq. 12), and
@@ -19,8 +19,8 @@ What it changes and what it does not:
 Biases stay as they are: in W x + b only the product is rewritten. Qwen3's q_norm and k_norm stay
 as well, because they act on that product.
 
-Two linear layers in a block are not fed by a norm. Two options, off by default, scale them through
-the layer that feeds them. What they gain, that layer loses:
+Two linear layers in a block are not fed by a norm. Two options, off by default, divide them by s
+and multiply the layer that feeds them by s, at the expense of that layer:
 - `through_value` divides o_proj by s and multiplies v_proj, bias included, by s, because attention
   is linear in its values. Together with the rule above, v_proj keeps its values.
 - `through_up` divides down_proj by s and multiplies up_proj by s, because the gated product is

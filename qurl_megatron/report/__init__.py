@@ -1,1 +1,1 @@
-"""What a run records, and the HTML page about it."""
+"""A run's records, and the HTML page about them."""

@@ -1,4 +1,4 @@
-"""What a run measures: `Evaluation`, `StepMetrics` at each step, and `RunSummary` at the end.
+"""The metrics of a run: `Evaluation`, `StepMetrics` at each step, and `RunSummary` at the end.
 
 In the docstrings below, behaviour is the policy on the rollout servers (usually quantized), which
 sampled the tokens; proximal is the learner before any update of the step; current is the learner
@@ -185,7 +185,7 @@ class RunSummary:
     """Number of RL steps."""
 
     time_s: float
-    """Seconds of RL, over all parts of the run, without start-up and warm-up."""
+    """Seconds of RL, over all attempts of the run, without start-up and warm-up."""
 
     weight_version: int
     """Version of the weights on the rollout servers after the last step."""

@@ -20,7 +20,7 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
     """Write the page on `run_dirs` to `destination`, making its directory.
 
     Raises:
-        ReportError: a directory is not a run's, or no step is complete.
+        ReportError: a directory is not that of a run, or no step is complete.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid var(--
 
 
 def _key(runs: list[RunRecord]) -> str:
-    """Return the legend of the runs' colours, which stays in sight; empty for a single run."""
+    """Return the legend of the runs' colours, which stays visible; empty for a single run."""
     if len(runs) == 1:
         return ""
     marks = "".join(
@@ -98,7 +98,7 @@ def _figure(title: str, plot: plots.Plot, runs: list[RunRecord]) -> str:
 
 
 def _table(runs: list[RunRecord]) -> str:
-    """Return the table of settings and results: a row a quantity, a column a run."""
+    """Return the table of settings and results: one row per quantity, one column per run."""
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
         ("objective", lambda run: run.config.objective.objective),
         ("rollout format", lambda run: run.config.quantization.format),

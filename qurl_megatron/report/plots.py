@@ -107,7 +107,7 @@ def reward(axes: Axes, runs: list[RunRecord]) -> None:
 
 
 def divergence(axes: Axes, runs: list[RunRecord]) -> None:
-    """Draw KL(behaviour, proximal), with the part that BF16 servers have before training dotted."""
+    """Draw KL(behaviour, proximal), and as dots that of the BF16 servers before training."""
     metric = "kl_behaviour_proximal_k3"
     curves(metric, ylabel="nats", log=True)(axes, runs)
     with_noise = [number for number, run in enumerate(runs) if "evaluation" in run.noise]
@@ -147,7 +147,7 @@ def evaluation(name: str) -> Plot:
 
 
 def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
-    """Draw the seconds of each phase of a step, stacked. Takes one run."""
+    """Draw the seconds of each phase of a step, stacked, for a single run."""
     (run,) = runs
     times = {phase: run.series(f"time_{phase}_s") for phase in PHASES}
     if run.config.advantage_estimator != "gae":
@@ -169,7 +169,7 @@ def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
 
 
 def layer_grid(metric: str) -> Plot:
-    """Return a heat map of a weight's measure: a row a layer, a column a projection. One run."""
+    """Return a heat map of a measure for one run: one row per layer, one column per projection."""
 
     def plot(axes: Axes, runs: list[RunRecord]) -> None:
         (run,) = runs

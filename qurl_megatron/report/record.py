@@ -1,4 +1,4 @@
-"""Read what a run has written to its directory."""
+"""Read the files that a run has written to its directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qurl_megatron.report.metrics import Averages
 
 
 class ReportError(ConfigError):
-    """A directory that no report can be made of. The message is one line."""
+    """A directory that cannot be reported on. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunRecord:
     noise: dict[str, dict[str, float]]  # noise.json, by server set; empty if there is none
 
     def series(self, metric: str) -> list[float]:
-        """Return the values of a metric, one a step."""
+        """Return the values of a metric, one per step."""
         return [step[metric] for step in self.steps]
 
     def early(self, metric: str) -> float:
@@ -72,7 +72,7 @@ def read_run(run_dir: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
-        ReportError: the directory is not a run's, or no step is complete.
+        ReportError: the directory is not that of a run, or no step is complete.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ReportError(f"{run_dir}: not a run directory, it has no config.yaml")

@@ -1,16 +1,16 @@
-"""Write what a run measures to its directory, and show its progress.
+"""Write a run's measurements to its directory, and show its progress.
 
-    metrics.jsonl     every field of `StepMetrics`, one line a step
-    weights.jsonl     measures of every quantized weight, one line a publish
+    metrics.jsonl     every field of `StepMetrics`, one line per step
+    weights.jsonl     measures of every quantized weight, one line per publish
     noise.json        train-inference mismatch before training, by server set
     evaluation/       every answer of each evaluation
     tensorboard/      the numbers of metrics.jsonl as curves
     wandb/            the same for Weights & Biases, if `wandb_project` is set
     summary.json      `RunSummary`, written when the run is complete
 
-Each step is logged once, however often the run was stopped: resuming from a checkpoint first drops
-what was logged after that checkpoint. Weights & Biases cannot drop steps, so each start or resume
-is a W&B run of its own, in a group named after the run.
+Each step is logged once, however often the run is resumed: resuming from a checkpoint first drops
+the lines that were logged after it. Weights & Biases cannot drop steps, so each attempt is a
+W&B run of its own, in a group named after the run.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Clock:
 
 
 class RunLog:
-    """The log of a run and its progress display: live on a terminal, otherwise one line a step.
+    """The log of a run and its progress display: live on a terminal, otherwise one line per step.
 
-    Every learner rank has one, but only the one with `writes` writes files or prints.
+    Every learner rank has a log, but only the log with `writes` writes files and prints.
     """
 
     def __init__(self, config: Config, *, writes: bool) -> None:
@@ -101,7 +101,7 @@ class RunLog:
         self.say(f"resuming after step {step}")
 
     def _begin(self, after_step: int, time_s: float, before: Evaluation) -> None:
-        """Drop whatever an earlier part of the run logged after `after_step`, then open the log."""
+        """Drop the lines that earlier attempts logged after `after_step`, then open the log."""
         self.before = before
         self._start = time.perf_counter() - time_s
         if not self._writes:
@@ -126,7 +126,7 @@ class RunLog:
 
     @property
     def time_s(self) -> float:
-        """Seconds of RL so far, over all parts of the run."""
+        """Seconds of RL so far, over all attempts of the run."""
         return time.perf_counter() - self._start
 
     def write(self, metrics: StepMetrics, evaluation: Evaluation | None) -> None:
@@ -216,7 +216,7 @@ class RunLog:
     def _open_curves(self, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides the points of an earlier part of the run from `purge_step` on. Step 0
+        # TensorBoard hides the points of earlier attempts from `purge_step` on. Step 0
         # is the evaluation before the first step.
         self._tensorboard = SummaryWriter(
             str(self._config.run_dir / "tensorboard"),

@@ -1,4 +1,4 @@
-"""An SGLang server whose processes are forks of one that has imported SGLang; without a GPU only.
+"""Run an SGLang server as forks of a process that has imported SGLang, without a GPU only.
 
 These functions run in the processes of `preload.py`.
 """
@@ -10,7 +10,7 @@ import os
 
 
 def import_sglang() -> None:
-    """Import what a server's three processes use, with this package's plugin in place."""
+    """Load this package's plugin, then import the modules that a server's three processes use."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # first: it replaces functions that other modules import by name
@@ -20,11 +20,11 @@ def import_sglang() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
 
-def serve(threads: str, *words: str) -> None:
-    """Run a server with the options `words` of `sglang.launch_server` until it is killed.
+def serve(threads: str, *options: str) -> None:
+    """Run a server with options of `sglang.launch_server` until it is killed.
 
-    `threads` is the number of CPU threads of each of its ranks: OpenMP read OMP_NUM_THREADS when
-    the parent imported it.
+    `threads` is the number of CPU threads of each of its ranks. OMP_NUM_THREADS cannot set it,
+    because OpenMP has read that variable in the parent.
     """
     import torch
     from sglang.launch_server import run_server
@@ -41,6 +41,6 @@ def serve(threads: str, *words: str) -> None:
 
     engine._set_envs_and_config = fork_after
     try:
-        run_server(prepare_server_args(list(words)))
+        run_server(prepare_server_args(list(options)))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

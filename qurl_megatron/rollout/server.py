@@ -1,4 +1,4 @@
-"""Start, watch and stop SGLang servers. This folder alone speaks HTTP.
+"""Start, watch and stop SGLang servers. Only this folder speaks HTTP.
 
 Callers rely on three properties of SGLang 0.5.17. Tests check each of them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
@@ -6,7 +6,7 @@ Callers rely on three properties of SGLang 0.5.17. Tests check each of them on t
 - `weight_version` in an answer is the version that was set last; the publisher sets it.
 
 Loopback servers are unauthenticated. A server that other machines can reach requires a key with
-every request. The key is part of `Server` and of no command line.
+every request. The key is stored in `Server` and never appears on a command line.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Server:
     pid: int  # the main process, root of the server's process tree
     start_ticks: int | None  # start of that process, see process.start_ticks; None if it died
     tensor_parallel_size: int
-    gpus: list[int]  # indices on its machine, one a tensor-parallel rank; empty without a GPU
+    gpus: list[int]  # indices on its machine, one per tensor-parallel rank; empty without a GPU
     log_file: str
     scratch_dir: str  # holds its sockets and temporary files
     api_key: str | None = None  # None: unauthenticated
@@ -71,7 +71,7 @@ class Server:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """True if the server runs on this machine."""
         return self.machine == socket.gethostname()
 
@@ -80,15 +80,15 @@ class Server:
 
         Return True for a server on another machine: the launcher there watches it.
         """
-        if not self.here:
+        if not self.is_local:
             return True
         return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
 
     def stop(self) -> None:
         """Kill the process tree and remove the scratch files. Only the starter may call it.
 
-        SIGKILL, because a server has nothing to save, and on SIGTERM SGLang takes its own dying
-        children for a crash and diagnoses it for seconds.
+        SIGKILL is used because a server has nothing to save, and because on SIGTERM SGLang takes
+        its own dying children for a crash and spends seconds on a diagnosis.
         """
         try:
             main = psutil.Process(self.pid)
@@ -130,9 +130,9 @@ def start_server(
         context_length: maximum prompt plus response length, in tokens.
         loads: load the directory's weights, which are in `weight_format`. Otherwise the server
             has random weights until the first publish.
-        host: address to listen on. Any other than loopback requires `api_key`, which must be the
-            same for all servers behind one router.
-        gpus: consecutive GPUs of this machine, one a tensor-parallel rank; None: the first ones.
+        host: address to listen on. Any address other than loopback requires `api_key`, which must
+            be the same for all servers behind one router.
+        gpus: consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
         preload: from `preloaded_sglang`; the server is then a fork of that process.
     """
     if host != LOOPBACK and not api_key:
@@ -204,7 +204,7 @@ def start_server(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for its starter to handle
+                start_new_session=True,  # only the starter handles Ctrl-C
                 preexec_fn=end_only_with_parent,
             ).pid
     return Server(
@@ -254,7 +254,7 @@ def wait_ready(
 
 
 def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
-    """Write servers by the name of their set, for `load_servers` in the learner's processes."""
+    """Write servers by set name, for `load_servers` in the learner's processes."""
     tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
     write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # it holds keys
 
@@ -273,6 +273,6 @@ def _answers(server: Server) -> bool:
 
 
 def _core_bindings(server: ServerConfig) -> str:
-    """Return one core for each tensor-parallel rank; SGLang refuses to start without."""
+    """Return one core for each tensor-parallel rank; SGLang requires this option."""
     cores = psutil.cpu_count() or 1
     return "|".join(str(rank % cores) for rank in range(server.tensor_parallel_size))

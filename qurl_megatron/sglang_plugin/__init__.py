@@ -18,7 +18,7 @@ def activate_cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Add this package's layers and hooks to SGLang, once a process, before a model is built."""
+    """Add this package's layers and hooks to SGLang, once per process, before a model is built."""
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices

@@ -6,7 +6,7 @@ A layer holds exactly what the learner sends:
     weight_scale      [out, 1] float32                     one scale per output channel, or
     weight_scale_inv  [ceil(out/128), ceil(in/128)] float32  one per block of 128 x 128 codes
 
-With one scale per channel, activations x are quantized per token as they come (QuRL Eq. 2):
+With one scale per channel, activations x are quantized per token on the fly (QuRL Eq. 2):
 
     out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias
 
@@ -15,9 +15,9 @@ With blocks, activations are quantized per token and 128 channels.
 SGLang's own W8A8 layers transpose and rebind their weights after the first load, and then refuse or
 lose a second one. These layers multiply by a transposed view and never replace a parameter.
 
-On a GPU the products are sgl_kernel's, which require that view and divisible sizes (in by 16, out
-by 8). On a CPU they are float32 products of the codes. These are as exact, and measured 13 to 50
-times as fast as `torch._int_mm` or a bfloat16 product on a machine with AVX2 only.
+On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
+by 8). On a CPU they are float32 products of the codes, which are as exact as `torch._int_mm` or a
+bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fast.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Multiply as `multiply_cpu` does, by GPU kernels of SGLang."""
+        """Multiply as `multiply_cpu` does, with SGLang's GPU kernels."""
         raise NotImplementedError
 
 
@@ -243,7 +243,7 @@ def apply_unquantized(
 ) -> Tensor:
     """Multiply `x` [..., in] by an unquantized layer's weight on a CPU; return [..., out].
 
-    Sums are float32. Stands in for `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten
+    Sums are float32. This replaces `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten
     times as slow on a CPU without instructions for them.
     """
     out = torch.nn.functional.linear(x.float(), layer.weight.float())

@@ -34,7 +34,7 @@ class CpuPlatform(SRTPlatform):
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = apply_unquantized
-        pynccl.NCCLLibrary = no_nccl
+        pynccl.NCCLLibrary = refuse_nccl
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return psutil.virtual_memory().total
@@ -72,7 +72,7 @@ class CpuPlatform(SRTPlatform):
 
 
 def build_allocator(size: int, page_size: int, **options: Any) -> Any:
-    """Return SGLang's allocator for pages of one token; its paged one sorts all freed pages."""
+    """Return the allocator for pages of one token; SGLang's paged allocator sorts freed pages."""
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
     if page_size != 1:
@@ -80,13 +80,13 @@ def build_allocator(size: int, page_size: int, **options: Any) -> Any:
     return TokenToKVPoolAllocator(size, **options)
 
 
-def no_nccl(path: str | None = None) -> None:
-    """Fail to load NCCL, which is installed but useless here; SGLang then does without it."""
+def refuse_nccl(path: str | None = None) -> None:
+    """Raise OSError in place of loading NCCL, which needs a GPU; SGLang then does without it."""
     raise OSError("NCCL needs a GPU")
 
 
 def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Return the config unchanged; stands in for `adjust_config_with_unaligned_cpu_tp`.
+    """Return the config unchanged, in place of `adjust_config_with_unaligned_cpu_tp`.
 
     SGLang's function pads heads and widths that `tp_size` does not divide. It runs on every CPU,
     but only SGLang's own CPU engine can load weights into the padded shapes.

@@ -24,9 +24,9 @@ def update_bucket(
     shapes: Sequence[Sequence[int]],
     group_name: str,
 ) -> tuple[bool, str]:
-    """Load a bucket; stands in for `WeightUpdater._update_bucketed_weights_from_distributed`.
+    """Load a bucket, in place of `WeightUpdater._update_bucketed_weights_from_distributed`.
 
-    Returns whether it succeeded, and a message. SGLang's `original` takes the other groups.
+    Return whether it succeeded, and a message. SGLang's `original` handles all other groups.
     """
     if not group_name.endswith(GROUP_SUFFIX):
         return original(updater, names, dtypes, shapes, group_name)

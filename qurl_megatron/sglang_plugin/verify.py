@@ -1,4 +1,4 @@
-"""Checksums of the weights a server's layers hold, under the names the weights were sent by.
+"""Checksums of the weights that a server's layers hold, under the names they were sent with.
 
 `POST /weights_checker {"action": "checksum"}` returns, for each tensor-parallel rank, the checksum
 of every part of a tensor that the rank holds, by `checksum.part_key`. `checksum.combine` adds them
@@ -34,9 +34,9 @@ class HeldPart(NamedTuple):
 
 
 def compute_checksum(checker: Any) -> dict[str, Any]:
-    """Return this rank's checksums; stands in for `WeightChecker._compute_checksum`.
+    """Return this rank's checksums, in place of `WeightChecker._compute_checksum`.
 
-    SGLang's own needs a GPU.
+    SGLang's own method needs a GPU.
     """
     checksums = {
         part_key(name, row, column): checksum(values, row_offset=row, column_offset=column)

@@ -26,7 +26,7 @@ from torch import Tensor
 class Bucket:
     """Tensors in one flat buffer; entry i of `names`, `dtypes` and `shapes` is the i-th tensor."""
 
-    names: Sequence[str]  # as in a Hugging Face checkpoint, or those of `quantize.scale_name`
+    names: Sequence[str]  # Hugging Face names, and scale names from `quantize.scale_name`
     dtypes: Sequence[torch.dtype]  # widest first
     shapes: Sequence[Sequence[int]]
     flat: Tensor  # [bytes] uint8

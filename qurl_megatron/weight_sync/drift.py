@@ -1,4 +1,4 @@
-"""Weight drift: updates and quantization errors of weights, measured at each pass.
+"""Weight drift: updates and quantization errors, measured in each pass over the weights.
 
 For a weight W, its quantized value Q(W) = codes * scale, and V, the value of W one pass earlier:
 
@@ -7,11 +7,11 @@ For a weight W, its quantized value Q(W) = codes * scale, and V, the value of W 
     code_flip_fraction   codes that changed since the last pass / codes
 
 Each is a ratio of sums over elements. The sums are added up over the shards of a weight and over
-weights before they are divided, so the ratio of a whole model is that of all its weights as one.
+weights before they are divided, so the ratio of a whole model counts all its elements equally.
 
-The sums are estimated from some rows of each weight. Measuring all rows would need the last pass's
-weights and codes: one and a half models in memory. At most `MEASURED_ROWS` evenly spaced rows of
-each shard stand for the rest. A shard with no more rows than that is measured whole.
+The sums are estimated from a sample of each weight's rows. Measuring all rows would need the last
+pass's weights and codes: one and a half models in memory. At most `MEASURED_ROWS` evenly spaced
+rows of each shard stand for the rest. A shard with no more rows than that is measured whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
-MEASURED_ROWS = 128  # of each shard of a weight, at most
+MEASURED_ROWS = 128  # maximum for each shard of a weight
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
@@ -67,7 +67,7 @@ class DriftMeter:
         self._previous: dict[str, tuple[Tensor, Tensor]] = {}  # name -> rows of weight and codes
 
     def measure(self, name: str, weight: Tensor, quantized: QuantizedTensor) -> WeightDrift:
-        """Return the drift of `weight` [out, in] since this method last had that name."""
+        """Return the drift of `weight` [out, in] since the last call with this `name`."""
         num_rows = weight.shape[0]
         step = -(-num_rows // MEASURED_ROWS)
         rows = slice(step // 2, None, step)

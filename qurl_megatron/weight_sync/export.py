@@ -1,7 +1,7 @@
-"""The learner's policy as a Hugging Face directory, with UAQ undone.
+"""Write the learner's policy as a Hugging Face directory, with UAQ undone.
 
-UAQ (update-aware quantization) rescales weights at load; the directory holds the weights as a model
-without it has them. `export` writes a live learner's policy, `export_checkpoint` a checkpoint's.
+UAQ (update-aware quantization) rescales weights at load; an export reverses that. `export` writes
+the policy of a live learner, `export_checkpoint` that of a checkpoint.
 The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
@@ -23,7 +23,7 @@ from qurl_megatron.model.huggingface import Progress, copy_beside_weights, store
 from qurl_megatron.quantization import uaq
 from qurl_megatron.weight_sync.reshard import Converter
 
-FILE_BYTES = 4 * 1024**3  # of float32 values; half as much on disk if the source is BF16
+FILE_BYTES = 4 * 1024**3  # size in float32; half as much on disk if the source is BF16
 
 
 def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:
@@ -48,11 +48,11 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
     `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
 
     Raises:
-        CheckpointError: `checkpoint` is not one, or `destination` exists; one line.
+        CheckpointError: `checkpoint` is not a checkpoint, or `destination` exists; one line.
     """
     config = checkpoints.read_config(checkpoint)
     if destination.exists():
-        raise checkpoints.CheckpointError(f"{destination} exists; choose another")
+        raise checkpoints.CheckpointError(f"{destination} exists; choose another directory")
     partial = _create_partial(destination)
     writer = _Writer(checkpoint / "model", partial, config.quantization.uaq)
     for layer in checkpoints.read_masters(checkpoint, progress):

@@ -3,13 +3,13 @@
 An unquantized weight is sent as one tensor, a quantized one as two: codes and scales. Each is
 assembled from the parts of the tensor-parallel ranks, in one of two ways:
 
-    partition_dim  runs            the full tensor
-    0 or 1      one per rank    the ranks' parts, one after another along `partition_dim`
-    None        None            the same on every rank; rank 0 sends it
+    partition_dim   rank_slices    the full tensor
+    0 or 1          one per rank   the ranks' parts, one after another along `partition_dim`
+    None            None           the same on every rank; rank 0 sends it
 
-Scales follow the codes where the ranks' boundaries fall between blocks of one scale. Where a block
-of one scale lies on several ranks (a row-parallel layer's rows do), every rank computes all scales
-from a shared absmax, and rank 0 sends them.
+Scales are divided like the codes if the boundaries between ranks fall between blocks of one scale.
+If such a block lies on several ranks (as a row of a row-parallel layer does), every rank computes
+all scales from a shared absmax, and rank 0 sends them.
 
 This file is arithmetic on shapes; `reshard.py` does the collectives.
 """
@@ -34,24 +34,24 @@ class SentTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     partition_dim: int | None = None  # dimension that ranks share; None: rank 0 sends all
-    runs: list[slice] | None = None  # of every rank, along `partition_dim`
+    rank_slices: list[slice] | None = None  # one per rank, along `partition_dim`
 
     def index_on(self, tp_rank: int) -> tuple[slice, ...]:
         """Return where a rank's part lies in the full tensor; empty if it sends nothing."""
         index = [slice(0, size) for size in self.shape]
-        if self.partition_dim is not None and self.runs is not None:
-            index[self.partition_dim] = self.runs[tp_rank]
+        if self.partition_dim is not None and self.rank_slices is not None:
+            index[self.partition_dim] = self.rank_slices[tp_rank]
         elif tp_rank != 0:
             index[0] = slice(0, 0)
         return tuple(index)
 
     def shape_on(self, tp_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
-        return tuple(run.stop - run.start for run in self.index_on(tp_rank))
+        return tuple(extent.stop - extent.start for extent in self.index_on(tp_rank))
 
     @property
     def num_bytes(self) -> int:
-        """Size of the full tensor."""
+        """Size of the full tensor, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -77,12 +77,12 @@ class SentWeight:
         name = quantize.scale_name(part.name, weight_format)
         shape = scale_shape(part, weight_format)
         if weight_format == "fp8-tensor":
-            shape = (part.full_shape[0], 1)  # as `quantize.engine_scale`
+            shape = (part.full_shape[0], 1)  # the shape of `quantize.engine_scale`
         block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
         if block is None or part.rank_slices is None or blocks_are_shared(part, weight_format):
             return cls(part, [codes, SentTensor(name, torch.float32, shape)])
-        runs = [slice(run.start // block, -(-run.stop // block)) for run in part.rank_slices]
-        return cls(part, [codes, SentTensor(name, torch.float32, shape, part.dim, runs)])
+        slices = [slice(rows.start // block, -(-rows.stop // block)) for rows in part.rank_slices]
+        return cls(part, [codes, SentTensor(name, torch.float32, shape, part.dim, slices)])
 
     @property
     def is_quantized(self) -> bool:
@@ -91,17 +91,17 @@ class SentWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the full tensors."""
+        """Size of the full tensors, in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def blocks_are_shared(part: TensorPart, weight_format: str) -> bool:
-    """Return whether a block of one scale lies on more than one tensor-parallel rank."""
+    """Return True if a block of one scale lies on more than one tensor-parallel rank."""
     if part.dim is None or part.rank_slices is None or len(part.rank_slices) == 1:
         return False
     block = quantize.block_shape(weight_format)[part.dim]
     inner_starts = [
-        run.start for run in part.rank_slices if 0 < run.start < part.full_shape[part.dim]
+        rows.start for rows in part.rank_slices if 0 < rows.start < part.full_shape[part.dim]
     ]
     return block is None or any(start % block for start in inner_starts)
 

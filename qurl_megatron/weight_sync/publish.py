@@ -1,4 +1,4 @@
-"""Publishing: bring the learner's policy to the servers as the next weight version.
+"""Publish the learner's policy to the servers as the next weight version.
 
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
@@ -40,7 +40,7 @@ from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 T = TypeVar("T")
 
 Carrier = Literal["nccl", "gloo", "shared_memory"]
-"""How buckets reach the servers.
+"""The transport of buckets to the servers.
 
 "nccl" broadcasts from GPU to GPU, "gloo" broadcasts through host memory. With "shared_memory" the
 servers, on the learner's machine, read the buckets in place.
@@ -48,7 +48,7 @@ servers, on the learner's machine, read the buckets in place.
 
 
 class PublishError(RuntimeError):
-    """The servers do not hold what was sent."""
+    """A server does not hold the weights that were sent."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Publisher:
         group_name: str,
         carrier: Carrier | None = None,
     ) -> None:
-        """Join the servers in a process group.
+        """Form a process group with the servers.
 
         Args:
             weight_format: the format in which the servers were started.
@@ -86,7 +86,7 @@ class Publisher:
         """
         self.version = 0
         self._carrier = carrier or backend_to(
-            [gpu for server in servers if server.here for gpu in server.gpus]
+            [gpu for server in servers if server.is_local for gpu in server.gpus]
         )
         self._converter = Converter(learner, weight_format, bucket_bytes)
         self._controls = [ServerControl(server) for server in servers] if rank() == 0 else []
@@ -96,7 +96,7 @@ class Publisher:
             self._group = self._join(servers)
 
     def publish(self) -> Published:
-        """Send the policy as it is now, under the next version.
+        """Send the current policy under the next version.
 
         Raises:
             PublishError: a server does not hold what was sent.
@@ -182,7 +182,7 @@ def verify(control: ServerControl, sent: dict[str, int]) -> None:
     """Compare the checksums of a server's tensors with those of the tensors `sent`, by name.
 
     Raises:
-        PublishError: some differ; the message names the first.
+        PublishError: a checksum differs; the message names the first such tensor.
     """
     try:
         held = checksum.combine(control.checksums())

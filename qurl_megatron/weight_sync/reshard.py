@@ -9,20 +9,20 @@ gets from one to the other:
 Invariants, each with a test:
 - Quantize before gather. Only codes, scales and unquantized tensors cross ranks, never a linear
   layer in full precision.
-- The layout does not show. The codes are those of quantizing the full tensor, byte for byte. Where
-  a block of one scale lies on several tensor-parallel ranks (a row-parallel layer's rows do), its
-  absmax is max-reduced over them first.
-- A bucket holds at most `bucket_bytes`, or else a single weight with its scales.
+- The codes do not depend on the layout: they are those of quantizing the full tensor, byte for
+  byte. If a block of one scale lies on several tensor-parallel ranks (as a row of a row-parallel
+  layer does), its absmax is max-reduced over them first.
+- A bucket holds at most `bucket_bytes`, or a single larger weight with its scales.
 - Beside the model, a rank holds at most two buckets and one tensor: its own part of a bucket and,
   on the receiving rank, the full bucket and another rank's part. A bucket is released before the
-  next is made, if the receiver of buckets keeps no reference to it.
+  next is allocated, if `send` keeps no reference to it.
 - Checksums are computed from the shards, before anything is sent.
 
 Example, on every learner rank:
 
     converter = Converter(learner, "int8", bucket_bytes=512 * 2**20)
     conversion = converter.convert(send)  # global rank 0 calls send(bucket) for each bucket
-    conversion.checksums                  # what the servers must hold, complete on global rank 0
+    conversion.checksums                  # the servers' must be equal; complete on global rank 0
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ Send = Callable[[Bucket], None]
 class Conversion:
     """Measurements of one pass over the weights."""
 
-    checksums: dict[str, int] = field(default_factory=dict)  # of every tensor sent, by name
-    drift: dict[str, WeightDrift] = field(default_factory=dict)  # of quantized weights, by name
+    checksums: dict[str, int] = field(default_factory=dict)  # every sent tensor's, by name
+    drift: dict[str, WeightDrift] = field(default_factory=dict)  # every quantized weight's, by name
 
     @property
     def total_drift(self) -> WeightDrift:
@@ -78,7 +78,7 @@ class Converter:
         weight_format: WeightFormat | Literal["masters"],
         bucket_bytes: int,
     ) -> None:
-        """Keep the settings; nothing is allocated.
+        """Store the settings; allocate nothing.
 
         Args:
             weight_format: a server's format, or "masters" for the optimizer's float32 values.
@@ -90,10 +90,10 @@ class Converter:
         self._meter = DriftMeter()
 
     def convert(self, send: Send) -> Conversion:
-        """Convert the weights as they are, and return what was measured on the way.
+        """Convert the current weights, and return their checksums and drift.
 
         Collective: every learner rank calls it. `send` is called on global rank 0 only, with one
-        bucket after another. The result is complete there only; another rank's covers its own
+        bucket after another. Only its result is complete; that of another rank covers its own
         pipeline stage or less.
 
         Raises:
@@ -198,8 +198,8 @@ class Converter:
     def _share_absmax(self, parts: list[TensorPart]) -> dict[str, tuple[Tensor, Tensor]]:
         """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
-        Returns, by name of such a weight, the absmax of the blocks this rank's part touches and the
-        scales of all its blocks.
+        Return, for each such weight by name, the absmax of the blocks that this rank's part touches
+        and the scales of all blocks.
         """
         parts = [part for part in parts if blocks_are_shared(part, self._format)]
         if not parts:
@@ -249,7 +249,7 @@ def _sum_over_tensor_parallel(conversion: Conversion) -> Conversion:
 
 
 def _merge_stages(conversion: Conversion) -> Conversion:
-    """Return all pipeline stages' conversions as one on the first stage, elsewhere the stage's."""
+    """Return the merged conversions of all stages on the first stage, and its own on any other."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return conversion
@@ -271,7 +271,7 @@ def _merge_stages(conversion: Conversion) -> Conversion:
 
 
 def _empty_part(tensors: list[SentTensor], tp_rank: int) -> Bucket:
-    """Allocate a rank's part of a bucket: itself a bucket, of the rank's part of each tensor."""
+    """Allocate a rank's part of a bucket: a smaller bucket with the rank's part of each tensor."""
     entries = ((tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in tensors)
     return Bucket.empty(entries, device())
 
@@ -311,7 +311,7 @@ def _place(tensors: list[SentTensor], part: Bucket, tp_rank: int, full: dict[str
 
 
 def _send_to_first_stage(bucket: Bucket | None) -> None:
-    """Send a bucket to global rank 0; None says that this stage has sent its last."""
+    """Send a bucket to global rank 0; None marks the end of this stage's buckets."""
     first = parallel_state.get_pipeline_model_parallel_first_rank()
     header = None if bucket is None else (bucket.names, bucket.dtypes, bucket.shapes)
     dist.send_object_list([header], dst=first, device=device())
@@ -320,7 +320,7 @@ def _send_to_first_stage(bucket: Bucket | None) -> None:
 
 
 def _receive_buckets(stage: int, send: Send) -> None:
-    """Receive the buckets of another pipeline stage and send each on."""
+    """Receive the buckets of another pipeline stage and pass each to `send`."""
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     while True:
         header = [None]
