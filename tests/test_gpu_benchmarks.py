@@ -86,9 +86,9 @@ def test_the_kit_holds_what_a_bare_machine_lacks() -> None:
 def test_parts_of_the_kit_hold_every_wheel_and_no_more_than_they_may(tmp_path: Path) -> None:
     for number, size in enumerate((50, 40, 30, 20, 10, 5)):
         (tmp_path / f"w{number}.whl").write_bytes(bytes(size))
-    found = kit.parts(tmp_path, 60)
-    assert [sum(wheel.stat().st_size for wheel in part) for part in found] == [60, 60, 35]
-    assert {wheel for part in found for wheel in part} == set(tmp_path.iterdir())
+    parts = kit.parts(tmp_path, 60)
+    assert [sum(wheel.stat().st_size for wheel in part) for part in parts] == [60, 60, 35]
+    assert {wheel for part in parts for wheel in part} == set(tmp_path.iterdir())
 
 
 def test_a_repacked_wheel_keeps_one_library(tmp_path: Path) -> None:
