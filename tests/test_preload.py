@@ -174,4 +174,4 @@ def test_a_parent_that_cannot_import_is_reported_with_its_log(
 
 def test_waiting_for_a_parent_can_be_cancelled(modules: Path, tmp_path: Path) -> None:
     with Preload(["functions:sleep"], environment_with(modules), tmp_path / "log") as parent:
-        parent.wait_ready(given_up=lambda: True)
+        parent.wait_ready(given_up=lambda: True)  # it would wait for 600 s otherwise

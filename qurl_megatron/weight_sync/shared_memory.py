@@ -44,4 +44,4 @@ def attach(header: Tensor) -> Tensor:
     if on_gpu:
         return rebuild_cuda_tensor(*handle)
     storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
