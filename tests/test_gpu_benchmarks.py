@@ -88,11 +88,7 @@ def test_the_kit_contains_what_the_bare_machine_lacks() -> None:
 def test_parts_of_the_kit_hold_every_wheel_within_the_size_limit(tmp_path: Path) -> None:
     for number, size in enumerate((50, 40, 30, 20, 10, 5)):
         (tmp_path / f"w{number}.whl").write_bytes(bytes(size))
-<<<<<<< HEAD
     parts = kit.split_into_parts(tmp_path, 60)
-=======
-    parts = kit.parts(tmp_path, 60)
->>>>>>> h-lang2
     assert [sum(wheel.stat().st_size for wheel in part) for part in parts] == [60, 60, 35]
     assert {wheel for part in parts for wheel in part} == set(tmp_path.iterdir())
 
