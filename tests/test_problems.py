@@ -81,7 +81,7 @@ def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
     empty.write_text("\n\n")
     for data, options, message in [
         (str(missing), {}, "missing.jsonl: no such file"),
-        (str(empty), {}, "empty.jsonl: no problems"),
+        (str(empty), {}, "empty.jsonl: contains no problems"),
         (
             write(tmp_path / "a.csv", GOOD),
             {},
