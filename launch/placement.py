@@ -150,7 +150,7 @@ def make_plan(
         gpus = sum(spec.server.tensor_parallel_size for spec in on_node)
         servers = [(spec.set_name, spec.index) for spec in on_node]
         nodes.append(NodePlan(name, gpus, servers=servers))
-    key = secrets.token_urlsafe(32)
+    key = secrets.token_hex(32)  # no dash at its start, which SGLang would take for an option
     return JobPlan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
 
 

@@ -201,3 +201,9 @@ def test_a_name_that_is_unsafe_in_a_shell_or_a_path_is_refused(name: str) -> Non
 def test_names_of_default_runs_and_sweeps_are_accepted() -> None:
     for name in ("first", "grpo-20250101-120000", "sweep-acr-int8-1.5", "x-_a_b.jsonl", "a+b"):
         assert with_overrides(Config(), [f"name={name}"]).name == name
+
+
+def test_the_key_of_a_job_cannot_be_taken_for_an_option() -> None:
+    """SGLang parses the key, which it reads from a file, as it parses a command line."""
+    plan = make_plan(config_of(1, 1, 1), 0, ["a"], ["b"], port=1)
+    assert plan.api_key.isalnum() and len(plan.api_key) == 64
