@@ -64,15 +64,13 @@ def test_rows_list_the_tests_that_passed_failed_and_were_skipped(tmp_path: Path)
         "def test_failing(): assert 1 == 2\n"
         "def test_skipped(): pytest.skip('for a reason')\n"
     )
-    xml = tmp_path / "sample.xml"
-    record.run_python(
-        ["-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--junitxml={xml}", str(tmp_path)],
-        tmp_path / "log",
-    )
-    row = pytest_rows.outcomes(xml)
+    results = open_record(tmp_path / "results")
+    pytest_rows.run_tests(results, [str(tmp_path)])
+    row = results.rows[str(tmp_path)]
     assert row["passed"] == ["test_passing"]
     assert row["failed"] == ["test_failing: assert 1 == 2"]
     assert row["skipped"] == ["test_skipped: for a reason"]
+    assert row["printed"] == ["test_passing: measured 3"]
 
 
 def test_the_kit_contains_what_the_bare_machine_lacks() -> None:

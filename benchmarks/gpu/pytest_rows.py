@@ -21,6 +21,7 @@ def run_tests(results: Record, paths: list[str], selection: str = "") -> None:
         xml = results.log_dir / f"{path.replace('/', '_')}.xml"
         xml.unlink(missing_ok=True)
         command = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", f"--junitxml={xml}", path]
+        command += ["-o", "junit_logging=system-out"]  # keeps the lines that tests print
         run_python([*command, *(["-k", selection] if selection else [])], xml.with_suffix(".log"))
         if not xml.exists():
             results.add(

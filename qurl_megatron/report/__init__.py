@@ -1,1 +1,1 @@
-"""A run's records, and the HTML page about them."""
+"""The metrics and the log of a run, and the HTML report on it."""

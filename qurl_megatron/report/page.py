@@ -57,9 +57,10 @@ def _page(runs: list[RunRecord]) -> str:
 
 
 _GLOSSARY = (
-    "Behaviour is the policy on the rollout servers, proximal the learner before its update. Thin "
-    "lines show every step, thick lines a running mean over a twentieth of the steps. C is the cap "
-    "on the ratio proximal / behaviour."
+    "Behaviour is the policy on the rollout servers, proximal the learner before its update. Their "
+    "KL divergence is the train-inference mismatch, and C is the cap on the ratio proximal / "
+    "behaviour. Thin lines show every step, thick lines a running mean over a twentieth of the "
+    "steps."
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --line: #d5d5d5; }

@@ -192,13 +192,13 @@ def layer_grid(metric: str) -> Plot:
 
 TRAINING_PLOTS: dict[str, Plot] = {
     "Reward (line) and held-out accuracy (dots)": reward,
-    "Train-inference mismatch: KL(behaviour, proximal), k3": divergence,
+    "KL(behaviour, proximal), k3 estimate": divergence,
     "Largest ratio proximal / behaviour": curves("ratio_proximal_behaviour_max", ylabel="ratio"),
     "Tokens truncated at C, tokens kept by ACR": curves(
         "tis_truncated_fraction", "acr_widened_fraction", ylabel="fraction of tokens"
     ),
     "Clipped tokens": curves("clip_fraction", ylabel="fraction of tokens"),
-    "Weight update (Eq. 13), quantization error (Eq. 14)": curves(
+    "Weight update (Eq. 13), error (Eq. 14)": curves(
         "weight_update_norm", "weight_quant_error", ylabel="relative to weights", log=True
     ),
     "Quantized codes changed by each publish": curves(
