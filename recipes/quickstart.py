@@ -1,9 +1,8 @@
 """The whole loop on a laptop: a Qwen2 model of 1.2M parameters learns to spell words backward.
 
-It needs no download and no GPU. The model starts from random weights. A short supervised
-warm-up brings it to a fifth of the words or more, and QuRL improves it from there. Task and verifier
-are reasoning-gym's `spell_backward` with words of five letters. Held-out words are never trained
-on.
+It needs no download and no GPU. The model starts from random weights. A short supervised warm-up
+brings it to a fifth of the words or more, and QuRL improves it from there. Task and verifier are
+reasoning-gym's `spell_backward` with words of five letters. Held-out words are never trained on.
 """
 
 from __future__ import annotations
