@@ -35,6 +35,7 @@ def run(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
         ServerFailed: the server died.
+        PreloadFailed: SGLang could not be imported.
     """
     output = Path(config.output)
     if output.exists():

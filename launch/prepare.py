@@ -28,7 +28,7 @@ from qurl_megatron.config.yaml_file import load, save
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
     """Turn an error in the user's input into one line on stderr and exit code 2."""
-    from qurl_megatron.data.prompts import DataError
+    from qurl_megatron.data.problems import DataError
     from qurl_megatron.model.architecture import ArchitectureError
     from qurl_megatron.quantization.offline import OfflineError
     from qurl_megatron.quantization.quantize import NonFiniteWeight

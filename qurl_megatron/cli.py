@@ -258,13 +258,14 @@ def evaluate(
         from launch import evaluate
         from qurl_megatron.config.overrides import with_overrides
         from qurl_megatron.loop.avg_at_k import EvalConfig
+        from qurl_megatron.preload import PreloadFailed
         from qurl_megatron.rollout.server import ServerFailed
 
         data = [word for word in words if "=" not in word]
         settings = [word for word in words if "=" in word]
         try:
             evaluate.run(with_overrides(EvalConfig(model=model, data=data), settings))
-        except ServerFailed as failure:
+        except (PreloadFailed, ServerFailed) as failure:
             print(f"qurl: {failure}", file=sys.stderr)
             sys.exit(1)
 

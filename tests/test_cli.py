@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from launch import evaluate
 from launch.prepare import prepare_new
+from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.data.prompts import DataError
+from qurl_megatron.data.problems import DataError
+from qurl_megatron.loop.avg_at_k import EvalConfig
+from qurl_megatron.preload import PreloadFailed
+from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
 from tiny import build_tiny_model
 
@@ -179,3 +184,17 @@ def test_config_prints_yaml_that_loads_back_equal(tmp_path: Path) -> None:
 def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
     ended = qurl(tmp_path, "--version")
     assert (ended.returncode, ended.stdout) == (0, f"qurl-megatron {version('qurl-megatron')}\n")
+
+
+@pytest.mark.parametrize("failure", [PreloadFailed("no module"), ServerFailed("it died")])
+def test_eval_reports_a_server_that_fails_in_one_message_and_exits_with_1(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: EvalConfig) -> None:
+        raise failure
+
+    monkeypatch.setattr(evaluate, "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["eval", "model", "data.jsonl"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"qurl: {failure}\n"
