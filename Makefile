@@ -17,7 +17,7 @@ test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm
 
 docs: .venv/ready
-	.venv/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # without its advertisement
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
