@@ -17,7 +17,7 @@ test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm
 
 docs: .venv/ready
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # without its advertisement
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # hides a notice
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
