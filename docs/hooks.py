@@ -22,6 +22,7 @@ import recipes  # noqa: E402
 from qurl_megatron import cli  # noqa: E402
 from qurl_megatron.config.fields import FieldDescription, describe, field_docs  # noqa: E402
 from qurl_megatron.config.schema import Config  # noqa: E402
+from qurl_megatron.loop.avg_at_k import EvalConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
 
 
@@ -69,8 +70,14 @@ def configuration_page() -> Iterator[str]:
     for (name, section), fields in parts.items():
         yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
         for field in fields:
-            values = f"Type `{field.type}`, default `{field.default}`."
-            yield _entry(field.path, field.meaning, values)
+            yield _entry(field.path, field.meaning, _values(field))
+    yield "## `qurl eval` { #eval }\n\nThe fields of `qurl eval MODEL DATA... [FIELD=VALUE]...`.\n"
+    for field in describe(EvalConfig):
+        yield _entry(field.path, field.meaning, _values(field), anchor=f"eval.{field.path}")
+
+
+def _values(field: FieldDescription) -> str:
+    return f"Type `{field.type}`, default `{field.default}`."
 
 
 def metrics_page() -> Iterator[str]:

@@ -16,6 +16,7 @@ import pytest
 
 import recipes
 from qurl_megatron.config.schema import Config
+from qurl_megatron.loop.avg_at_k import EvalConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -64,7 +65,9 @@ def test_every_recipe_has_a_section(site: Path) -> None:
 
 
 def test_every_configuration_field_has_an_entry(site: Path) -> None:
-    assert set(leaves(dataclasses.asdict(Config()))) <= anchors(site / "configuration.html")
+    evaluation = {f"eval.{field}" for field in leaves(dataclasses.asdict(EvalConfig()))}
+    fields = {*leaves(dataclasses.asdict(Config())), *evaluation}
+    assert fields <= anchors(site / "configuration.html")
 
 
 def test_every_metric_has_an_entry(site: Path) -> None:
