@@ -61,6 +61,7 @@ def run(config: EvalConfig) -> None:
             quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
             model_dir = quantized
         output.mkdir(parents=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         preload = stack.enter_context(preloaded_sglang(output / "preload.log"))
         server = start_server(
             model_dir,
@@ -72,25 +73,22 @@ def run(config: EvalConfig) -> None:
             loads=True,
             preload=preload,
         )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        try:
-            wait_ready([server], config.server.start_timeout_s)
-            client = RolloutClient(server, tokenizer, architecture.eos_token_ids)
-            averages_of: dict[str, dict[str, Average]] = {}
-            for number, (data, problems) in enumerate(prompts.items()):
-                results = measure(
-                    client,
-                    problems,
-                    config.reward,
-                    config.max_response_length,
-                    k=config.k,
-                    temperature=config.temperature,
-                    top_p=config.top_p,
-                )
-                write_answers(results, output / f"answers_{number}.jsonl")
-                averages_of[data] = averages(results)
-        finally:
-            server.stop()
+        stack.callback(server.stop)
+        wait_ready([server], config.server.start_timeout_s)
+        client = RolloutClient(server, tokenizer, architecture.eos_token_ids)
+        averages_of: dict[str, dict[str, Average]] = {}
+        for number, (data, problems) in enumerate(prompts.items()):
+            results = measure(
+                client,
+                problems,
+                config.reward,
+                config.max_response_length,
+                k=config.k,
+                temperature=config.temperature,
+                top_p=config.top_p,
+            )
+            write_answers(results, output / f"answers_{number}.jsonl")
+            averages_of[data] = averages(results)
     summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": {}}
     for data, named in averages_of.items():
         summary["results"][data] = {name: dataclasses.asdict(a) for name, a in named.items()}

@@ -44,9 +44,9 @@ def run(config: Config) -> int:
     """Run `config`, whose directory holds its config.yaml, and return an exit code.
 
     The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, and 75 when SIGUSR1
-    asked it to stop early and it has saved a checkpoint. It is 1 when a process of the run died;
-    the last lines of that process's log are then printed. It is 2, and nothing is started, when
-    another launcher owns the run.
+    asked it to stop early: it has then saved a checkpoint, or not started yet. It is 1 when a
+    process of the run died; the last lines of that process's log are then printed. It is 2, and
+    nothing is started, when another launcher owns the run.
     """
     with exit_on_bad_input():
         owner = claim(config.run_dir)
@@ -99,9 +99,11 @@ def _start_servers(
     config = attempt.config
     if preload:
         preload.wait_ready(lambda: bool(received))
+    if received:
+        return
     placed = place_servers(config, device.num_gpus())
     used = set(range(config.learner.world_size))
-    for spec in server_specs(config) if not received else []:
+    for spec in server_specs(config):
         gpus = placed[spec.set_name][spec.index]
         server = attempt.start(spec, gpus=gpus, preload=preload)
         servers.setdefault(spec.set_name, []).append(server)
@@ -185,7 +187,8 @@ def _watch(
                 f"learner rank {failed} ended with code {codes[failed]}", attempt.rank_log(failed)
             )
         if None not in codes:
-            return max(code for code in codes if code is not None)
+            # Without a rank, SIGUSR1 came before any was started.
+            return max((code for code in codes if code is not None), default=STOPPED_EARLY)
         time.sleep(POLL_S)
 
 

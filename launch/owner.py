@@ -32,7 +32,6 @@ def claim(run_dir: Path) -> TextIO:
         ConfigError: another launcher is the owner.
     """
     file = (run_dir / FILE_NAME).open("a+")
-    file.seek(0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         taken = False

@@ -137,9 +137,9 @@ def _check_prompts(config: Config) -> None:
     """
     from transformers import AutoTokenizer
 
-    from qurl_megatron.data import prompts as data
+    from qurl_megatron.data.prompts import load_prompts
 
-    data.load_prompts(config, AutoTokenizer.from_pretrained(config.model))
+    load_prompts(config, AutoTokenizer.from_pretrained(config.model))
 
 
 def load_recipe(name: str) -> ModuleType:

@@ -96,8 +96,7 @@ def rollout(logs: Path) -> int:
     servers: dict[str, list[Server]] = {}
     started: list[Server] = []
     first_gpu = 0
-    stack = contextlib.ExitStack()
-    try:
+    with contextlib.ExitStack() as stack:
         preload = stack.enter_context(preloaded_sglang(logs / f"preload_{own.name}.log"))
         for set_name, index in own.servers:
             spec = specs[set_name, index]
@@ -107,6 +106,7 @@ def rollout(logs: Path) -> int:
             started.append(
                 attempt.start(spec, host=host, api_key=plan.api_key, gpus=gpus, preload=preload)
             )
+            stack.callback(started[-1].stop)
             servers.setdefault(set_name, []).append(started[-1])
             first_gpu += len(gpus)
         save_servers(servers, logs / f"servers_{own.name}.json")
@@ -119,10 +119,6 @@ def rollout(logs: Path) -> int:
                     return 1
             time.sleep(POLL_S)
         return 0
-    finally:
-        for server in started:
-            server.stop()
-        stack.close()
 
 
 def learner(logs: Path) -> int:

@@ -10,7 +10,6 @@ On a machine with a GPU nothing is forked: a CUDA context does not survive a for
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -283,14 +281,7 @@ def main() -> None:
     if request is None:
         return
     _become(request)
-    try:
-        _call(request.function, *request.arguments)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
+    _call(request.function, *request.arguments)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,8 @@ def start_server(
     """
     if host != LOOPBACK and not api_key:
         raise ValueError(f"host {host}: a server that others can reach needs an api_key")
+    if preload:
+        preload.wait_ready()  # first: a failure here must leave no scratch directory behind
     if gpus is None:
         gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
     port = free_port()

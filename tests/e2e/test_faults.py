@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from e2e.running import SMALL, Start, curve_steps, metrics_of
+from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
 
@@ -19,6 +20,15 @@ def test_ctrl_c_while_it_starts_ends_every_process(start: Start) -> None:
     os.kill(run.process.pid, signal.SIGINT)
     assert run.exit_code() == 130
     assert "interrupted" in run.text()
+    assert run.survivors() == []
+
+
+def test_a_run_that_is_told_to_stop_early_before_it_starts_can_be_resumed(start: Start) -> None:
+    run = start("train", "quickstart", *SMALL)
+    run.wait_for("run directory")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    assert run.exit_code() == STOPPED_EARLY, run.text()
+    assert "Traceback" not in run.text()
     assert run.survivors() == []
 
 
