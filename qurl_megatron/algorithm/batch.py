@@ -34,7 +34,7 @@ class Completion:
     behaviour_logprobs: list[float]  # one per token, from the engine that sampled it
     text: str  # token_ids decoded without special tokens
     truncated: bool  # ended by max_response_length
-    weight_version: int  # the publish whose weights sampled it
+    token_versions: list[int]  # one per token, the weight version that sampled it
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class TrainBatch:
     reference_logprobs: Tensor | None = None  # [batch, time] float32, model before any training
     values: Tensor | None = None  # PPO: [batch, time] float32, critic before its update
     returns: Tensor | None = None  # PPO: [batch, time] float32, what the critic learns to predict
+    # [batch, time] int64: the weight version trained against minus the version that sampled the
+    # token, 0 outside loss_mask
+    token_lags: Tensor | None = None
 
     def rows(self, index: slice | Tensor) -> TrainBatch:
         """Return a batch of only the rows that `index` selects."""
@@ -83,11 +86,15 @@ class TrainBatch:
 
 
 def pack(
-    groups: list[RolloutGroup], pad_token_id: int, advantages: list[list[float]] | None = None
+    groups: list[RolloutGroup],
+    pad_token_id: int,
+    advantages: list[list[float]] | None = None,
+    version: int | None = None,
 ) -> TrainBatch:
     """Lay groups out as one right-padded batch, one row per completion, in order.
 
-    `advantages[group][completion]` is given to every token of that completion.
+    `advantages[group][completion]` is given to every token of that completion. `version` is the
+    weight version trained against, from which the lags of tokens are counted; None: no lags.
     """
     rows = [
         (group.prompt.token_ids, completion, reward)
@@ -101,6 +108,7 @@ def pack(
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         behaviour_logprobs=torch.zeros(shape),
         rewards=torch.zeros(shape),
+        token_lags=None if version is None else torch.zeros(shape, dtype=torch.int64),
     )
     for row, (prompt, completion, reward) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
@@ -108,6 +116,8 @@ def pack(
         batch.loss_mask[row, start:end] = True
         batch.behaviour_logprobs[row, start:end] = torch.tensor(completion.behaviour_logprobs)
         batch.rewards[row, end - 1] = reward
+        if batch.token_lags is not None:
+            batch.token_lags[row, start:end] = version - torch.tensor(completion.token_versions)
     if advantages is not None:
         per_row = torch.tensor([advantage for group in advantages for advantage in group])
         batch.advantages = torch.where(batch.loss_mask, per_row[:, None], 0.0)

@@ -20,6 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
+PauseMode = Literal["retract", "in_place"]
 AdvantageEstimator = Literal["grpo", "gae"]
 Reward = Literal["reasoning_gym", "math", "exact"]
 
@@ -341,6 +342,15 @@ class RolloutConfig:
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """Each rollout server."""
+
+    max_staleness: CountOrZero = 0
+    """Maximum number of weight versions between the sampling of a token and the training on it. 0:
+    synchronous rollout."""
+
+    pause_mode: PauseMode = "retract"
+    """What a publish does to running requests. retract: their context is computed again with the
+    new weights. in_place: they keep the keys and values of older weights, which is cheaper for long
+    contexts; their log-probs are then those of the mixture."""
 
     @property
     def longest_response(self) -> int:

@@ -119,7 +119,12 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
 
     def publisher_to(name: str, weight_format: WeightFormat) -> Publisher:
         publisher = Publisher(
-            learner, servers[name], weight_format, config.quantization.bucket_bytes, name
+            learner,
+            servers[name],
+            weight_format,
+            config.quantization.bucket_bytes,
+            name,
+            pause_mode=config.rollout.pause_mode,
         )
         return stack.enter_context(closing(publisher))
 

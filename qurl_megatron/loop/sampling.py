@@ -61,19 +61,20 @@ class Sampler:
         if rank() == 0:
             self._stream.restore(state)
 
-    def sample(self, step: int) -> tuple[TrainBatch, SampleSummary]:
+    def sample(self, step: int, version: int) -> tuple[TrainBatch, SampleSummary]:
         """Sample and score completions of the next prompts, with the settings of `step`'s stage.
 
+        `version` is the weight version that the step trains against, the last one published.
         The batch has no log-probs of the learner yet, and with `advantage_estimator=gae` no
         advantages: the critic computes them.
         """
-        return from_rank_zero(lambda: self._sample(self._config.rollout.at(step)))
+        return from_rank_zero(lambda: self._sample(self._config.rollout.at(step), version))
 
     def answers(self) -> TrainBatch:
         """Return the next prompts with their answers as responses, for supervised training."""
         return from_rank_zero(self._answers)
 
-    def _sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary]:
+    def _sample(self, rollout: RolloutConfig, version: int) -> tuple[TrainBatch, SampleSummary]:
         groups, failures = self._sample_groups(rollout, rollout.prompts_per_step)
         all_groups = list(groups)
         for _ in range(rollout.dynamic_sampling_tries):
@@ -90,7 +91,7 @@ class Sampler:
         advantages = None
         if self._config.advantage_estimator == "grpo":
             advantages = grpo_advantages([group.rewards for group in groups])
-        return pack(groups, pad_token_id(self._tokenizer), advantages), summary
+        return pack(groups, pad_token_id(self._tokenizer), advantages, version), summary
 
     def _sample_groups(
         self, rollout: RolloutConfig, num_prompts: int
@@ -118,7 +119,7 @@ class Sampler:
         for prompt in self._stream.next(self._config.warmup.batch_size):
             token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
             token_ids = [*token_ids, self._tokenizer.eos_token_id]
-            answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, 0)
+            answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, [])
             groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
         return pack(groups, pad_token_id(self._tokenizer))
 

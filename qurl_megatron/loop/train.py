@@ -60,7 +60,7 @@ def train(
         for step in range(steps_done + 1, config.steps + 1):
             clock = Clock()
             with clock("rollout"):
-                batch, summary = run.sampler.sample(step)
+                batch, summary = run.sampler.sample(step, publisher.version)
             with clock("proximal"):
                 batch.proximal_logprobs, entropy = score(batch.tokens, loss_mask=batch.loss_mask)
                 if config.objective.kl_coefficient:

@@ -85,5 +85,5 @@ class RolloutClient:
             # SGLang also says "length" when the last allowed token is a stop token.
             truncated=meta["finish_reason"]["type"] == "length"
             and token_ids[-1] not in self._stop_token_ids,
-            weight_version=int(meta["weight_version"]),
+            token_versions=meta["token_versions"],
         )

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import torch
 
+from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.rollout.server import Server
 
 CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
@@ -17,20 +18,24 @@ CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
 class ServerControl:
     """The control requests of one server. Every call waits for the server's answer."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, pause_mode: PauseMode = "retract") -> None:
+        """Open a connection; `pause_mode` is the run's `rollout.pause_mode`."""
         self.server = server
+        self._pause_mode = pause_mode
         self._client = httpx.Client(
             base_url=server.url, headers=server.headers, timeout=CONTROL_TIMEOUT_S
         )
 
     def pause(self) -> None:
-        """Stop sampling. Running requests wait, and are recomputed from their tokens later."""
-        self._post("/pause_generation", {"mode": "retract"})
+        """Stop sampling. Running requests wait where they are, and continue after `resume`.
 
-    def resume(self, weight_version: int) -> None:
-        """Continue sampling; tokens sampled from here on carry `weight_version`."""
-        version = {"new_version": str(weight_version), "abort_all_requests": False}
-        self._post("/update_weight_version", version)
+        In mode `retract` they give up their keys and values, which `resume` has computed again from
+        their tokens. In mode `in_place` they keep them.
+        """
+        self._post("/pause_generation", {"mode": self._pause_mode})
+
+    def resume(self) -> None:
+        """Continue sampling, with the weights of the last update and under its version."""
         self._post("/continue_generation", {})
 
     def init_weights_group(
@@ -63,8 +68,12 @@ class ServerControl:
         shapes: Sequence[Sequence[int]],
         *,
         group_name: str,
+        weight_version: int,
     ) -> None:
-        """Receive one bucket, a flat buffer that rank 0 broadcasts, and load its tensors."""
+        """Receive one bucket, a flat buffer that rank 0 broadcasts, and load its tensors.
+
+        The server must be paused. Tokens sampled after it resumes carry `weight_version`.
+        """
         self._post(
             "/update_weights_from_distributed",
             {
@@ -73,6 +82,8 @@ class ServerControl:
                 "shapes": [list(shape) for shape in shapes],
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
+                "weight_version": str(weight_version),
+                "flush_cache": self._pause_mode == "retract",  # SGLang cannot while requests run
             },
         )
 

@@ -1,9 +1,9 @@
 """Start, watch and stop SGLang servers. Only this folder speaks HTTP.
 
-Callers rely on three properties of SGLang 0.5.17. Tests check each of them on the real server:
+Callers rely on three properties of SGLang 0.5.17 with this package's plugin. Tests check each of them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
-- A weight update empties the prefix cache, also while the server is paused.
-- `weight_version` in an answer is the version that was set last; the publisher sets it.
+- A prompt that starts after a weight update uses no prefix from before it.
+- `token_versions` in an answer has, for each token, the version of the weights that sampled it.
 
 Loopback servers are unauthenticated. A server that other machines can reach requires a key with
 every request. The key is stored in `Server` and never appears on a command line.

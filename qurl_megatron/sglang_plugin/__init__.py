@@ -1,10 +1,10 @@
 """The SGLang plugin: every process of a server loads it, through two entry points.
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
-SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds three things:
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds four things:
 the reloadable quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`; checksums of
-the weights a server holds; loading weights from the learner's memory. Importing this package does
-nothing.
+the weights a server holds; loading weights from the learner's memory; a weight version for every
+sampled token. Importing this package does nothing.
 """
 
 
@@ -23,7 +23,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices
 
-    from qurl_megatron.sglang_plugin import linear, platform, receive, verify
+    from qurl_megatron.sglang_plugin import linear, platform, receive, verify, versions
 
     configs = {
         config.get_name(): config
@@ -38,9 +38,15 @@ def register() -> None:
     }
     for name, function in replacements.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.REPLACE)
-    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register(
-        f"{updater}._update_bucketed_weights_from_distributed",
-        receive.update_bucket,
-        HookType.AROUND,
-    )
+    scheduler = "managers.scheduler.Scheduler"
+    wrappers = {
+        "model_executor.model_runner_components.weight_updater.WeightUpdater"
+        "._update_bucketed_weights_from_distributed": receive.update_bucket,
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".update_weights_from_distributed": versions.update_weights,
+        f"{scheduler}.run_batch": versions.run_batch,
+        f"{scheduler}._add_request_to_queue": versions.enqueue,
+        f"{scheduler}.flush_cache": versions.flush_cache,
+    }
+    for name, function in wrappers.items():
+        HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)

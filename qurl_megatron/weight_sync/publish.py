@@ -3,8 +3,9 @@
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
 A publish is all or nothing:
-- Between pause and resume the servers answer no prompt, so no response mixes two versions.
-- Their prefix caches are emptied, so no response uses attention states of older weights.
+- Between pause and resume the servers sample no token, so every token has one version.
+- A prompt that starts after it uses no attention states of older weights. Nor does a request that
+  was running, unless `pause_mode` is `in_place`.
 - They resume only if every tensor's checksum, computed from the learner's shards before they were
   sent, equals the checksum of the parameters that the servers' layers multiply with. Otherwise the
   publish raises `PublishError`.
@@ -26,7 +27,7 @@ from typing import Literal, TypeVar
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
 
-from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.config.schema import PauseMode, WeightFormat
 from qurl_megatron.device import backend_to, rank
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.process import free_port
@@ -75,6 +76,7 @@ class Publisher:
         bucket_bytes: int,
         group_name: str,
         carrier: Carrier | None = None,
+        pause_mode: PauseMode = "retract",
     ) -> None:
         """Form a process group with the servers.
 
@@ -83,13 +85,16 @@ class Publisher:
             bucket_bytes: largest bucket; see `reshard.Converter`.
             group_name: name of the process group, unique among those of a server.
             carrier: None: NCCL if every process has its own GPU, else gloo.
+            pause_mode: the run's `rollout.pause_mode`.
         """
         self.version = 0
         self._carrier = carrier or backend_to(
             [gpu for server in servers if server.is_local for gpu in server.gpus]
         )
         self._converter = Converter(learner, weight_format, bucket_bytes)
-        self._controls = [ServerControl(server) for server in servers] if rank() == 0 else []
+        self._controls = (
+            [ServerControl(server, pause_mode) for server in servers] if rank() == 0 else []
+        )
         self._group_name = group_name + (GROUP_SUFFIX if self._carrier == "shared_memory" else "")
         self._threads = ThreadPoolExecutor(max_workers=len(servers))
         if rank() == 0:
@@ -113,7 +118,7 @@ class Publisher:
         self._on_every_server(lambda control: control.pause())
         conversion = self._converter.convert(send)
         self._on_every_server(lambda control: verify(control, conversion.checksums))
-        self._on_every_server(lambda control: control.resume(weight_version=self.version))
+        self._on_every_server(lambda control: control.resume())
         return Published(self.version, sum(sent_bytes), conversion)
 
     def close(self) -> None:
@@ -163,6 +168,7 @@ class Publisher:
                 bucket.dtypes,
                 bucket.shapes,
                 group_name=self._group_name,
+                weight_version=self.version,
             )
             for control in self._controls
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.process import free_port
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import Server
@@ -27,11 +29,13 @@ class Sender:
     If `shared`, the server reads them from this process's memory.
     """
 
-    def __init__(self, server: Server, *, shared: bool = False) -> None:
+    def __init__(
+        self, server: Server, *, shared: bool = False, pause_mode: PauseMode = "retract"
+    ) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from sglang.srt.utils import init_custom_process_group
 
-        self.control = ServerControl(server)
+        self.control = ServerControl(server, pause_mode)
         self._shared = shared
         # The name must be unique among the groups of this process.
         self._group_name = server.url + (GROUP_SUFFIX if shared else "")
@@ -66,11 +70,12 @@ class Sender:
             bucket.dtypes,
             bucket.shapes,
             group_name=self._group_name,
+            weight_version=version,
         )
         message = describe(bucket.flat) if self._shared else bucket.flat
         torch.distributed.broadcast(message, src=0, group=self._group)
         receiving.result()
-        self.control.resume(version)
+        self.control.resume()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -99,8 +104,8 @@ class Reference:
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of tokens `[time]`: float32 `[time, vocabulary]`."""
-        embedding = self._weights["model.embed_tokens.weight"]
-        stream, branch = torch.zeros((), dtype=torch.bfloat16), embedding[tokens]
+        branch = self._embed(tokens)
+        stream = torch.zeros_like(branch)
         for layer in range(self._config["num_hidden_layers"]):
             path = f"model.layers.{layer}"
             hidden, stream = self._add_and_norm(stream, branch, f"{path}.input_layernorm")
@@ -110,6 +115,13 @@ class Reference:
             up = self._linear(hidden, f"{path}.mlp.up_proj")
             branch = self._row_parallel(gate * up, f"{path}.mlp.down_proj")
         hidden, _ = self._add_and_norm(stream, branch, "model.norm")
+        return self._unembed(hidden)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._weights["model.embed_tokens.weight"][tokens]
+
+    def _unembed(self, hidden: Tensor) -> Tensor:
+        embedding = self._weights["model.embed_tokens.weight"]
         return hidden.float() @ self._weights.get("lm_head.weight", embedding).float().t()
 
     def _add_and_norm(self, stream: Tensor, branch: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -180,3 +192,46 @@ class Reference:
         width = x.shape[1] // self._ranks
         columns = [slice(start, start + width) for start in range(0, x.shape[1], width)]
         return torch.stack([self._linear(x[:, part], name, part) for part in columns]).sum(dim=0)
+
+
+class MixedReference(Reference):
+    """A `Reference` in which every position computes with the weights of its own version.
+
+    Positions attend to keys and values of other versions, like requests that keep theirs while a
+    server is updated.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        weights: dict[int, Weights],
+        versions: Tensor,
+        tensor_parallel_size: int = 1,
+    ) -> None:
+        """Store the weights by version, and the version of each position: `[time]`."""
+        self._parts = [
+            (versions == version, Reference(model_dir, weights[version], tensor_parallel_size))
+            for version in sorted(set(versions.tolist()))
+        ]
+        super().__init__(model_dir, {}, tensor_parallel_size)
+
+    def _select(self, compute: Callable[[Reference], Tensor]) -> Tensor:
+        """Return the rows that each version's reference computes for its positions."""
+        rows = [(is_own, compute(reference)) for is_own, reference in self._parts]
+        out = torch.empty_like(rows[0][1])
+        for is_own, computed in rows:
+            out[is_own] = computed[is_own]
+        return out
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._select(lambda reference: reference._embed(tokens))
+
+    def _unembed(self, hidden: Tensor) -> Tensor:
+        return self._select(lambda reference: reference._unembed(hidden))
+
+    def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
+        return self._select(lambda reference: reference._linear(x, name, columns))
+
+    def _add_and_norm(self, stream: Tensor, branch: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        normed = self._select(lambda reference: reference._add_and_norm(stream, branch, name)[0])
+        return normed, self._parts[0][1]._add_and_norm(stream, branch, name)[1]

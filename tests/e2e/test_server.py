@@ -228,7 +228,9 @@ def test_completions_carry_the_version_they_were_sampled_with(deployment: Deploy
     for version in (3, 4):
         deployment.sender.send(deployment.weights[0], version)
         groups = deployment.generate(PROMPTS)
-        assert {c.weight_version for group in groups for c in group} == {version}
+        assert {tuple(c.token_versions) for group in groups for c in group} == {
+            (version,) * len(c.token_ids) for group in groups for c in group
+        }
 
 
 def test_a_completion_ends_at_a_stop_token_or_is_marked_truncated(

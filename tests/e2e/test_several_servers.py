@@ -119,7 +119,7 @@ def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployme
         PROMPTS, completions_per_prompt=2, temperature=1.0, max_response_length=8
     )
     assert len(groups) == len(PROMPTS) and {len(group) for group in groups} == {2}
-    versions = {completion.weight_version for group in groups for completion in group}
+    versions = {v for group in groups for completion in group for v in completion.token_versions}
     assert versions == {deployment.publisher.version}
     after = [sequences_of(server) for server in deployment.servers]
     for begun, done in zip(before, after, strict=True):
