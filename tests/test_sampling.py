@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
 from qurl_megatron.config.schema import Config, StageConfig
-from qurl_megatron.data import rewards
+from qurl_megatron.data.rewards import Score
 from qurl_megatron.loop.sampling import Sampler, SampleSummary
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
@@ -33,19 +34,20 @@ class ScriptedClient:
     """A rollout client that answers from a script and records what it is asked."""
 
     texts: dict[str, list[str]]  # prompt id -> text of each completion
-    rounds: list[list[str]] = dataclasses.field(default_factory=list)  # prompt ids of each call
-    settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    asked: list[str] = dataclasses.field(default_factory=list)  # prompt ids, in order
+    settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of each
 
-    def generate(self, prompts: list[Prompt], **settings: Any) -> list[list[Completion]]:
+    def sampling(self, **settings: Any) -> dict[str, Any]:
+        """Return the settings as they are."""
+        return settings
+
+    async def group(self, prompt: Prompt, settings: dict[str, Any]) -> list[Completion]:
         """Return completions of 3, 4, ... tokens; both say "no" where the script has no texts."""
-        self.rounds.append([prompt.id for prompt in prompts])
+        self.asked.append(prompt.id)
         self.settings.append(settings)
         return [
-            [
-                Completion([50] * length, [-1.0] * length, text, False, 1)
-                for length, text in enumerate(self.texts.get(prompt.id, ["no", "no"]), start=3)
-            ]
-            for prompt in prompts
+            Completion([50] * length, [-1.0] * length, text, False, [1] * length)
+            for length, text in enumerate(self.texts.get(prompt.id, ["no", "no"]), start=3)
         ]
 
 
@@ -54,10 +56,23 @@ class Tokenizer:
     eos_token_id = 1
 
 
-def make_sampler(
-    config: Config, client: ScriptedClient, prompts: list[Prompt] = PROMPTS
-) -> Sampler:
-    return Sampler(config, client, prompts, Tokenizer())  # type: ignore[arg-type]  # stand-ins
+def score(prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+    """Return 1 for each right answer; the verifier fails at the text "failure"."""
+    scores: Future[list[Score]] = Future()
+    scores.set_result(
+        [
+            Score(float(completion.text == prompt.answer), failed=completion.text == "failure")
+            for completion in completions
+        ]
+    )
+    return scores
+
+
+@contextmanager
+def sampler_of(config: Config, client: ScriptedClient) -> Iterator[Sampler]:
+    sampler = Sampler(config, client, score, PROMPTS, Tokenizer())  # type: ignore[arg-type]
+    with closing(sampler):
+        yield sampler
 
 
 def two_prompt_config() -> Config:
@@ -69,14 +84,15 @@ def two_prompt_config() -> Config:
 
 def sample_step(
     tries: int, texts: dict[str, list[str]], soft_tokens: int = 0
-) -> tuple[TrainBatch, SampleSummary, list[list[str]]]:
-    """Sample one step of two prompts; return batch, summary, and the prompt ids of each round."""
+) -> tuple[TrainBatch, SampleSummary, list[str]]:
+    """Sample one step of two prompts; return batch, summary, and the ids of prompts asked for."""
     config = two_prompt_config()
     config.rollout.dynamic_sampling_tries = tries
     config.rollout.soft_overlong_tokens = soft_tokens
     client = ScriptedClient(texts)
-    batch, summary = make_sampler(config, client).sample(step=1)
-    return batch, summary, client.rounds
+    with sampler_of(config, client) as sampler:
+        batch, summary = sampler.sample(step=1, version=1)
+    return batch, summary, client.asked
 
 
 def advantage_signs(batch: TrainBatch) -> list[float]:
@@ -85,8 +101,8 @@ def advantage_signs(batch: TrainBatch) -> list[float]:
 
 
 def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> None:
-    batch, summary, rounds = sample_step(0, {})
-    assert len(rounds) == 1 and summary.groups_replaced == 0
+    batch, summary, asked = sample_step(0, {})
+    assert len(asked) == 2 and summary.groups_replaced == 0
     assert advantage_signs(batch) == [0, 0, 0, 0]
 
 
@@ -94,30 +110,29 @@ def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     config = two_prompt_config()
     config.advantage_estimator = "gae"
     client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS})
-    batch, _ = make_sampler(config, client).sample(step=1)
+    with sampler_of(config, client) as sampler:
+        batch, _ = sampler.sample(step=1, version=1)
     assert batch.advantages is None
     assert batch.rewards.tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("tries", [1, 3])
 def test_zero_variance_groups_are_replaced_at_most_as_often_as_configured(tries: int) -> None:
-    _, _, [(first, second)] = sample_step(0, {})
-    batch, summary, rounds = sample_step(tries, {first: ["yes", "no"]})
-    assert rounds[0] == [first, second]
-    assert [len(prompts) for prompts in rounds[1:]] == [1] * tries  # only the second is replaced
+    _, _, [first, second] = sample_step(0, {})
+    batch, summary, asked = sample_step(tries, {first: ["yes", "no"]})
+    assert asked[:2] == [first, second]
+    assert len(asked) == len(set(asked)) == 2 + tries  # only the second is replaced
     assert summary.groups_replaced == tries
-    assert len({prompt for prompts in rounds for prompt in prompts}) == 2 + tries
-    (last,) = rounds[-1]
+    last = asked[-1]
     assert batch.tokens[:, 0].tolist() == [10 + int(id_) for id_ in (first, first, last, last)]
     assert summary.reward_mean == pytest.approx(1 / (4 + 2 * tries))  # over all completions
 
 
 def test_replacement_with_unequal_rewards_ends_dynamic_sampling() -> None:
-    _, _, [(first, second)] = sample_step(0, {})
-    _, _, rounds = sample_step(2, {first: ["yes", "no"]})
-    third = rounds[1][0]
-    batch, summary, rounds = sample_step(5, {first: ["yes", "no"], third: ["no", "yes"]})
-    assert rounds == [[first, second], [third]] and summary.groups_replaced == 1
+    _, _, [first, second] = sample_step(0, {})
+    _, _, [*_, third] = sample_step(1, {first: ["yes", "no"]})
+    batch, summary, asked = sample_step(5, {first: ["yes", "no"], third: ["no", "yes"]})
+    assert asked == [first, second, third] and summary.groups_replaced == 1
     assert advantage_signs(batch) == [1, -1, -1, 1]
 
 
@@ -128,39 +143,31 @@ def test_length_penalty_lowers_advantages_and_not_the_reported_reward() -> None:
     assert advantage_signs(batch) == [1, -1, 1, -1]
 
 
-def test_verifier_that_times_out_or_crashes_costs_its_completion_and_not_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right, wrong = "\\boxed{42}", "\\boxed{41}"
-    too_slow, too_deep = "\\boxed{9^{9^{9^9}}}", "9" * 100_000
-    prompt = Prompt("0", "question", "42", [10])
-    rewards.score("math", right, prompt)  # imports math-verify
-    monkeypatch.setattr(rewards, "score", partial(rewards.score, timeout_s=0.3))
-    config = Config(reward="math")
-    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
-    client = ScriptedClient({"0": [right, too_slow, too_deep, wrong]})
-    batch, summary = make_sampler(config, client, [prompt]).sample(step=1)
+def test_a_failure_of_the_verifier_costs_its_completion_and_not_the_run() -> None:
+    client = ScriptedClient({prompt.id: ["yes", "failure"] for prompt in PROMPTS})
+    with sampler_of(two_prompt_config(), client) as sampler:
+        batch, summary = sampler.sample(step=1, version=1)
     assert summary.verifier_failures == 2
-    assert summary.reward_mean == 1 / 4
-    assert advantage_signs(batch) == [1, -1, -1, -1]
+    assert summary.reward_mean == 1 / 2
+    assert advantage_signs(batch) == [1, -1, 1, -1]
 
 
 def sample_stages(
     stages: dict[int, StageConfig],
-) -> tuple[list[dict[str, Any]], list[list[str]], dict[str, Any]]:
-    """Sample steps 1 to 5; return settings and prompt ids of each, and the sampler's last state."""
+) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:
+    """Sample steps 1 to 5; return settings and id of each prompt, and the sampler's last state."""
     config = two_prompt_config()
     config.rollout.stages = stages
     client = ScriptedClient({prompt.id: ["yes"] * 2 for prompt in PROMPTS})
-    sampler = make_sampler(config, client)
-    for step in range(1, 6):
-        sampler.sample(step)
-    return client.settings, client.rounds, sampler.state()
+    with sampler_of(config, client) as sampler:
+        for step in range(1, 6):
+            sampler.sample(step, version=1)
+        return client.settings, client.asked, sampler.state()
 
 
 def test_stages_change_the_size_of_samples_and_not_the_order_of_prompts() -> None:
-    settings, rounds, state = sample_stages({3: StageConfig(8, 4), 4: StageConfig(16, 3)})
-    sizes = [(step["max_response_length"], step["completions_per_prompt"]) for step in settings]
-    assert sizes == [(4, 2), (4, 2), (8, 4), (16, 3), (16, 3)]
-    _, rounds_without, state_without = sample_stages({})
-    assert (rounds, state) == (rounds_without, state_without)
+    settings, asked, state = sample_stages({3: StageConfig(8, 4), 4: StageConfig(16, 3)})
+    sizes = [(each["max_response_length"], each["completions_per_prompt"]) for each in settings]
+    assert sizes[::2] == sizes[1::2] == [(4, 2), (4, 2), (8, 4), (16, 3), (16, 3)]
+    _, asked_without, state_without = sample_stages({})
+    assert (asked, state) == (asked_without, state_without)

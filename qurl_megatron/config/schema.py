@@ -344,8 +344,9 @@ class RolloutConfig:
     """Each rollout server."""
 
     max_staleness: CountOrZero = 0
-    """Maximum number of weight versions between the sampling of a token and the training on it. 0:
-    synchronous rollout."""
+    """Maximum age of a trained token: by how many updates the weights that sampled it may be older
+    than those it trains. The servers sample as many steps ahead. 0: they sample each step's
+    completions from its own weights, and are idle while the learner trains."""
 
     pause_mode: PauseMode = "retract"
     """What a publish does to running requests. retract: their context is computed again with the

@@ -127,7 +127,8 @@ def _normalize(question: str) -> str:
 class PromptStream:
     """An endless stream of prompts: every epoch serves all of them once, in a new order.
 
-    The order of an epoch depends only on `seed` and the epoch's number, so the state is small.
+    Prompts are numbered from 0 in the order of the stream: these are their ordinals. Which prompt
+    an ordinal stands for depends only on `seed` and the prompts, so the state is small.
     """
 
     def __init__(self, prompts: list[Prompt], seed: int) -> None:
@@ -135,29 +136,28 @@ class PromptStream:
             raise DataError("a prompt stream needs at least one prompt")
         self._prompts = prompts
         self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order = self._shuffle()
+        self.position = 0  # ordinal of the next prompt
+        self._shuffle(epoch=0)
+
+    def prompt(self, ordinal: int) -> Prompt:
+        """Return the prompt with this ordinal, wherever the stream stands."""
+        epoch, index = divmod(ordinal, len(self._prompts))
+        if epoch != self._epoch:
+            self._shuffle(epoch)
+        return self._prompts[self._order[index]]
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, crossing the end of an epoch if necessary."""
-        taken: list[Prompt] = []
-        while len(taken) < count:
-            if self._position == len(self._order):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._shuffle()
-            end = min(self._position + count - len(taken), len(self._order))
-            taken += [self._prompts[index] for index in self._order[self._position : end]]
-            self._position = end
-        return taken
+        first, self.position = self.position, self.position + count
+        return [self.prompt(ordinal) for ordinal in range(first, self.position)]
 
     def state(self) -> dict[str, Any]:
         """Return the position in the stream, for a checkpoint: numbers and a string."""
+        epoch, index = divmod(self.position, len(self._prompts))
         return {
             "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": epoch,
+            "position": index,
             "prompts": self._fingerprint(),
         }
 
@@ -172,13 +172,15 @@ class PromptStream:
                 f"the checkpoint was saved with other prompts than these {len(self._prompts)}; "
                 "resume with the same data and data_options"
             )
-        self._seed, self._epoch, self._position = state["seed"], state["epoch"], state["position"]
-        self._order = self._shuffle()
+        self._seed = state["seed"]
+        self.position = state["epoch"] * len(self._prompts) + state["position"]
+        self._shuffle(state["epoch"])
 
-    def _shuffle(self) -> list[int]:
-        order = list(range(len(self._prompts)))
-        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
-        return order
+    def _shuffle(self, epoch: int) -> None:
+        """Draw the order of an epoch."""
+        self._epoch = epoch
+        self._order = list(range(len(self._prompts)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
 
     def _fingerprint(self) -> str:
         ids = "".join(prompt.id for prompt in self._prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,13 +12,16 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
+from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.evaluation import Evaluator
 from qurl_megatron.loop.noise import measure_noise
+from qurl_megatron.loop.producer import StartScoring
 from qurl_megatron.loop.sampling import Sampler, pad_token_id
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -142,7 +146,11 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         learner=learner,
         critic=critic,
         publisher=publisher_to("rollout", config.quantization.format),
-        sampler=Sampler(config, clients["rollout"], training, tokenizer),
+        sampler=stack.enter_context(
+            closing(
+                Sampler(config, clients["rollout"], _scorer(config, stack), training, tokenizer)
+            )
+        ),
         evaluator=evaluator,
         measure_noise=partial(
             measure_noise,
@@ -155,6 +163,16 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         checkpoints=checkpoints,
         log=log,
     )
+
+
+def _scorer(config: Config, stack: ExitStack) -> StartScoring:
+    pool = ProcessPoolExecutor(1)
+    stack.callback(pool.shutdown, cancel_futures=True)
+    return lambda prompt, completions: pool.submit(_scores, config.reward, prompt, completions)
+
+
+def _scores(reward: str, prompt: Prompt, completions: list[Completion]) -> list[rewards.Score]:
+    return [rewards.score(reward, completion.text, prompt) for completion in completions]
 
 
 def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:

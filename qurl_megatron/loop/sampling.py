@@ -1,12 +1,12 @@
-"""The data of a step: prompts -> completions -> rewards -> advantages -> a training batch.
+"""The data of a step: scored groups -> advantages -> a training batch.
 
-Global rank 0 samples and scores, then sends the batch to all ranks. It scores in its main thread,
-because a signal limits the time of verifiers.
+The producer samples and scores groups on global rank 0, which sends the batch to all ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,9 +17,9 @@ from qurl_megatron.algorithm.advantages import (
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config, RolloutConfig
-from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.device import from_rank_zero, rank
+from qurl_megatron.loop.producer import Producer, ScoredGroup, StartScoring
 from qurl_megatron.rollout.client import RolloutClient
 
 
@@ -32,21 +32,48 @@ class SampleSummary:
     response_truncated_fraction: float  # fraction of completions
     verifier_failures: int
     groups_replaced: int  # by dynamic sampling
+    groups_dropped: int  # sampled again, because they were too old
+    groups_in_flight: int  # asked for and not trained yet, when the batch was complete
+    waited_s: float  # time that training waited for groups
     sampled_tokens: int
 
 
 class Sampler:
-    """Samples training batches from an endless stream of prompts. Collective over learner ranks."""
+    """Makes training batches from an endless stream of prompts. Collective over learner ranks."""
 
     def __init__(
-        self, config: Config, client: RolloutClient, prompts: list[Prompt], tokenizer: Any
+        self,
+        config: Config,
+        client: RolloutClient,
+        score: StartScoring,
+        prompts: list[Prompt],
+        tokenizer: Any,
+        *,
+        servers_join: Callable[[], bool] = lambda: False,
+        admit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store the parts; only global rank 0 uses `client`, `prompts` and `tokenizer`."""
+        """Store the parts; only global rank 0 uses them, apart from `admit`.
+
+        Args:
+            servers_join: returns True if a server waits for the current weights.
+            admit: collective; sends the current weights to the servers that wait for them.
+        """
         self._config = config
-        self._client = client
         self._tokenizer = tokenizer
+        self._servers_join = servers_join
+        self._admit = admit
+
+        def sample(prompt: Prompt, rollout: RolloutConfig) -> Awaitable[list[Completion]]:
+            settings = client.sampling(
+                completions_per_prompt=rollout.completions_per_prompt,
+                temperature=rollout.temperature,
+                max_response_length=rollout.max_response_length,
+            )
+            return client.group(prompt, settings)
+
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
+            self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
 
     def state(self) -> dict[str, Any]:
         """Return the position in the stream of prompts; an empty dictionary on other ranks."""
@@ -61,58 +88,64 @@ class Sampler:
         if rank() == 0:
             self._stream.restore(state)
 
-    def sample(self, step: int, version: int) -> tuple[TrainBatch, SampleSummary]:
-        """Sample and score completions of the next prompts, with the settings of `step`'s stage.
+    def close(self) -> None:
+        """Cancel what is being sampled."""
+        if rank() == 0:
+            self._producer.close()
 
-        `version` is the weight version that the step trains against, the last one published.
-        The batch has no log-probs of the learner yet, and with `advantage_estimator=gae` no
-        advantages: the critic computes them.
+    def sample(self, step: int, version: int) -> tuple[TrainBatch, SampleSummary]:
+        """Return the batch of `step`, which starts from weight version `version`.
+
+        It has the settings of the step's stage. It has no log-probs of the learner yet, and with
+        `advantage_estimator=gae` no advantages: the critic computes them.
         """
-        return from_rank_zero(lambda: self._sample(self._config.rollout.at(step), version))
+        sampling = self._sample(self._config.rollout.at(step), step, version)
+        while (sampled := from_rank_zero(lambda: next(sampling))) is None:
+            self._admit()
+        return sampled
 
     def answers(self) -> TrainBatch:
         """Return the next prompts with their answers as responses, for supervised training."""
         return from_rank_zero(self._answers)
 
-    def _sample(self, rollout: RolloutConfig, version: int) -> tuple[TrainBatch, SampleSummary]:
-        groups, failures = self._sample_groups(rollout, rollout.prompts_per_step)
-        all_groups = list(groups)
+    def _sample(
+        self, rollout: RolloutConfig, step: int, version: int
+    ) -> Generator[tuple[TrainBatch, SampleSummary] | None]:
+        """Yield None whenever a server waits for weights, and at the end batch and summary."""
+        producer = self._producer
+        dropped, waited_s = producer.dropped, producer.waited_s
+
+        def take(count: int) -> Generator[None, None, list[ScoredGroup]]:
+            while True:
+                groups = producer.take(
+                    count, step=step, version=version, interrupted=self._servers_join
+                )
+                if groups is not None:
+                    return groups
+                yield None
+
+        chosen = yield from take(rollout.prompts_per_step)
+        sampled = list(chosen)
         for _ in range(rollout.dynamic_sampling_tries):
-            rows = [row for row, group in enumerate(groups) if is_zero_variance(group.rewards)]
+            rows = [row for row, group in enumerate(chosen) if is_zero_variance(group.rewards)]
             if not rows:
                 break
-            replacements, more_failures = self._sample_groups(rollout, len(rows))
-            all_groups += replacements
-            failures += more_failures
+            replacements = yield from take(len(rows))
+            sampled += replacements
             for row, replacement in zip(rows, replacements, strict=True):
-                groups[row] = replacement
-        summary = _summarize(all_groups, failures, replaced=len(all_groups) - len(groups))
-        groups = [_penalize_length(group, rollout) for group in groups]
+                chosen[row] = replacement
+        summary = _summarize(
+            sampled,
+            replaced=len(sampled) - len(chosen),
+            dropped=producer.dropped - dropped,
+            in_flight=producer.in_flight,
+            waited_s=producer.waited_s - waited_s,
+        )
+        groups = [_penalize_length(group, rollout) for group in chosen]
         advantages = None
         if self._config.advantage_estimator == "grpo":
             advantages = grpo_advantages([group.rewards for group in groups])
-        return pack(groups, pad_token_id(self._tokenizer), advantages, version), summary
-
-    def _sample_groups(
-        self, rollout: RolloutConfig, num_prompts: int
-    ) -> tuple[list[RolloutGroup], int]:
-        """Return scored completions of the next prompts, and the number of verifier failures."""
-        prompts = self._stream.next(num_prompts)
-        completions_by_prompt = self._client.generate(
-            prompts,
-            completions_per_prompt=rollout.completions_per_prompt,
-            temperature=rollout.temperature,
-            max_response_length=rollout.max_response_length,
-        )
-        groups, failures = [], 0
-        for prompt, completions in zip(prompts, completions_by_prompt, strict=True):
-            scores = [
-                rewards.score(self._config.reward, completion.text, prompt)
-                for completion in completions
-            ]
-            groups.append(RolloutGroup(prompt, completions, [score.value for score in scores]))
-            failures += sum(score.failed for score in scores)
-        return groups, failures
+        yield pack(groups, pad_token_id(self._tokenizer), advantages, version), summary
 
     def _answers(self) -> TrainBatch:
         groups = []
@@ -130,7 +163,7 @@ def pad_token_id(tokenizer: Any) -> int:
     return tokenizer.eos_token_id if padding is None else padding
 
 
-def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGroup:
+def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup:
     penalized = [
         reward
         + soft_overlong_penalty(
@@ -138,17 +171,22 @@ def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGrou
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
-    return replace(group, rewards=penalized)
+    return RolloutGroup(group.prompt, group.completions, penalized)
 
 
-def _summarize(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:
+def _summarize(
+    groups: list[ScoredGroup], *, replaced: int, dropped: int, in_flight: int, waited_s: float
+) -> SampleSummary:
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
     return SampleSummary(
         reward_mean=fmean(reward for group in groups for reward in group.rewards),
         response_length_mean=fmean(lengths),
         response_truncated_fraction=fmean(completion.truncated for completion in completions),
-        verifier_failures=verifier_failures,
+        verifier_failures=sum(score.failed for group in groups for score in group.scores),
         groups_replaced=replaced,
+        groups_dropped=dropped,
+        groups_in_flight=in_flight,
+        waited_s=waited_s,
         sampled_tokens=sum(lengths),
     )

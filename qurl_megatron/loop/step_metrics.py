@@ -31,7 +31,7 @@ def step_metrics(
     clock: Clock,
 ) -> StepMetrics:
     """Return the line of metrics.jsonl for a step."""
-    assert batch.proximal_logprobs is not None
+    assert batch.proximal_logprobs is not None and batch.token_lags is not None
     tokens = sum(update.stats["tokens"] for update in updates)
     first = updates[0].stats
     return StepMetrics(
@@ -65,6 +65,10 @@ def step_metrics(
         time_update_s=clock.seconds["update"],
         time_publish_s=clock.seconds["publish"],
         publish_bytes=published.sent_bytes,
+        time_waited_s=summary.waited_s,
+        groups_in_flight=summary.groups_in_flight,
+        stale_token_fraction=float((batch.token_lags[batch.loss_mask] > 0).float().mean()),
+        groups_dropped=summary.groups_dropped,
         rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
         **(asdict(critic_metrics) if critic_metrics else {}),
     )

@@ -157,6 +157,21 @@ class StepMetrics:
     """1 - Var(return - value) / Var(return) over trained tokens, with the values before the update.
     1 is perfect, 0 no better than a constant. None: no critic."""
 
+    time_waited_s: float = 0.0
+    """Seconds of `time_rollout_s` in which training waited for answers and their scores."""
+
+    groups_in_flight: int = 0
+    """Number of groups asked for and not trained yet, finished or not, when the step's batch was
+    complete: at most `rollout.max_staleness` x `rollout.prompts_per_step`."""
+
+    stale_token_fraction: float = 0.0
+    """Fraction of trained tokens that were sampled by older weights than the step starts from."""
+
+    groups_dropped: int = 0
+    """Number of groups dropped because a token was older than `rollout.max_staleness` updates, or
+    because they were sampled with the settings of another stage. Their prompts were sampled
+    again."""
+
     held_out_accuracy: float | None = None
     """`Evaluation.held_out_accuracy` after this step. None: not evaluated at this step, or no
     held-out problems."""

@@ -20,6 +20,9 @@ class RolloutClient:
         self._server = server
         self._tokenizer = tokenizer
         self._stop_token_ids = list(stop_token_ids)
+        # Every request has a connection of its own: a server closes idle ones at any moment.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(timeout=None, limits=limits, headers=server.headers)
 
     def generate(
         self,
@@ -39,35 +42,49 @@ class RolloutClient:
         Raises:
             ServerFailed: a server died or refused a request.
         """
-        sampling = {
+        sampling = self.sampling(
+            completions_per_prompt=completions_per_prompt,
+            temperature=temperature,
+            max_response_length=max_response_length,
+            top_p=top_p,
+        )
+        return asyncio.run(self._generate(prompts, sampling))
+
+    def sampling(
+        self,
+        *,
+        completions_per_prompt: int,
+        temperature: float,
+        max_response_length: int,
+        top_p: float = 1.0,
+    ) -> dict[str, Any]:
+        """Return the settings of `group`, in SGLang's words."""
+        return {
             "n": completions_per_prompt,
             "temperature": temperature,
             "top_p": top_p,
             "max_new_tokens": max_response_length,
             "stop_token_ids": self._stop_token_ids,
         }
-        return asyncio.run(self._generate(prompts, sampling))
 
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any]
     ) -> list[list[Completion]]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            timeout=None, limits=limits, headers=self._server.headers
-        ) as client:
-            requests = [self._group(client, prompt, sampling) for prompt in prompts]
-            return await asyncio.gather(*requests)
+        return await asyncio.gather(*(self.group(prompt, sampling) for prompt in prompts))
 
-    async def _group(
-        self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any]
-    ) -> list[Completion]:
+    async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
+        """Return the completions of one prompt.
+
+        Raises:
+            ServerFailed: a server died or refused the request.
+        """
         body = {
             "input_ids": prompt.token_ids,
             "sampling_params": sampling,
             "return_logprob": True,
         }
         try:
-            response = await client.post(f"{self._server.url}/generate", json=body)
+            response = await self._http.post(f"{self._server.url}/generate", json=body)
         except httpx.TransportError as error:
             raise self._server.failed(f"closed the connection while sampling ({error!r})") from None
         if response.is_error:

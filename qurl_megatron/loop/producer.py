@@ -1,0 +1,197 @@
+"""Groups for training, sampled and scored up to `rollout.max_staleness` steps ahead.
+
+    Producer.take    the next groups of the stream, in its order
+
+Requests and scores are awaited in a thread of their own, in an asyncio loop, while the caller
+trains. With `max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while
+the caller trains.
+
+Invariants:
+- Groups are taken in the order of the stream, whichever is answered first: the length of an answer
+  has no influence on whether it is trained on.
+- While step s is sampled, the groups of steps up to s + max_staleness are in flight. Apart from
+  those that dynamic sampling rejects, at most (max_staleness + version + 1) x prompts_per_step
+  groups have then been asked for, where `version` counts the steps done: the bound of AReaL.
+- No token of a taken group is more than `max_staleness` weight versions old, and the group has the
+  settings of the step that trains it. A group for which this does not hold is dropped, and its
+  prompt is sampled again in its place.
+- `PromptStream.position` counts the prompts of groups that were taken. A checkpoint needs nothing
+  else: after a resume, prompts that were in flight are the first to be sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import RolloutConfig
+from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.rewards import Score
+
+POLL_S = 0.2
+
+Sample = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]]]
+StartScoring = Callable[[Prompt, list[Completion]], Future[list[Score]]]
+
+
+class ScoredGroup(NamedTuple):
+    """A prompt with its completions and their scores, one each."""
+
+    prompt: Prompt
+    completions: list[Completion]
+    scores: list[Score]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The value of each score."""
+        return [score.value for score in self.scores]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A group that has been asked for and has not been taken."""
+
+    prompt: Prompt
+    settings: RolloutConfig  # of the step that will train it
+    version: int  # the weight version that the servers had when it was asked for
+    group: Future[ScoredGroup]
+
+    def lag(self, version: int) -> int:
+        """Return by how many versions the oldest token of the finished group is behind."""
+        completions = self.group.result().completions
+        return version - min(min(each.token_versions) for each in completions)
+
+
+class Producer:
+    """Samples and scores the groups of a stream of prompts. Only global rank 0 has one.
+
+    All calls come from one thread. `sample` and `score` are called in the producer's own thread.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        steps: int,
+        stream: PromptStream,
+        sample: Sample,
+        score: StartScoring,
+    ) -> None:
+        """Start the thread. It asks for nothing before the first `take`.
+
+        Args:
+            steps: number of steps of the run; nothing is sampled for a step after them.
+        """
+        self._rollout = rollout
+        self._steps = steps
+        self._stream = stream
+        self._sample = sample
+        self._score = score
+        self._queue: deque[_InFlight] = deque()  # in the order of the stream
+        self.dropped = 0  # groups so far
+        self.waited_s = 0.0  # seconds that calls of `take` have waited so far
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
+        self._thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of groups that have been asked for and have not been taken."""
+        return len(self._queue)
+
+    def take(
+        self, count: int, *, step: int, version: int, interrupted: Callable[[], bool]
+    ) -> list[ScoredGroup] | None:
+        """Wait for the next `count` groups and return them; None if `interrupted()` is true first.
+
+        After None, the same call goes on waiting.
+
+        Args:
+            step: the step that trains the groups.
+            version: the weight version that the step starts from; the servers have it.
+
+        Raises:
+            RuntimeError: the servers sample with weights that are older than `version` allows.
+            Exception: what `sample` or `score` raised for one of the groups.
+        """
+        settings = self._rollout.at(step)
+        self._ask_for(count, step, version)
+        for place in range(count):
+            if self._queue[place].settings != settings:
+                self._drop(place, settings, version)
+        while self._wait(count, interrupted):
+            old = [
+                place
+                for place in range(count)
+                if self._queue[place].lag(version) > self._rollout.max_staleness
+            ]
+            if not old:
+                self._stream.position += count
+                return [self._queue.popleft().group.result() for _ in range(count)]
+            for place in old:
+                if self._queue[place].version == version:
+                    raise RuntimeError(
+                        f"a prompt that was sent after the publish of weight version {version} was "
+                        f"answered with weights {self._queue[place].lag(version)} versions older"
+                    )
+                self._drop(place, settings, version)
+        return None
+
+    def close(self) -> None:
+        """Cancel all requests and end the thread."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _ask_for(self, count: int, step: int, version: int) -> None:
+        """Ask for the `count` groups that `step` still needs and for those of the steps ahead."""
+        per_step = self._rollout.prompts_per_step
+        ahead = min(self._rollout.max_staleness, self._steps - step)
+        for place in range(len(self._queue), count + ahead * per_step):
+            trained_in = step if place < count else step + 1 + (place - count) // per_step
+            prompt = self._stream.prompt(self._stream.position + place)
+            self._queue.append(self._start(prompt, self._rollout.at(trained_in), version))
+
+    def _drop(self, place: int, settings: RolloutConfig, version: int) -> None:
+        """Ask for the group at this place of the queue again, with other weights or settings."""
+        dropped = self._queue[place]
+        dropped.group.cancel()
+        self._queue[place] = self._start(dropped.prompt, settings, version)
+        self.dropped += 1
+
+    def _start(self, prompt: Prompt, settings: RolloutConfig, version: int) -> _InFlight:
+        work = self._sample_and_score(prompt, settings)
+        return _InFlight(
+            prompt, settings, version, asyncio.run_coroutine_threadsafe(work, self._loop)
+        )
+
+    async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> ScoredGroup:
+        completions = await self._sample(prompt, settings)
+        scores = await asyncio.wrap_future(self._score(prompt, completions))
+        return ScoredGroup(prompt, completions, scores)
+
+    def _wait(self, count: int, interrupted: Callable[[], bool]) -> bool:
+        """Return True when the first `count` groups are done, False if interrupted before."""
+        groups = [each.group for each in islice(self._queue, count)]
+        begin = time.perf_counter()
+        try:
+            while True:
+                done, missing = wait(groups, POLL_S, FIRST_EXCEPTION)
+                for group in done:
+                    group.result()  # raises what sampling or scoring raised
+                if not missing or interrupted():
+                    return not missing
+        finally:
+            self.waited_s += time.perf_counter() - begin
+
+    def _run(self) -> None:
+        """Run the loop until `close`; leaving it cancels all requests and waits for their ends."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._closing.wait())

@@ -1,0 +1,312 @@
+"""Groups sampled ahead: their order, their age, and what a stop at any moment leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import RolloutConfig, StageConfig
+from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.rewards import Score
+from qurl_megatron.loop.producer import Producer, ScoredGroup
+
+PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
+STEPS = 12
+PER_STEP = 3
+
+
+class Killed(Exception):
+    """Ends a simulated run."""
+
+
+@dataclass
+class Servers:
+    """Servers that answer after `delay_s(prompt)` seconds, and score every completion `reward`."""
+
+    delay_s: Callable[[Prompt], float] = lambda prompt: 0.0
+    reward: Callable[[Prompt], float] = lambda prompt: 1.0
+    version: int = 1
+    asked: list[tuple[Prompt, RolloutConfig]] = field(default_factory=list)
+    cancelled: int = 0
+
+    async def sample(self, prompt: Prompt, settings: RolloutConfig) -> list[Completion]:
+        """Return one completion; its last token has the weight version at its end."""
+        self.asked.append((prompt, settings))
+        first = self.version
+        try:
+            await asyncio.sleep(self.delay_s(prompt))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        versions = [first] * 3 + [self.version]
+        return [Completion([5] * 4, [-1.0] * 4, "", False, versions)] * (
+            settings.completions_per_prompt
+        )
+
+    def score(self, prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+        """Return the scores at once."""
+        scores: Future[list[Score]] = Future()
+        scores.set_result([Score(self.reward(prompt), failed=False)] * len(completions))
+        return scores
+
+
+def rollout(max_staleness: int, stages: dict[int, StageConfig] | None = None) -> RolloutConfig:
+    return RolloutConfig(
+        prompts_per_step=PER_STEP,
+        completions_per_prompt=2,
+        max_staleness=max_staleness,
+        stages=stages or {},
+    )
+
+
+def make(servers: Servers, config: RolloutConfig, stream: PromptStream | None = None) -> Producer:
+    stream = stream or PromptStream(PROMPTS, seed=0)
+    return Producer(config, STEPS, stream, servers.sample, servers.score)
+
+
+def take(producer: Producer, number: int, step: int, servers: Servers) -> list[ScoredGroup]:
+    groups = producer.take(number, step=step, version=servers.version, interrupted=lambda: False)
+    assert groups is not None
+    return groups
+
+
+def number_asked(producer: Producer, servers: Servers) -> int:
+    """Return the number of prompts sent, after the producer has sent all that it wants to."""
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), producer._loop).result()
+    return len(servers.asked)
+
+
+def ids(groups: list[ScoredGroup]) -> list[str]:
+    return [group.prompt.id for group in groups]
+
+
+def in_order(number: int) -> list[str]:
+    """Return the ids of the first prompts of the stream."""
+    return [prompt.id for prompt in PromptStream(PROMPTS, seed=0).next(number)]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_groups_are_taken_in_the_order_of_the_stream_whichever_is_answered_first(
+    max_staleness: int,
+) -> None:
+    delays = random.Random(max_staleness)
+    servers = Servers(delay_s=lambda prompt: delays.choice([0.0, 0.001, 0.03]))
+    taken = []
+    with closing(make(servers, rollout(max_staleness))) as producer:
+        for step in range(1, STEPS + 1):
+            taken += ids(take(producer, PER_STEP, step, servers))
+            servers.version += 1
+    assert taken == in_order(PER_STEP * STEPS)
+    assert [prompt.id for prompt, _ in servers.asked] == taken  # none twice, none after the end
+    assert producer.dropped == 0
+
+
+def test_without_staleness_nothing_is_asked_for_before_it_is_taken() -> None:
+    servers = Servers()
+    with closing(make(servers, rollout(0))) as producer:
+        assert servers.asked == []
+        for number in (3, 1, 1, 3):
+            before = len(servers.asked)
+            take(producer, number, 1, servers)
+            assert number_asked(producer, servers) == before + number
+            assert producer.in_flight == 0
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_no_more_is_asked_for_than_the_staleness_allows_and_no_less(max_staleness: int) -> None:
+    servers = Servers()
+    oldest = []
+    rejected = 0
+    with closing(make(servers, rollout(max_staleness))) as producer:
+        for step in range(1, STEPS + 1):
+            groups = take(producer, PER_STEP, step, servers)
+            if step % 3 == 0:  # as dynamic sampling does
+                rejected += 2
+                groups += take(producer, 2, step, servers)
+            oldest.append(
+                servers.version - min(group.completions[0].token_versions[0] for group in groups)
+            )
+            steps_asked_for = min(max_staleness + step, STEPS)
+            assert number_asked(producer, servers) - rejected == steps_asked_for * PER_STEP
+            assert producer.in_flight == (steps_asked_for - step) * PER_STEP
+            servers.version += 1
+    assert max(oldest) == max_staleness
+    assert producer.dropped == 0
+
+
+def test_answers_that_are_not_needed_yet_are_not_waited_for() -> None:
+    late = in_order(PER_STEP + 1)[-1]
+    servers = Servers(delay_s=lambda prompt: 60.0 if prompt.id == late else 0.0)
+    with closing(make(servers, rollout(2))) as producer:
+        assert ids(take(producer, PER_STEP, 1, servers)) == in_order(PER_STEP)
+        assert producer.waited_s < 10
+        interrupted = iter([False, True])
+        groups = producer.take(PER_STEP, step=2, version=1, interrupted=lambda: next(interrupted))
+        assert groups is None and producer.in_flight == 3 * PER_STEP
+
+
+def test_a_wait_that_was_interrupted_goes_on() -> None:
+    servers = Servers(delay_s=lambda prompt: 0.4)
+    with closing(make(servers, rollout(0))) as producer:
+        times = 0
+        while not (groups := producer.take(PER_STEP, step=1, version=1, interrupted=lambda: True)):
+            times += 1
+        assert times >= 1 and ids(groups) == in_order(PER_STEP)
+        assert len(servers.asked) == PER_STEP
+        assert 0.3 < producer.waited_s < 10
+
+
+def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again_first() -> None:
+    servers = Servers()
+    with closing(make(servers, rollout(1))) as producer:
+        take(producer, PER_STEP, 1, servers)
+        servers.version += 2  # two updates in one step: the groups in flight are too old
+        groups = take(producer, PER_STEP, 2, servers)
+        assert ids(groups) == in_order(2 * PER_STEP)[PER_STEP:]
+        assert producer.dropped == PER_STEP
+        assert {tuple(group.completions[0].token_versions) for group in groups} == {(3,) * 4}
+        assert ids(take(producer, PER_STEP, 3, servers)) == in_order(3 * PER_STEP)[-PER_STEP:]
+        assert producer.dropped == PER_STEP
+
+
+def test_the_oldest_token_of_a_group_decides_its_age() -> None:
+    servers = Servers(delay_s=lambda prompt: 0.05)
+    with closing(make(servers, rollout(1))) as producer:
+        take(producer, PER_STEP, 1, servers)
+        servers.version += 2  # requests are running: their first tokens have version 1
+        take(producer, PER_STEP, 2, servers)
+        assert producer.dropped == PER_STEP
+
+
+def test_servers_that_keep_sampling_with_old_weights_are_an_error() -> None:
+    servers = Servers()
+    with closing(make(servers, rollout(1))) as producer:
+        with pytest.raises(RuntimeError, match="weight version 5 was answered with weights 4 ver"):
+            producer.take(PER_STEP, step=1, version=5, interrupted=lambda: False)
+
+
+def test_a_group_has_the_settings_of_the_step_that_trains_it() -> None:
+    config = rollout(2, stages={3: StageConfig(8, 4), 4: StageConfig(16, 3)})
+    servers = Servers()
+    sizes = {step: config.at(step).completions_per_prompt for step in range(1, STEPS + 1)}
+    assert list(sizes.values())[:5] == [2, 2, 4, 3, 3]
+    taken = []
+    with closing(make(servers, config)) as producer:
+        for step in range(1, STEPS + 1):
+            # One group of each step is rejected, so later groups move to an earlier step.
+            groups = take(producer, PER_STEP, step, servers) + take(producer, 1, step, servers)
+            assert {len(group.completions) for group in groups} == {sizes[step]}
+            taken += ids(groups)
+            servers.version += 1
+    assert taken == in_order((PER_STEP + 1) * STEPS)
+    assert 0 < producer.dropped < 2 * PER_STEP * 2  # only at the two changes of stage
+
+
+def test_what_sampling_raises_is_raised_by_take() -> None:
+    async def fail(prompt: Prompt, settings: RolloutConfig) -> list[Completion]:
+        await asyncio.sleep(60.0 if prompt.id != in_order(2)[1] else 0.0)
+        raise OSError("the server is gone")
+
+    stream = PromptStream(PROMPTS, seed=0)
+    with closing(Producer(rollout(1), STEPS, stream, fail, Servers().score)) as producer:
+        with pytest.raises(OSError, match="the server is gone"):
+            producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
+        assert producer.waited_s < 30
+        assert stream.position == 0
+
+
+def test_what_scoring_raises_is_raised_by_take() -> None:
+    def fail(prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+        raise ValueError("no such verifier")
+
+    stream = PromptStream(PROMPTS, seed=0)
+    with closing(Producer(rollout(0), STEPS, stream, Servers().sample, fail)) as producer:
+        with pytest.raises(ValueError, match="no such verifier"):
+            producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
+
+
+def test_closing_cancels_what_is_being_sampled_and_ends_the_thread() -> None:
+    servers = Servers(delay_s=lambda prompt: 0.0 if prompt.id in in_order(PER_STEP) else 60.0)
+    before = set(threading.enumerate())
+    producer = make(servers, rollout(1))
+    take(producer, PER_STEP, 1, servers)
+    assert set(threading.enumerate()) - before
+    producer.close()
+    assert servers.cancelled == PER_STEP
+    assert set(threading.enumerate()) == before
+
+
+def simulate(seed: int) -> tuple[list[str], int, int]:
+    """Run all steps, killed at random moments; return ids trained, kills and groups rejected.
+
+    Every run goes on from the last checkpoint, with what was logged until then.
+    """
+    chance = random.Random(seed)
+    config = rollout(chance.randint(0, 3), stages={5: StageConfig(8, 4)})
+    every = chance.randint(1, 3)  # steps between two checkpoints
+    saved: tuple[int, int, str, list[str]] = (0, 1, "", [])
+    rejected_ids = set(chance.sample([prompt.id for prompt in PROMPTS], 2))
+    for kills in count():
+        step, version, state, trained = saved
+        trained = list(trained)
+        servers = Servers(
+            delay_s=lambda prompt: chance.random() * 0.02,
+            reward=lambda prompt: float(prompt.id not in rejected_ids),
+            version=version,
+        )
+        stream = PromptStream(PROMPTS, seed=0)
+        if state:
+            stream.restore(json.loads(state))
+        end = time.monotonic() + (chance.random() * 0.12 if kills < 5 else 600)
+
+        def killed() -> bool:
+            if time.monotonic() > end:  # noqa: B023
+                raise Killed
+            return False
+
+        producer = make(servers, config, stream)
+        try:
+            while step < STEPS:
+                step += 1
+                missing, tries = PER_STEP, 0
+                while missing:
+                    groups = None
+                    while groups is None:
+                        killed()
+                        groups = producer.take(
+                            missing, step=step, version=servers.version, interrupted=killed
+                        )
+                    trained += ids(groups)
+                    size = config.at(step).completions_per_prompt
+                    assert {len(group.completions) for group in groups} == {size}
+                    missing = sum(0.0 in group.rewards for group in groups) if tries < 2 else 0
+                    tries += 1
+                time.sleep(0.005)  # the update
+                servers.version += 1
+                killed()
+                if step % every == 0:
+                    saved = (step, servers.version, json.dumps(stream.state()), list(trained))
+            return trained, kills, len(trained) - STEPS * PER_STEP
+        except Killed:
+            pass
+        finally:
+            producer.close()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_prompt_is_lost_or_taken_twice_when_a_run_is_killed_at_any_moment(seed: int) -> None:
+    taken, kills, rejected = simulate(seed)
+    assert taken == in_order(len(taken))
+    assert kills > 0 and rejected > 0
