@@ -32,6 +32,10 @@ def step_metrics(
 ) -> StepMetrics:
     """Return the line of metrics.jsonl for a step."""
     assert batch.proximal_logprobs is not None and batch.token_lags is not None
+    lags = batch.token_lags[batch.loss_mask]
+    sampling_s = sum(clock.seconds.values())
+    if config.rollout.max_staleness == 0:
+        sampling_s = clock.seconds["rollout"]
     tokens = sum(update.stats["tokens"] for update in updates)
     first = updates[0].stats
     return StepMetrics(
@@ -67,9 +71,10 @@ def step_metrics(
         publish_bytes=published.sent_bytes,
         time_waited_s=summary.waited_s,
         groups_in_flight=summary.groups_in_flight,
-        stale_token_fraction=float((batch.token_lags[batch.loss_mask] > 0).float().mean()),
+        stale_token_fraction=float((lags > 0).float().mean()),
+        token_lag_max=int(lags.max()),
         groups_dropped=summary.groups_dropped,
-        rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
+        rollout_tokens_per_s=summary.sampled_tokens / sampling_s,
         **(asdict(critic_metrics) if critic_metrics else {}),
     )
 

@@ -9,7 +9,8 @@ three ways:
 The phases of a step:
 
     rollout     prompts -> SGLang (quantized policy) -> completions, behaviour_logprobs
-                -> rewards -> advantages -> batch
+                -> rewards -> advantages -> batch; with `rollout.max_staleness` the completions and
+                rewards come from a producer that samples while the learner trains
     proximal    batch -> learner before any update -> proximal_logprobs
     critic      PPO only: values -> returns, advantages -> update of the critic
     update      minibatches -> current_logprobs -> objective -> optimizer steps

@@ -144,7 +144,8 @@ class StepMetrics:
     """Bytes of weights that one publish to the rollout servers carries."""
 
     rollout_tokens_per_s: float
-    """Sampled tokens divided by `time_rollout_s`."""
+    """Sampled tokens divided by `time_rollout_s`; with `rollout.max_staleness` by the time of the
+    whole step, because the servers sample all the time."""
 
     value_loss: float | None = None
     """Loss of PPO's critic, mean over minibatches. None: no critic."""
@@ -166,6 +167,10 @@ class StepMetrics:
 
     stale_token_fraction: float = 0.0
     """Fraction of trained tokens that were sampled by older weights than the step starts from."""
+
+    token_lag_max: int = 0
+    """Largest age of a trained token: by how many updates the weights that sampled it are older
+    than those the step starts from. At most `rollout.max_staleness`."""
 
     groups_dropped: int = 0
     """Number of groups dropped because a token was older than `rollout.max_staleness` updates, or

@@ -1,0 +1,87 @@
+"""`qurl train` with `rollout.max_staleness`: the servers sample while the learner trains."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import psutil
+import pytest
+
+from e2e.running import SMALL, Command, Start, metrics_of
+from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+
+PER_STEP = 8
+# Long answers, a few at a time: many of them run while weights are published.
+LONG_ANSWERS = [
+    *SMALL,
+    "steps=4",
+    "learner.tensor_parallel_size=1",
+    "checkpoint.every_steps=1",
+    "rollout.max_response_length=256",
+    "rollout.server.max_running_requests=8",
+]
+
+
+def prompts_trained(run: Command) -> int:
+    """Return how many prompts the newest checkpoint counts as trained, and no others as taken."""
+    state = read_state(list_checkpoints(run.run_dir)[-1]).prompts
+    assert state["epoch"] == 0
+    return state["position"]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_tokens_are_at_most_as_old_as_allowed_and_their_logprobs_as_good_as_fresh_ones(
+    max_staleness: int, start: Start
+) -> None:
+    run = start(
+        "train",
+        "quickstart",
+        *LONG_ANSWERS,
+        f"rollout.max_staleness={max_staleness}",
+        "optimizer.learning_rate=0",  # all versions are equal, so only errors make a difference
+    )
+    assert run.exit_code() == 0, run.text()
+    steps = metrics_of(run)
+    assert [step["weight_version"] for step in steps] == [2, 3, 4, 5]
+    lags = [step["token_lag_max"] for step in steps]
+    assert lags[0] == 0 and max(lags) == max_staleness
+    # Some answers began before a publish and ended after it.
+    assert any(0 < step["stale_token_fraction"] < 1 for step in steps)
+    ahead = [min(max_staleness, 4 - step["step"]) * PER_STEP for step in steps]
+    assert [step["groups_in_flight"] for step in steps] == ahead
+    assert [step["groups_dropped"] for step in steps] == [0] * 4
+    assert prompts_trained(run) == 4 * PER_STEP
+    fresh = json.loads((run.run_dir / "noise.json").read_text())["rollout"]
+    for step in steps:
+        for measure in ("kl_behaviour_proximal_k3", "logprob_abs_diff"):
+            assert 0.5 * fresh[measure] < step[measure] < 2 * fresh[measure]
+    assert run.survivors() == []
+
+
+def test_a_killed_run_resumes_and_trains_every_prompt_once(start: Start) -> None:
+    words = [*LONG_ANSWERS, "steps=6", "rollout.max_staleness=1"]
+    run = start("train", "quickstart", *words)
+    run.wait_for("step 3/")
+    time.sleep(0.5)  # groups are in flight
+    run.poll()
+    run.process.kill()
+    run.process.wait()
+    _, alive = psutil.wait_procs(run.survivors(), timeout=30)
+    assert alive == []
+    before = metrics_of(run)
+    done = read_state(list_checkpoints(run.run_dir)[-1]).step
+    assert prompts_trained(run) == done * PER_STEP
+
+    resumed = start("resume", "runs/run")
+    assert resumed.exit_code() == 0, resumed.text()
+    assert f"resuming after step {done}" in resumed.text()
+    after = metrics_of(resumed)
+    assert after[:done] == before[:done]
+    assert [step["step"] for step in after] == [1, 2, 3, 4, 5, 6]
+    assert [step["weight_version"] for step in after] == [2, 3, 4, 5, 6, 7]
+    # What was in flight was sampled again, with the weights of the checkpoint.
+    lags = [step["token_lag_max"] for step in after]
+    assert lags[0] == lags[done] == 0 and max(lags) == 1
+    assert prompts_trained(resumed) == 6 * PER_STEP
+    assert resumed.survivors() == []
