@@ -181,9 +181,10 @@ def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again
 
 
 def test_the_oldest_token_of_a_group_decides_its_age() -> None:
-    servers = Servers(delay_s=lambda prompt: 0.05)
+    servers = Servers(delay_s=lambda prompt: 0.0 if prompt.id in in_order(PER_STEP) else 0.3)
     with closing(make(servers, rollout(1))) as producer:
         take(producer, PER_STEP, 1, servers)
+        assert number_asked(producer, servers) == 2 * PER_STEP
         servers.version += 2  # requests are running: their first tokens have version 1
         take(producer, PER_STEP, 2, servers)
         assert producer.dropped == PER_STEP
@@ -210,7 +211,8 @@ def test_a_group_has_the_settings_of_the_step_that_trains_it() -> None:
             taken += ids(groups)
             servers.version += 1
     assert taken == in_order((PER_STEP + 1) * STEPS)
-    assert 0 < producer.dropped < 2 * PER_STEP * 2  # only at the two changes of stage
+    # At each change of stage, two groups asked for with its settings move to the step before it.
+    assert producer.dropped == 2 * 2
 
 
 def test_what_sampling_raises_is_raised_by_take() -> None:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -155,9 +155,9 @@ class Producer:
         per_step = self._rollout.prompts_per_step
         ahead = min(self._rollout.max_staleness, self._steps - step)
         for place in range(len(self._queue), count + ahead * per_step):
-            trained_in = step if place < count else step + 1 + (place - count) // per_step
             prompt = self._stream.prompt(self._stream.position + place)
-            self._queue.append(self._start(prompt, self._rollout.at(trained_in), version))
+            settings = self._rollout.at(step + place // per_step)
+            self._queue.append(self._start(prompt, settings, version))
 
     def _drop(self, place: int, settings: RolloutConfig, version: int) -> None:
         """Ask for the group at this place of the queue again, with other weights or settings."""
@@ -183,7 +183,7 @@ class Producer:
         begin = time.perf_counter()
         try:
             while True:
-                done, missing = wait(groups, POLL_S, FIRST_EXCEPTION)
+                done, missing = wait(groups, POLL_S)
                 for group in done:
                     group.result()  # raises what sampling or scoring raised
                 if not missing or interrupted():
