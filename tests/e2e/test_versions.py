@@ -43,10 +43,11 @@ PROMPTS = [
     )
     for row in range(8)
 ]
-# Without a GPU the server's log-probs differ from the reference by 0.00004 on the mean, and by 0.0013 in
-# the worst completion, and from a reference with other weights, keys or values by 0.5. A GPU sums
-# attention and logits in BF16.
-LARGEST_MEAN = 0.05 if torch.cuda.is_available() else 0.002
+# Without a GPU the server's log-probs differ from the reference by 0.0001 to 0.0007 on the mean, and by
+# 0.005 in the worst completion, where activation codes flip. From a reference with other weights,
+# keys or values they differ by 0.2 to 0.5. A GPU sums attention and logits in BF16.
+LARGEST_MEAN = 0.05 if torch.cuda.is_available() else 0.005
+LARGEST_OF_ONE = 0.1
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,11 @@ def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
             deployment.publish(publisher)
             fresh[publisher.version] = deployment.generate(1, 4)
         spanning = [sum(groups, []) for groups in zip(*(f.result() for f in running), strict=True)]
-        fresh[publisher.version] += deployment.generate(2, 4)
+        after_all = deployment.generate(2, 4)  # finished requests have left their prefixes by now
+        fresh[publisher.version] = [
+            first + second
+            for first, second in zip(fresh[publisher.version], after_all, strict=True)
+        ]
     return Sampled(deployment, pause_mode, spanning, fresh)
 
 
@@ -218,10 +223,13 @@ def test_logprobs_are_those_of_each_tokens_own_version(sampled: Sampled) -> None
 
 
 def test_fresh_prompts_use_nothing_of_older_weights(sampled: Sampled) -> None:
+    differences = []
     for version, groups in sampled.fresh.items():
-        for prompt, completion in pairs(groups[: len(PROMPTS)]) + pairs(groups[-len(PROMPTS) :]):
+        for prompt, completion in pairs(groups):
             assert set(completion.token_versions) == {version}
-            assert sampled.deployment.difference(prompt, completion, "retract") < 10 * LARGEST_MEAN
+            differences.append(sampled.deployment.difference(prompt, completion, "retract"))
+    print(f"{sampled.pause_mode}, fresh prompts, |log-prob difference|: worst {max(differences)}")
+    assert max(differences) < LARGEST_OF_ONE
 
 
 def test_sglang_retracted_requests_by_itself_as_well(sampled: Sampled) -> None:
