@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
+from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.data.prompts import PromptSet, load_prompts
+from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
@@ -88,6 +91,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
+    score = _start_scorer(config, stack) if device.rank() == 0 else _score_nothing
     learner = Learner(
         Path(config.model),
         config.learner,
@@ -129,6 +133,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
             config,
             publisher_to("evaluation", "bf16"),
             clients["evaluation"],
+            score,
             held_out=prompts.held_out[: config.evaluation.problems],
             files=prompts.files,
             warmup_check=warmup_check,
@@ -137,7 +142,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         learner=learner,
         critic=critic,
         publisher=publisher_to("rollout", config.quantization.format),
-        sampler=Sampler(config, clients["rollout"], training, tokenizer),
+        sampler=Sampler(config, clients["rollout"], score, training, tokenizer),
         evaluator=evaluator,
         measure_noise=partial(
             measure_noise,
@@ -150,6 +155,14 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         checkpoints=checkpoints,
         log=log,
     )
+
+
+def _start_scorer(config: Config, stack: ExitStack) -> StartScoring:
+    return stack.enter_context(Scorer(config, config.scoring_workers)).submit
+
+
+def _score_nothing(prompt: Prompt, completions: Sequence[Completion]) -> NoReturn:
+    raise RuntimeError("only global rank 0 scores")
 
 
 def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:

@@ -1,7 +1,6 @@
 """The data of a step: prompts -> completions -> rewards -> advantages -> a training batch.
 
-Global rank 0 samples and scores, then sends the batch to all ranks. It scores in its main thread,
-because a signal limits the time of verifiers.
+Global rank 0 samples and scores, then sends the batch to all ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from qurl_megatron.algorithm.advantages import (
     soft_overlong_penalty,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.score import Score, mean_parts
 from qurl_megatron.config.schema import Config, RolloutConfig
-from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.rollout.client import RolloutClient
 
@@ -30,7 +30,10 @@ class SampleSummary:
     reward_mean: float  # from the verifier, without the penalty for length
     response_length_mean: float  # tokens
     response_truncated_fraction: float  # fraction of completions
+    reward_parts: dict[str, float]  # mean of each named part of the scores
     verifier_failures: int
+    verifier_timeouts: int  # of these failures
+    verifier_failure: str  # one of them, with its question and answer; empty if there is none
     groups_replaced: int  # by dynamic sampling
     sampled_tokens: int
 
@@ -39,11 +42,17 @@ class Sampler:
     """Samples training batches from an endless stream of prompts. Collective over learner ranks."""
 
     def __init__(
-        self, config: Config, client: RolloutClient, prompts: list[Prompt], tokenizer: Any
+        self,
+        config: Config,
+        client: RolloutClient,
+        score: StartScoring,
+        prompts: list[Prompt],
+        tokenizer: Any,
     ) -> None:
-        """Store the parts; only global rank 0 uses `client`, `prompts` and `tokenizer`."""
+        """Store the parts; only global rank 0 uses them, except for `config`."""
         self._config = config
         self._client = client
+        self._score = score
         self._tokenizer = tokenizer
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
@@ -74,18 +83,18 @@ class Sampler:
         return from_rank_zero(self._answers)
 
     def _sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary]:
-        groups, failures = self._sample_groups(rollout, rollout.prompts_per_step)
+        groups, scores = self._sample_groups(rollout, rollout.prompts_per_step)
         all_groups = list(groups)
         for _ in range(rollout.dynamic_sampling_tries):
             rows = [row for row, group in enumerate(groups) if is_zero_variance(group.rewards)]
             if not rows:
                 break
-            replacements, more_failures = self._sample_groups(rollout, len(rows))
+            replacements, more_scores = self._sample_groups(rollout, len(rows))
             all_groups += replacements
-            failures += more_failures
+            scores += more_scores
             for row, replacement in zip(rows, replacements, strict=True):
                 groups[row] = replacement
-        summary = _summarize(all_groups, failures, replaced=len(all_groups) - len(groups))
+        summary = _summarize(all_groups, scores, replaced=len(all_groups) - len(groups))
         groups = [_penalize_length(group, rollout) for group in groups]
         advantages = None
         if self._config.advantage_estimator == "grpo":
@@ -94,8 +103,8 @@ class Sampler:
 
     def _sample_groups(
         self, rollout: RolloutConfig, num_prompts: int
-    ) -> tuple[list[RolloutGroup], int]:
-        """Return scored completions of the next prompts, and the number of verifier failures."""
+    ) -> tuple[list[RolloutGroup], list[list[Score]]]:
+        """Return completions of the next prompts, and their scores by group."""
         prompts = self._stream.next(num_prompts)
         completions_by_prompt = self._client.generate(
             prompts,
@@ -103,15 +112,15 @@ class Sampler:
             temperature=rollout.temperature,
             max_response_length=rollout.max_response_length,
         )
-        groups, failures = [], 0
-        for prompt, completions in zip(prompts, completions_by_prompt, strict=True):
-            scores = [
-                rewards.score(self._config.reward, completion.text, prompt)
-                for completion in completions
-            ]
-            groups.append(RolloutGroup(prompt, completions, [score.value for score in scores]))
-            failures += sum(score.failed for score in scores)
-        return groups, failures
+        futures = list(map(self._score, prompts, completions_by_prompt))
+        scores = [future.result() for future in futures]
+        groups = [
+            RolloutGroup(prompt, completions, [score.value for score in group])
+            for prompt, completions, group in zip(
+                prompts, completions_by_prompt, scores, strict=True
+            )
+        ]
+        return groups, scores
 
     def _answers(self) -> TrainBatch:
         groups = []
@@ -140,14 +149,31 @@ def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGrou
     return replace(group, rewards=penalized)
 
 
-def _summarize(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:
+def _summarize(
+    groups: list[RolloutGroup], scores_by_group: list[list[Score]], replaced: int
+) -> SampleSummary:
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
+    scores = [score for group in scores_by_group for score in group]
+    failed = [score for score in scores if score.failure]
     return SampleSummary(
         reward_mean=fmean(reward for group in groups for reward in group.rewards),
         response_length_mean=fmean(lengths),
         response_truncated_fraction=fmean(completion.truncated for completion in completions),
-        verifier_failures=verifier_failures,
+        reward_parts=mean_parts(scores),
+        verifier_failures=len(failed),
+        verifier_timeouts=sum(score.timed_out for score in failed),
+        verifier_failure=_example_of_failure(groups, scores_by_group),
         groups_replaced=replaced,
         sampled_tokens=sum(lengths),
     )
+
+
+def _example_of_failure(groups: list[RolloutGroup], scores_by_group: list[list[Score]]) -> str:
+    """Describe the first completion whose verifier failed; an empty text if none did."""
+    for group, scores in zip(groups, scores_by_group, strict=True):
+        for completion, score in zip(group.completions, scores, strict=True):
+            if score.failure:
+                question, end = group.prompt.question[:80], completion.text[-80:]
+                return f"{score.failure}; question {question!r}, end of the response {end!r}"
+    return ""
