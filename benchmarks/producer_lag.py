@@ -17,7 +17,7 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import version
@@ -30,9 +30,9 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, pack
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, RolloutConfig, ServerConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.data.rewards import Score
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.producer import Producer
@@ -165,9 +165,9 @@ def producer_of(config: Config, client: RolloutClient) -> Producer:
         )
         return client.group(prompt, settings)
 
-    def score(prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+    def score(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         scores: Future[list[Score]] = Future()
-        scores.set_result([Score(float(next(numbers) % 2), failed=False) for _ in completions])
+        scores.set_result([Score(float(next(numbers) % 2), {}, failure="") for _ in completions])
         return scores
 
     return Producer(config.rollout, config.steps, PromptStream(prompts, 0), sample, score)

@@ -17,10 +17,12 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_server
 from qurl_megatron.data.problems import read_problems
-from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.prompts import tokenize, without_unverifiable
+from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
@@ -46,6 +48,12 @@ def run(config: EvalConfig) -> None:
         )
     if config.format == "fp8-block" and device.accelerator() == "cpu":
         raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+    reward = Config(
+        reward=absolute(config.reward),
+        reward_timeout_s=config.reward_timeout_s,
+        scoring_workers=config.scoring_workers,
+    )
+    check_reward(reward)
     with (
         tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch,
         contextlib.ExitStack() as stack,
@@ -55,13 +63,14 @@ def run(config: EvalConfig) -> None:
         length = config.max_prompt_length + config.max_response_length
         validate_server("server", config.server, architecture, length)
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        prompts = {data: _load_prompts(data, config, tokenizer) for data in config.data}
+        prompts = {data: _load_prompts(data, config, reward, tokenizer) for data in config.data}
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
             quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
             model_dir = quantized
         output.mkdir(parents=True)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        score = stack.enter_context(Scorer(reward, reward.scoring_workers)).submit
         preload = stack.enter_context(preloaded_sglang(output / "preload.log"))
         server = start_server(
             model_dir,
@@ -80,8 +89,8 @@ def run(config: EvalConfig) -> None:
         for number, (data, problems) in enumerate(prompts.items()):
             results = measure(
                 client,
+                score,
                 problems,
-                config.reward,
                 config.max_response_length,
                 k=config.k,
                 temperature=config.temperature,
@@ -106,8 +115,11 @@ def _hugging_face_directory(model: Path, scratch: Path) -> Path:
     return scratch / "exported"
 
 
-def _load_prompts(data: str, config: EvalConfig, tokenizer: Any) -> list[Prompt]:
-    problems = read_problems(data, {}, config.reward, seed=config.seed)
+def _load_prompts(data: str, config: EvalConfig, reward: Config, tokenizer: Any) -> list[Prompt]:
+    problems = read_problems(data, {}, seed=config.seed)
+    problems, note = without_unverifiable(problems, data, reward, drop=False)
+    if note:
+        print(f"qurl: {note}", file=sys.stderr)
     return tokenize(problems, tokenizer, config.max_prompt_length)
 
 

@@ -23,6 +23,7 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
+from qurl_megatron.data.reward_function import absolute
 
 
 @contextmanager
@@ -58,6 +59,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     if config.quantization.format == "bf16" and not uaq_is_given:
         config.quantization.uaq = UaqConfig(scale=1)  # there is no quantization to scale for
     config.name = config.name or default_name(recipe)
+    config.reward = absolute(config.reward)  # a resume may start in another directory
     if config.run_dir.exists():
         raise run_exists_error(config)
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +69,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
             config.model = str(built)
         validate(config)
         place_servers(config, num_gpus)
-        _check_prompts(config)
+        _check_reward_and_prompts(config)
         config.run_dir.mkdir(parents=True)
         if built.exists():
             config.model = str(config.run_dir / "model")
@@ -91,10 +93,11 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         # The directory may have been moved or renamed since.
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
+        config.reward = absolute(config.reward)
         validate_resume(saved, config)
         validate(config)
         place_servers(config, num_gpus)
-        _check_prompts(config)
+        _check_reward_and_prompts(config)
         save(config, run_dir / "config.yaml")
     return config
 
@@ -129,17 +132,21 @@ def run_exists_error(config: Config) -> ConfigError:
     )
 
 
-def _check_prompts(config: Config) -> None:
-    """Check that the data can be read and used.
+def _check_reward_and_prompts(config: Config) -> None:
+    """Check that the reward can be loaded, and that the data can be read and scored.
 
     Raises:
-        DataError: it cannot.
+        ConfigError, DataError: they cannot.
     """
     from transformers import AutoTokenizer
 
     from qurl_megatron.data.prompts import load_prompts
+    from qurl_megatron.data.scoring import check_reward
 
-    load_prompts(config, AutoTokenizer.from_pretrained(config.model))
+    check_reward(config)
+    prompts = load_prompts(config, AutoTokenizer.from_pretrained(config.model))
+    for note in prompts.notes:
+        print(f"qurl: {note}", file=sys.stderr)
 
 
 def load_recipe(name: str) -> ModuleType:

@@ -45,7 +45,7 @@ from qurl_megatron.config.schema import (
 
 def recipe() -> Config:
     return Config(
-        reward="math",
+        reward="deepscaler",
         steps=1600,
         learner=LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, micro_batch_size=1),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),

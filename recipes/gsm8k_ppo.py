@@ -39,7 +39,7 @@ from qurl_megatron.config.schema import (
 
 def recipe() -> Config:
     return Config(
-        reward="math",
+        reward="gsm8k",
         steps=435,
         advantage_estimator="gae",
         learner=LearnerConfig(micro_batch_size=16),

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ from itertools import count
 import pytest
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import RolloutConfig, StageConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.data.rewards import Score
 from qurl_megatron.loop.producer import Producer, ScoredGroup
 
 PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
@@ -54,10 +54,10 @@ class Servers:
             settings.completions_per_prompt
         )
 
-    def score(self, prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+    def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Return the scores at once."""
         scores: Future[list[Score]] = Future()
-        scores.set_result([Score(self.reward(prompt), failed=False)] * len(completions))
+        scores.set_result([Score(self.reward(prompt), {}, failure="")] * len(completions))
         return scores
 
 
@@ -229,7 +229,7 @@ def test_what_sampling_raises_is_raised_by_take() -> None:
 
 
 def test_what_scoring_raises_is_raised_by_take() -> None:
-    def fail(prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+    def fail(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         raise ValueError("no such verifier")
 
     stream = PromptStream(PROMPTS, seed=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from typing import Any
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
-from qurl_megatron.data.rewards import Score
 from qurl_megatron.loop.sampling import Sampler, SampleSummary
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
@@ -56,13 +56,13 @@ class Tokenizer:
     eos_token_id = 1
 
 
-def score(prompt: Prompt, completions: list[Completion]) -> Future[list[Score]]:
+def score(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
     """Return 1 for each right answer; the verifier fails at the text "failure"."""
     scores: Future[list[Score]] = Future()
     scores.set_result(
         [
-            Score(float(completion.text == prompt.answer), failed=completion.text == "failure")
-            for completion in completions
+            Score(float(text == prompt.answer), {}, failure="no" if text == "failure" else "")
+            for text in (completion.text for completion in completions)
         ]
     )
     return scores

@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
@@ -22,12 +22,16 @@ Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 AdvantageEstimator = Literal["grpo", "gae"]
-Reward = Literal["reasoning_gym", "math", "exact"]
+VerifierName = Literal[
+    "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
+]
+VERIFIER_NAMES: tuple[str, ...] = get_args(VerifierName)
 
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
+Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
 Fraction = Annotated[float, Gt(0), Lt(1)]
 FractionOrZero = Annotated[float, Ge(0), Lt(1)]
 TopP = Annotated[float, Gt(0), Le(1)]
@@ -58,6 +62,14 @@ Directory = Annotated[
         r"""(?!-)[^\x00-\x1f\x7f`$"'\\;&|<>]*""",
         "a directory's name must not begin with - or have control characters, quotes or any of "
         "` $ \\ ; & | < >",
+    ),
+]
+RewardName = Annotated[
+    str,
+    _matching(
+        rf"{'|'.join(VERIFIER_NAMES)}|[^:]+:[^\W\d]\w*",
+        f"no such verifier; there are {', '.join(VERIFIER_NAMES)}, and a function of your own is "
+        "FILE.py:NAME or MODULE:NAME",
     ),
 ]
 DataName = Annotated[
@@ -459,9 +471,11 @@ class Config:
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""
 
-    reward: Reward = "math"
-    """Verifier that gives a response its reward of 0 or 1. math: math-verify. exact: the response
-    is the answer. reasoning_gym: the task's own scorer."""
+    reward: RewardName = "math"
+    """Verifier that rewards a response. math: math-verify. gsm8k: verl's, by the number after ####.
+    gsm8k_flexible: verl's, by the last number. dapo: DAPO's, by what follows "Answer:". deepscaler:
+    DeepScaleR's, by the box after </think>. reasoning_gym: the task's own scorer. exact: the
+    response is the answer. FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     name: RunName = ""
     """Name of the run and of its directory. Empty: made of recipe and time."""
@@ -511,6 +525,25 @@ class Config:
 
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """Checkpoints to resume from."""
+
+    reward_right: Finite = 1.0
+    """Reward of a right response, with a built-in verifier."""
+
+    reward_wrong: Finite = 0.0
+    """Reward of a wrong response, with a built-in verifier; -1 in DAPO. Also that of a response
+    whose verifier fails."""
+
+    reward_partial: bool = False
+    """Reward a response that is partly right by its share between `reward_wrong` and
+    `reward_right`. Only reasoning_gym's scorers give such credit; otherwise it counts as wrong."""
+
+    reward_timeout_s: Positive = 60.0
+    """Maximum time of one call of a reward function of your own, in seconds. Built-in verifiers
+    have 3 seconds of CPU time."""
+
+    scoring_workers: CountOrZero = 0
+    """Number of processes that score responses. A reward that waits for a service needs more of
+    them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
 
     @property
     def run_dir(self) -> Path:

@@ -24,7 +24,6 @@ The question is a string or a list of chat messages, which are objects with `rol
 
 Invariants:
 - A question appears once; later copies are dropped.
-- Every problem can be scored: see `rewards.unverifiable`.
 - Nothing is downloaded, and nothing is written outside a temporary directory.
 """
 
@@ -39,7 +38,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.data import rewards
+from qurl_megatron.config.schema import Config
+from qurl_megatron.data.scoring import unverifiable
+from qurl_megatron.data.verifiers import reasoning_gym_tasks
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
@@ -65,19 +66,16 @@ class Problem:
     location: str  # file and line, for messages
 
 
-def read_problems(
-    data: str, data_options: Mapping[str, Any], reward: str, *, seed: int = 0
-) -> list[Problem]:
+def read_problems(data: str, data_options: Mapping[str, Any], *, seed: int = 0) -> list[Problem]:
     """Read a file, a dataset directory or `reasoning_gym:TASK`; keep order, drop repetitions.
 
     Args:
         data: a source, see the top of this module.
         data_options: options of the reasoning-gym task; empty for any other source. `size` defaults
             to 5000 and `seed` to `seed`.
-        reward: the verifier that every problem must suit.
 
     Raises:
-        DataError: a problem cannot be read or scored, or there is none.
+        DataError: a problem cannot be read, or there is none.
     """
     if data.startswith(REASONING_GYM):
         entries = _generate(data.removeprefix(REASONING_GYM), data_options, seed)
@@ -91,14 +89,28 @@ def read_problems(
     unique: dict[str, Problem] = {}
     for location, entry in entries:
         problem = _problem(entry, location)
-        if problem.question in unique:
-            continue
-        if reason := rewards.unverifiable(reward, problem):
-            raise DataError(f"{location}: {reason}")
-        unique[problem.question] = problem
+        unique.setdefault(problem.question, problem)
     if not unique:
         raise DataError(f"{data}: contains no problems")
     return list(unique.values())
+
+
+def find_unverifiable(problems: list[Problem], config: Config) -> dict[str, str]:
+    """Return why no response to a problem could be right, by its location, where that is so.
+
+    Raises:
+        DataError: that is so for every problem, or for one of reasoning_gym, whose entry then lacks
+            what its scorer needs.
+    """
+    reasons = {
+        problem.location: reason
+        for problem, reason in zip(problems, unverifiable(config, problems), strict=True)
+        if reason
+    }
+    if reasons and (config.reward == "reasoning_gym" or len(reasons) == len(problems)):
+        location, reason = next(iter(reasons.items()))
+        raise DataError(f"{location}: {reason}")
+    return reasons
 
 
 # Sources: each yields entries.
@@ -107,7 +119,7 @@ def read_problems(
 def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
     import reasoning_gym
 
-    tasks = rewards.reasoning_gym_tasks()
+    tasks = reasoning_gym_tasks()
     if task not in tasks:
         raise DataError(f"{REASONING_GYM}{task}: no such task;{_suggestion(task, tasks)}")
     _, config_class = tasks[task]

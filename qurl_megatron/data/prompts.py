@@ -22,7 +22,7 @@ import jinja2
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, Problem, read_problems
+from qurl_megatron.data.problems import DataError, Problem, find_unverifiable, read_problems
 
 
 class PromptSet(NamedTuple):
@@ -31,28 +31,60 @@ class PromptSet(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
+    notes: list[str] = []  # noqa: RUF012  # lines on problems that no response could be right for
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     """Read, tokenize and split the data of a run.
 
+    Problems whose answer the verifier cannot read are left out of `config.data`. They stay in
+    `config.evaluation.data`, so that scores are over the whole file.
+
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
+    notes: list[str] = []
 
-    def prompts(data: str, options: Mapping[str, Any]) -> list[Prompt]:
-        problems = read_problems(data, options, config.reward, seed=config.seed)
+    def prompts(data: str, options: Mapping[str, Any], *, drop: bool) -> list[Prompt]:
+        problems = read_problems(data, options, seed=config.seed)
+        problems, note = without_unverifiable(problems, data, config, drop=drop)
+        notes.extend([note] * bool(note))
         return tokenize(problems, tokenizer, config.rollout.max_prompt_length)
 
     train, held_out = split_held_out(
-        prompts(config.data, config.data_options), config.evaluation.held_out_fraction
+        prompts(config.data, config.data_options, drop=True), config.evaluation.held_out_fraction
     )
-    files = {name: prompts(data, {}) for name, data in config.evaluation.data.items()}
+    files = {name: prompts(data, {}, drop=False) for name, data in config.evaluation.data.items()}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     train = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
     if not train:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
-    return PromptSet(train, held_out, files)
+    return PromptSet(train, held_out, files, notes)
+
+
+def without_unverifiable(
+    problems: list[Problem], data: str, config: Config, *, drop: bool
+) -> tuple[list[Problem], str]:
+    """Return the problems to use, and a line on those whose answer the verifier cannot read.
+
+    With `drop` they are left out. Without it they stay, and only a response with the very text of
+    the answer can be right.
+
+    Raises:
+        DataError: the verifier can read no answer.
+    """
+    reasons = find_unverifiable(problems, config)
+    if not reasons:
+        return problems, ""
+    location, reason = next(iter(reasons.items()))
+    effect = "are left out" if drop else "stay in, and only their very text is right"
+    note = (
+        f"{data}: {len(reasons):,} of {len(problems):,} problems {effect}, because reward "
+        f"{config.reward} cannot compare their answers; the first is {location}: {reason}"
+    )
+    if drop:
+        problems = [problem for problem in problems if problem.location not in reasons]
+    return problems, note
 
 
 def tokenize(problems: Iterable[Problem], tokenizer: Any, max_prompt_length: int) -> list[Prompt]:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import Config, WeightFormat
-from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptSet, load_prompts
+from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.evaluation import Evaluator
 from qurl_megatron.loop.noise import measure_noise
-from qurl_megatron.loop.producer import StartScoring
 from qurl_megatron.loop.sampling import Sampler, pad_token_id
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -92,6 +91,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
+    score = _start_scorer(config, stack) if device.rank() == 0 else _score_nothing
     learner = Learner(
         Path(config.model),
         config.learner,
@@ -138,6 +138,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
             config,
             publisher_to("evaluation", "bf16"),
             clients["evaluation"],
+            score,
             held_out=prompts.held_out[: config.evaluation.problems],
             files=prompts.files,
             warmup_check=warmup_check,
@@ -147,9 +148,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         critic=critic,
         publisher=publisher_to("rollout", config.quantization.format),
         sampler=stack.enter_context(
-            closing(
-                Sampler(config, clients["rollout"], _scorer(config, stack), training, tokenizer)
-            )
+            closing(Sampler(config, clients["rollout"], score, training, tokenizer))
         ),
         evaluator=evaluator,
         measure_noise=partial(
@@ -165,14 +164,12 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     )
 
 
-def _scorer(config: Config, stack: ExitStack) -> StartScoring:
-    pool = ProcessPoolExecutor(1)
-    stack.callback(pool.shutdown, cancel_futures=True)
-    return lambda prompt, completions: pool.submit(_scores, config.reward, prompt, completions)
+def _start_scorer(config: Config, stack: ExitStack) -> StartScoring:
+    return stack.enter_context(Scorer(config, config.scoring_workers)).submit
 
 
-def _scores(reward: str, prompt: Prompt, completions: list[Completion]) -> list[rewards.Score]:
-    return [rewards.score(reward, completion.text, prompt) for completion in completions]
+def _score_nothing(prompt: Prompt, completions: Sequence[Completion]) -> NoReturn:
+    raise RuntimeError("only global rank 0 scores")
 
 
 def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import (
     Count,
     CountOrZero,
     Positive,
-    Reward,
+    RewardName,
     ServerConfig,
     TopP,
     WeightFormat,
 )
-from qurl_megatron.data import rewards
+from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.files import write_whole
 from qurl_megatron.rollout.client import RolloutClient
 
@@ -37,8 +39,9 @@ class EvalConfig:
     """Hugging Face directory, or a checkpoint of a run."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Files, dataset directories or reasoning_gym:TASK, each measured separately."""
-    reward: Reward = "math"
-    """Verifier of the answers."""
+    reward: RewardName = "math"
+    """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
+    reward function that gives no such number, of the reward itself."""
     k: CountOrZero = 0
     """Number of sampled answers per problem. 0: Avg@1 only."""
     temperature: Positive = 1.0
@@ -57,6 +60,10 @@ class EvalConfig:
     """Seed of sampling, and of reasoning-gym's problems."""
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The SGLang server that answers."""
+    reward_timeout_s: Positive = 60.0
+    """Maximum time of one call of a reward function of your own, in seconds."""
+    scoring_workers: CountOrZero = 0
+    """Number of processes that score answers. 0: a quarter of the cores, from 1 to 16."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class Answer:
     text: str
     reward: float
     truncated: bool
-    verifier_failed: bool  # the verifier raised or timed out; the reward is 0
+    verifier_failed: bool
+    accuracy: float  # 1 if the answer is right; see `Score.accuracy`
+    failure: str  # why the verifier failed; empty if it did not
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,8 @@ class ProblemResult:
 
 def measure(
     client: RolloutClient,
+    score: StartScoring,
     prompts: list[Prompt],
-    reward: str,
     max_response_length: int,
     *,
     k: int = 0,
@@ -105,7 +114,7 @@ def measure(
 ) -> list[ProblemResult]:
     """Generate and score one greedy and `k` sampled answers to every prompt.
 
-    Call this in the main thread, because a signal limits the time of verifiers.
+    The greedy answers are scored while others are sampled.
     """
     groups = client.generate(
         prompts,
@@ -113,17 +122,18 @@ def measure(
         temperature=0.0,
         max_response_length=max_response_length,
     )
-    greedy = [answer for (answer,) in _score(reward, prompts, groups)]
+    greedy_scores = _start_scoring(score, prompts, groups)
     sampled: list[list[Answer]] = [[] for _ in prompts]
     if k:
-        groups = client.generate(
+        sampled_groups = client.generate(
             prompts,
             completions_per_prompt=k,
             temperature=temperature,
             top_p=top_p,
             max_response_length=max_response_length,
         )
-        sampled = _score(reward, prompts, groups)
+        sampled = _answers(sampled_groups, _start_scoring(score, prompts, sampled_groups))
+    greedy = [answer for (answer,) in _answers(groups, greedy_scores)]
     return [
         ProblemResult(prompt.question, prompt.answer, greedy_answer, sampled_answers)
         for prompt, greedy_answer, sampled_answers in zip(prompts, greedy, sampled, strict=True)
@@ -138,22 +148,34 @@ def write_answers(results: list[ProblemResult], path: Path) -> None:
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
     """Return `Avg@1` and, if answers were sampled, `Avg@k sampled` (with the value of k)."""
-    by_name = {"Avg@1": Average.over([result.greedy.reward for result in results])}
+    by_name = {"Avg@1": Average.over([result.greedy.accuracy for result in results])}
     if k := len(results[0].sampled):
-        fractions = [fmean(answer.reward for answer in result.sampled) for result in results]
+        fractions = [fmean(answer.accuracy for answer in result.sampled) for result in results]
         by_name[f"Avg@{k} sampled"] = Average.over(fractions)
     return by_name
 
 
-def _score(
-    reward: str, prompts: list[Prompt], groups: list[list[Completion]]
+def _start_scoring(
+    score: StartScoring, prompts: list[Prompt], groups: list[list[Completion]]
+) -> list[Future[list[Score]]]:
+    return list(map(score, prompts, groups))
+
+
+def _answers(
+    groups: list[list[Completion]], scores: list[Future[list[Score]]]
 ) -> list[list[Answer]]:
     return [
-        [_answer(reward, prompt, completion) for completion in group]
-        for prompt, group in zip(prompts, groups, strict=True)
+        list(map(_answer, group, future.result()))
+        for group, future in zip(groups, scores, strict=True)
     ]
 
 
-def _answer(reward: str, prompt: Prompt, completion: Completion) -> Answer:
-    score = rewards.score(reward, completion.text, prompt)
-    return Answer(completion.text, score.value, completion.truncated, score.failed)
+def _answer(completion: Completion, score: Score) -> Answer:
+    return Answer(
+        text=completion.text,
+        reward=score.value,
+        truncated=completion.truncated,
+        verifier_failed=bool(score.failure),
+        accuracy=score.accuracy,
+        failure=score.failure,
+    )

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import HELD_OUT, Config
+from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.loop.avg_at_k import (
     ProblemResult,
@@ -31,15 +32,17 @@ class Evaluator:
         config: Config,
         publisher: Publisher,
         client: RolloutClient,
+        score: StartScoring,
         *,
         held_out: list[Prompt],
         files: dict[str, list[Prompt]],
         warmup_check: list[Prompt],
     ) -> None:
-        """Store the parts; only global rank 0 uses `client` and the prompts."""
+        """Store the parts; only global rank 0 uses `client`, `score` and the prompts."""
         self._config = config
         self._publisher = publisher
         self._client = client
+        self._score = score
         self._held_out = held_out
         self._files = files
         self._warmup_check = warmup_check
@@ -81,8 +84,8 @@ class Evaluator:
     ) -> list[ProblemResult]:
         return measure(
             self._client,
+            self._score,
             prompts,
-            self._config.reward,
             self._config.rollout.longest_response,
             k=k,
             temperature=temperature,
@@ -91,4 +94,4 @@ class Evaluator:
 
 
 def _accuracy(results: list[ProblemResult]) -> float:
-    return fmean(result.greedy.reward for result in results)
+    return fmean(result.greedy.accuracy for result in results)

@@ -32,14 +32,14 @@ from itertools import islice
 from typing import NamedTuple
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.data.rewards import Score
+from qurl_megatron.data.scoring import StartScoring
 
 POLL_S = 0.2
 
 Sample = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]]]
-StartScoring = Callable[[Prompt, list[Completion]], Future[list[Score]]]
 
 
 class ScoredGroup(NamedTuple):

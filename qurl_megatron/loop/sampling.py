@@ -16,10 +16,12 @@ from qurl_megatron.algorithm.advantages import (
     soft_overlong_penalty,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
-from qurl_megatron.loop.producer import Producer, ScoredGroup, StartScoring
+from qurl_megatron.loop.producer import Producer, ScoredGroup
 from qurl_megatron.rollout.client import RolloutClient
 
 
@@ -30,7 +32,10 @@ class SampleSummary:
     reward_mean: float  # from the verifier, without the penalty for length
     response_length_mean: float  # tokens
     response_truncated_fraction: float  # fraction of completions
+    reward_parts: dict[str, float]  # mean of each named part of the scores
     verifier_failures: int
+    verifier_timeouts: int  # of these failures
+    verifier_failure: str  # one of them, with its question and answer; empty if there is none
     groups_replaced: int  # by dynamic sampling
     groups_dropped: int  # sampled again, because they were too old
     groups_in_flight: int  # asked for and not trained yet, when the batch was complete
@@ -179,14 +184,29 @@ def _summarize(
 ) -> SampleSummary:
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
+    scores = [score for group in groups for score in group.scores]
+    failed = [score for score in scores if score.failure]
     return SampleSummary(
         reward_mean=fmean(reward for group in groups for reward in group.rewards),
         response_length_mean=fmean(lengths),
         response_truncated_fraction=fmean(completion.truncated for completion in completions),
-        verifier_failures=sum(score.failed for group in groups for score in group.scores),
+        reward_parts=mean_parts(scores),
+        verifier_failures=len(failed),
+        verifier_timeouts=sum(score.timed_out for score in failed),
+        verifier_failure=_example_of_failure(groups),
         groups_replaced=replaced,
         groups_dropped=dropped,
         groups_in_flight=in_flight,
         waited_s=waited_s,
         sampled_tokens=sum(lengths),
     )
+
+
+def _example_of_failure(groups: list[ScoredGroup]) -> str:
+    """Describe the first completion whose verifier failed; an empty text if none did."""
+    for group in groups:
+        for completion, score in zip(group.completions, group.scores, strict=True):
+            if score.failure:
+                question, end = group.prompt.question[:80], completion.text[-80:]
+                return f"{score.failure}; question {question!r}, end of the response {end!r}"
+    return ""

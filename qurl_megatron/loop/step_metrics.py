@@ -44,7 +44,9 @@ def step_metrics(
         reward_mean=summary.reward_mean,
         response_length_mean=summary.response_length_mean,
         response_truncated_fraction=summary.response_truncated_fraction,
+        reward_parts=summary.reward_parts,
         verifier_failures=summary.verifier_failures,
+        verifier_timeouts=summary.verifier_timeouts,
         groups_replaced=summary.groups_replaced,
         **rollout_statistics(  # type: ignore[arg-type]  # only names of floats
             batch.proximal_logprobs,

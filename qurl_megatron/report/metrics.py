@@ -52,7 +52,8 @@ class StepMetrics:
     """Version of the weights on the rollout servers after this step's update."""
 
     reward_mean: float
-    """Mean verifier score over sampled completions, without the penalty for overlong responses."""
+    """Mean reward over sampled completions, on the scale of `reward_wrong` to `reward_right`,
+    without the penalty for overlong responses."""
 
     response_length_mean: float
     """Mean length of sampled completions, in tokens."""
@@ -61,7 +62,8 @@ class StepMetrics:
     """Fraction of sampled completions that were cut off at `rollout.max_response_length`."""
 
     verifier_failures: int
-    """Number of sampled completions whose verifier raised or timed out. They score 0."""
+    """Number of sampled completions whose verifier or reward function failed: it raised, took too
+    long, or its process died. They get `reward_wrong`."""
 
     groups_replaced: int
     """Number of zero-variance groups (all rewards equal) that dynamic sampling replaced."""
@@ -176,6 +178,14 @@ class StepMetrics:
     """Number of groups dropped because a token was older than `rollout.max_staleness` updates, or
     because they were sampled with the settings of another stage. Their prompts were sampled
     again."""
+
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Mean of each named part of the scores, over the sampled completions that have it. Built-in
+    verifiers give `accuracy`, the fraction of right completions; a reward function of your own
+    gives the numbers beside its "reward"."""
+
+    verifier_timeouts: int = 0
+    """Number of `verifier_failures` that took too long."""
 
     held_out_accuracy: float | None = None
     """`Evaluation.held_out_accuracy` after this step. None: not evaluated at this step, or no

@@ -1,0 +1,279 @@
+r"""DeepScaleR's verifier: the box behind the thought, compared as text and then with sympy.
+
+The text behind the first </think> must have a \boxed{} answer. It is right if it equals the right
+answer in the normal form of the MATH data set (Hendrycks et al., 2021), or in a second normal form
+whose parts sympy finds equal. A fraction that can be reduced is not right, and neither is a whole
+number in another form.
+
+The reference is `rewards/math_reward.py` of DeepScaleR. It turns LaTeX into text with pylatexenc;
+the rules for that are below and cover what answers use.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from qurl_megatron.data.reward_types import Question
+
+END_OF_THOUGHT = "</think>"
+_UNITS = (
+    "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
+).split()
+_POWERS_OF_TEN = {"million": 6, "billion": 9, "trillion": 12}
+_BRACKETS = "()[]"
+_FUNCTIONS = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp min max".split()
+)
+_SYMBOLS = {"pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "pm": "±"} | {
+    name: name for name in _FUNCTIONS
+}
+
+
+class DeepScaler:
+    """DeepScaleR's verifier."""
+
+    def __init__(self) -> None:
+        import sympy
+        from sympy.parsing import sympy_parser
+
+        self._sympy = sympy
+        self._parser = sympy_parser
+        self._are_equal("1/2", "x")  # a first use takes a second
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return 1 if the box behind the thought is the answer."""
+        _, thought_ends, rest = text.partition(END_OF_THOUGHT)
+        found = last_boxed(rest.partition(END_OF_THOUGHT)[0]) if thought_ends else None
+        answer = _answer(question)
+        if found is None or answer is None:
+            return 0.0
+        return float(math_normal_form(found) == math_normal_form(answer) or self._is(found, answer))
+
+    def unverifiable(self, question: Question) -> str:
+        """Return a reason if the answer has a box that does not end."""
+        if _answer(question) is None:
+            return f"the answer {question.answer[:80]!r} has a box that cannot be read"
+        return ""
+
+    def _is(self, found: str, answer: str) -> bool:
+        """Compare by the second normal form, part by part."""
+        found, answer = sympy_normal_form(found), sympy_normal_form(answer)
+        if found == answer:
+            return True
+        if not found:
+            return False
+        found_parts, parts = _parts(found), _parts(answer)
+        if len(found_parts) != len(parts):
+            return False
+        if len(parts) > 1 and (found[0], found[-1]) != (answer[0], answer[-1]):
+            return False
+        return all(map(self._is_part, found_parts, parts))
+
+    def _is_part(self, found: str, answer: str) -> bool:
+        if _is_fraction(found) and _is_fraction(answer):
+            return found == answer  # a fraction must be reduced
+        if _is_whole(found) != _is_whole(answer):
+            return False
+        return self._are_equal(found, answer)
+
+    def _are_equal(self, found: str, answer: str) -> bool:
+        difference = f"({answer})-({found})"
+        if not _may_evaluate(difference):
+            return False
+        try:
+            expression: Any = self._parser.parse_expr(
+                difference.replace("^", "**"),
+                transformations=(
+                    *self._parser.standard_transformations,
+                    self._parser.implicit_multiplication_application,
+                ),
+            )
+            return bool(self._sympy.simplify(expression) == 0)
+        except Exception:  # what sympy cannot read is not equal
+            return False
+
+
+def _answer(question: Question) -> str | None:
+    answer = question.answer
+    return last_boxed(answer) if "\\boxed" in answer else answer
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what the last \boxed{} holds; None without one, or if its braces do not close."""
+    start = text.rfind("\\boxed")
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if text[end] == "}" and depth == 0:
+            box = text[start : end + 1]
+            return box[len("\\boxed{") : -1] if box.startswith("\\boxed{") else None
+    return None
+
+
+def math_normal_form(answer: str) -> str:
+    """Return an answer in the normal form of the MATH data set."""
+    text = answer.strip()
+    if match := re.search(r"^\\text\{(.+?)\}$", text):
+        text = match[1].strip()
+    original = text
+    for removed in ("\n", "\\!"):
+        text = text.replace(removed, "")
+    text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        text = text.replace(removed, "")
+    if text.count("\\text{ ") > 1:  # it begins a unit, and there is one unit
+        return original
+    text = text.partition("\\text{ ")[0].replace("\\%", "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, _, right = text.partition("=")
+    if text.count("=") == 1 and len(left) <= 2:  # "k = 5"
+        text = right
+    if text.endswith(("\\sqrt", "\\frac")):
+        return original
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text, flags=re.DOTALL).replace(" ", "")
+    text = _with_braces_in_fractions(text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    if re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text):
+        return "\\frac{{{}}}{{{}}}".format(*text.split("/"))
+    return text
+
+
+def _with_braces_in_fractions(text: str) -> str:
+    r"""Turn \frac12 and \frac1{2} into \frac{1}{2}; return a text that ends too early as it is."""
+    first, *pieces = text.split("\\frac")
+    result = first
+    for piece in pieces:
+        if piece.startswith("{"):
+            result += "\\frac" + piece
+        elif len(piece) < 2:
+            return text
+        elif piece[1] == "{":
+            result += f"\\frac{{{piece[0]}}}{piece[1:]}"
+        else:
+            result += f"\\frac{{{piece[0]}}}{{{piece[1]}}}{piece[2:]}"
+    return result
+
+
+def sympy_normal_form(answer: str) -> str:
+    """Return an answer without units, signs of currency, LaTeX and spaces, in lower case."""
+    text = answer
+    if match := re.search(r"^\\text\{(.+?)\}$", text):
+        text = match[1]
+    text = re.sub(r"\\?[%$]", "", text).replace(" or ", " , ").replace(" and ", " , ")
+    for name, power in _POWERS_OF_TEN.items():
+        text = text.replace(name, f"*10^{power}")
+    for unit in _UNITS:
+        text = re.sub(rf"{unit}(es)?(s)? *(\^[0-9]+)?", "", text)
+    text = re.sub(r"\^ *\\circ", "", text)
+    if text.startswith("{") and text.endswith("}"):
+        text = text[1:-1]
+    text = re.sub(r",\\! *", "", text)
+    if _is_whole_float(text):
+        text = str(round(float(text)))
+    if "\\" in text:
+        text = text_of_latex(text)
+    text = re.sub(r"- *", "-", text)
+    text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", text)  # a mixed number: 7 3/4 is 7+3/4
+    text = re.sub(r"[ {}]", "", text).lower()
+    return str(int(float(text.replace(",", "")))) if _is_whole(text) else text
+
+
+def text_of_latex(latex: str) -> str:
+    r"""Return LaTeX as text that sympy can read: \frac{1}{2} as 1/2, \sqrt{2} as sqrt(2)."""
+    latex = re.sub(r"\\[td]?frac", r" \\frac", latex)  # 7\frac{3}{4} is a mixed number
+    tokens = re.findall(r"\\[A-Za-z]+|\\.|.", latex, flags=re.DOTALL)
+    return _render(tokens[::-1], ends=False).strip()
+
+
+def _render(tokens: list[str], *, ends: bool) -> str:
+    """Return the text of `tokens`, which are in reverse order; with `ends`, up to a "}"."""
+    text = ""
+    while tokens and not (ends and tokens[-1] == "}"):
+        text += _render_one(tokens)
+    if tokens:
+        tokens.pop()
+    return text
+
+
+def _render_one(tokens: list[str]) -> str:
+    """Return the text of the next token and its arguments, and remove them from `tokens`."""
+    token = tokens.pop() if tokens else ""
+    if token == "{":
+        return _render(tokens, ends=True)
+    if token == "\\frac":
+        return f"{_argument(tokens)}/{_argument(tokens)}"
+    if token == "\\sqrt":
+        if tokens and tokens[-1] == "[":  # the index of a root is not kept
+            while tokens and tokens.pop() != "]":
+                pass
+        return f"sqrt({_argument(tokens)})"
+    if not token.startswith("\\"):
+        return (
+            "" if token in "}$" else {"×": "*", "·": "*", "√": "sqrt", "π": "pi"}.get(token, token)
+        )
+    name = token[1:]
+    if name.isalpha():
+        return _SYMBOLS.get(name) or _greek(name)
+    return name if name in "{}%$#&_" else " "
+
+
+def _argument(tokens: list[str]) -> str:
+    while tokens and tokens[-1].isspace():
+        tokens.pop()
+    return _render_one(tokens)
+
+
+def _greek(name: str) -> str:
+    r"""Return a Greek letter by its LaTeX name, and nothing for a command such as \text."""
+    case = "CAPITAL" if name[0].isupper() else "SMALL"
+    spelled = name.upper().replace("LAMBDA", "LAMDA")
+    try:
+        return unicodedata.lookup(f"GREEK {case} LETTER {spelled}")
+    except KeyError:
+        return ""
+
+
+def _parts(text: str) -> list[str]:
+    """Split a tuple or an interval into its parts."""
+    text = _without_digit_commas(text)
+    if len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS:
+        inner = text[1:-1]
+        if not set(inner) & set(_BRACKETS):
+            return [part.strip() for part in inner.split(",")]
+    return [text] if text else []
+
+
+def _without_digit_commas(text: str) -> str:
+    """Turn 1,234,567 into 1234567; the commas of a tuple stay."""
+    shorter = re.sub(r"(\d),(\d{3})($|\D)", r"\1\2\3", text)
+    return text if shorter == text else _without_digit_commas(shorter)
+
+
+def _is_fraction(text: str) -> bool:
+    return bool(re.search(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$", text))
+
+
+def _is_whole(text: str) -> bool:
+    return _is_whole_float(_without_digit_commas(text))
+
+
+def _is_whole_float(text: str) -> bool:
+    try:
+        number = float(text)
+        return abs(number - round(number)) <= 1e-7
+    except (ValueError, OverflowError):
+        return False
+
+
+def _may_evaluate(text: str) -> bool:
+    """Return False for text with more than two different letters, and for powers that may hang."""
+    letters = {char for char in text.replace("sqrt", "").replace("frac", "") if char.isalpha()}
+    powers = re.search(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+", text)
+    return len(letters) <= 2 and powers is None

@@ -1,0 +1,219 @@
+"""The built-in verifiers: how much credit a text gets for the answer of its problem, from 0 to 1.
+
+Each follows the rules of its source, whose quirks are part of the task: a policy that is compared
+with published results must have been rewarded for the same.
+
+This file imports no verifier's library at its top; a verifier imports its own when it is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any, Protocol
+
+from qurl_megatron.data.dapo import TAIL_LENGTH, Dapo
+from qurl_megatron.data.deepscaler import DeepScaler
+from qurl_megatron.data.reward_types import Question
+
+
+class Verifier(Protocol):
+    """A built-in verifier."""
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return the credit of a text; it may raise anything, which counts as a failure."""
+        ...
+
+    def unverifiable(self, question: Question) -> str:
+        """Return why no text could get credit of 1; an empty text if one could."""
+        ...
+
+
+class Exact:
+    """The text is the answer, apart from surrounding whitespace."""
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return 1 for the answer itself."""
+        return float(text.strip() == question.answer.strip())
+
+    def unverifiable(self, question: Question) -> str:
+        """Return an empty text: every answer can be given back."""
+        return ""
+
+
+class Gsm8k:
+    """GSM8K as verl scores it, by the last 300 characters of a text.
+
+    Strict: the number after the last "#### ", without its commas. Flexible: the last number, with
+    its commas. The answer is what follows "####" in it, without commas.
+    """
+
+    def __init__(self, *, flexible: bool) -> None:
+        self._flexible = flexible
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return 1 if the number is the answer, digit for digit."""
+        return float(self._number(text[-TAIL_LENGTH:]) == _gsm8k_answer(question.answer))
+
+    def unverifiable(self, question: Question) -> str:
+        """Return a reason if the answer is not a number."""
+        if re.fullmatch(r"-?[0-9.]+", _gsm8k_answer(question.answer)):
+            return ""
+        return f"the answer {_shown(question.answer)} is no number, which reward gsm8k compares"
+
+    def _number(self, text: str) -> str | None:
+        if self._flexible:
+            numbers = [found for found in re.findall(r"-?[0-9.,]+", text) if found != "."]
+            return numbers[-1] if numbers else None
+        numbers = re.findall(r"#### (-?[0-9.,]+)", text)
+        return numbers[-1].replace(",", "") if numbers else None
+
+
+def _gsm8k_answer(answer: str) -> str:
+    return answer.rsplit("####", 1)[-1].strip().replace(",", "")
+
+
+class ReasoningGym:
+    """The library's scorer of a problem's task, for the last <answer> of a text or all of it."""
+
+    def __init__(self) -> None:
+        import reasoning_gym
+
+        self._scorer_of: Callable[[str], Callable[[str, dict[str, Any]], float]] = functools.cache(
+            reasoning_gym.get_score_answer_fn  # it builds a whole dataset
+        )
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return what the scorer gives."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(text)
+        scorer = self._scorer_of(question.metadata["source_dataset"])
+        entry = {"answer": question.answer, "metadata": question.metadata}
+        return float(scorer(text.strip() if answer is None else answer, entry))
+
+    def unverifiable(self, question: Question) -> str:
+        """Return a reason if the scorer does not accept the problem's own answer.
+
+        This finds a missing field, and a field that JSON changed: the grids of arc_agi are tuples;
+        read back as lists, its own answers score 0.05.
+        """
+        task = question.metadata.get("source_dataset")
+        if not task:
+            return (
+                "no metadata.source_dataset, which reward reasoning_gym scores by; "
+                "add it or choose reward=math or reward=exact"
+            )
+        if task not in reasoning_gym_tasks():
+            return f"metadata.source_dataset {task!r} is not a reasoning_gym task"
+        try:
+            accepted = self.credit(question.answer, question) >= 1
+        except Exception:
+            accepted = False
+        if not accepted:
+            return f"reasoning_gym's scorer of {task} does not accept the problem's own answer"
+        return ""
+
+
+def reasoning_gym_tasks() -> Mapping[str, tuple[type, type]]:
+    """Return the dataset class and the configuration class of each task, by name."""
+    import reasoning_gym.factory  # takes 3 s: imported only where it is used
+
+    return reasoning_gym.factory.DATASETS
+
+
+class Math:
+    r"""math-verify, as verl calls it: the right answer is read as LaTeX only, a text as either.
+
+    The right answer is put into \boxed{}, unless it is a sentence with its own \boxed{} or $...$.
+    """
+
+    def __init__(self) -> None:
+        import math_verify
+
+        # math-verify warns that its own time limits are off; the kernel limits the time instead.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        self._math_verify = math_verify
+        self._parse_answer = functools.lru_cache(maxsize=4096)(self._parse_latex)
+        self.credit("$x^2+1$ or 2", Question("", "\\frac{1}{2}", {}))  # a first use takes a second
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return 1 if any reading of the text equals any reading of the answer."""
+        answers = self._parse_answer(question.answer)
+        if not answers:
+            raise ValueError(f"LaTeX finds no mathematics in the answer {question.answer!r}")
+        found = self._math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
+        # Texts first: their comparison is short and never fails.
+        pairs = sorted(product(answers, found), key=lambda pair: not isinstance(pair[0], str))
+        error: Exception | None = None
+        for answer, candidate in pairs:
+            try:
+                if self._math_verify.verify(
+                    answer, candidate, timeout_seconds=None, raise_on_error=True
+                ):
+                    return 1.0
+            except Exception as failure:
+                error = failure
+        if error is not None:
+            raise error
+        return 0.0
+
+    def unverifiable(self, question: Question) -> str:
+        """Return a reason if LaTeX cannot read the answer: a number in it would count as right."""
+        try:
+            readings = self._parse_answer(question.answer)
+        except Exception:
+            readings = []
+        if any(not isinstance(reading, str) for reading in readings):
+            return ""
+        return f"the answer {_shown(question.answer)} cannot be read as LaTeX"
+
+    def _parse_latex(self, answer: str) -> list[Any]:
+        return self._math_verify.parse(
+            _boxed(answer),
+            extraction_config=[self._math_verify.LatexExtractionConfig()],
+            parsing_timeout=None,
+            raise_on_error=True,
+        )
+
+
+def _boxed(answer: str) -> str:
+    r"""Put an answer into \boxed{}, unless it is a sentence around its own \boxed{} or $...$."""
+    answer = answer.rsplit("####", 1)[-1].strip().replace("\\$", "")  # \$ is a currency
+    outside = re.sub(r"\$[^$]*\$", " ", answer)
+    is_sentence = outside != answer and re.search(r"(?!(?:and|or)\b)\b[A-Za-z]{2,}", outside)
+    if "\\boxed" in answer or is_sentence:
+        return answer
+    return f"\\boxed{{{answer.strip('$') if answer.count('$') < 3 else answer}}}"
+
+
+def _shown(answer: str) -> str:
+    return repr(answer if len(answer) <= 80 else answer[:77] + "...")
+
+
+VERIFIERS: dict[str, Callable[[], Verifier]] = {
+    "math": Math,
+    "gsm8k": functools.partial(Gsm8k, flexible=False),
+    "gsm8k_flexible": functools.partial(Gsm8k, flexible=True),
+    "dapo": Dapo,
+    "deepscaler": DeepScaler,
+    "reasoning_gym": ReasoningGym,
+    "exact": Exact,
+}
+
+
+def is_plain(reward: str, answer: str) -> bool:
+    """Return whether a completion could be right for sure, so that no verifier need look at it.
+
+    A plain number is read by every verifier of mathematics. Some verifiers compare any text.
+    """
+    if reward == "deepscaler":
+        return "\\boxed" not in answer
+    if reward in ("math", "gsm8k", "gsm8k_flexible"):
+        return bool(
+            re.fullmatch(r"-?[0-9][0-9,]*(\.[0-9]+)?", answer.rpartition("####")[2].strip())
+        )
+    return reward != "reasoning_gym"
