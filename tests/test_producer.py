@@ -6,24 +6,37 @@ import asyncio
 import json
 import random
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron import device
+from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import RolloutConfig, StageConfig
+from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.loop import producer as producer_module
 from qurl_megatron.loop.producer import Producer, ScoredGroup
+from qurl_megatron.loop.sampling import Sampler
 
 PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
+REJECTED = {"2", "5"}
 STEPS = 12
 PER_STEP = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_rank() -> Iterator[None]:
+    """Make this process the only learner rank."""
+    device.initialize_distributed()
+    yield
+    dist.destroy_process_group()
 
 
 class Killed(Exception):
@@ -32,10 +45,12 @@ class Killed(Exception):
 
 @dataclass
 class Servers:
-    """Servers that answer after `delay_s(prompt)` seconds, and score every completion `reward`."""
+    """Servers that answer after `delay_s(prompt)` seconds, and a verifier.
+
+    Of a prompt's completions the first is right, except that none is of a prompt in `REJECTED`.
+    """
 
     delay_s: Callable[[Prompt], float] = lambda prompt: 0.0
-    reward: Callable[[Prompt], float] = lambda prompt: 1.0
     version: int = 1
     asked: list[tuple[Prompt, RolloutConfig]] = field(default_factory=list)
     cancelled: int = 0
@@ -57,8 +72,17 @@ class Servers:
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Return the scores at once."""
         scores: Future[list[Score]] = Future()
-        scores.set_result([Score(self.reward(prompt), {}, failure="")] * len(completions))
+        right = prompt.id not in REJECTED
+        scores.set_result(
+            [Score(float(right and n == 0), {}, failure="") for n in range(len(completions))]
+        )
         return scores
+
+    def sampling(self, **settings: Any) -> RolloutConfig:
+        """Return the settings of `group`, as those of a step."""
+        return RolloutConfig(**settings)
+
+    group = sample
 
 
 def rollout(max_staleness: int, stages: dict[int, StageConfig] | None = None) -> RolloutConfig:
@@ -106,6 +130,8 @@ def test_groups_are_taken_in_the_order_of_the_stream_whichever_is_answered_first
     with closing(make(servers, rollout(max_staleness))) as producer:
         for step in range(1, STEPS + 1):
             taken += ids(take(producer, PER_STEP, step, servers))
+            if step % 2:  # whether a step has ended makes no difference to what is taken
+                producer.end_step()
             servers.version += 1
     assert taken == in_order(PER_STEP * STEPS)
     assert [prompt.id for prompt, _ in servers.asked] == taken  # none twice, none after the end
@@ -171,6 +197,7 @@ def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again
     servers = Servers()
     with closing(make(servers, rollout(1))) as producer:
         take(producer, PER_STEP, 1, servers)
+        assert number_asked(producer, servers) == 2 * PER_STEP
         servers.version += 2  # two updates in one step: the groups in flight are too old
         groups = take(producer, PER_STEP, 2, servers)
         assert ids(groups) == in_order(2 * PER_STEP)[PER_STEP:]
@@ -215,6 +242,18 @@ def test_a_group_has_the_settings_of_the_step_that_trains_it() -> None:
     assert producer.dropped == 2 * 2
 
 
+def test_a_checkpoint_counts_the_groups_of_whole_steps_only() -> None:
+    servers, stream = Servers(), PromptStream(PROMPTS, seed=0)
+    with closing(make(servers, rollout(1), stream)) as producer:
+        take(producer, PER_STEP, 1, servers)
+        take(producer, 2, 1, servers)  # replacements
+        assert stream.position == 0
+        producer.end_step()
+        assert stream.position == PER_STEP + 2
+        take(producer, PER_STEP, 2, servers)
+        assert stream.position == PER_STEP + 2
+
+
 def test_what_sampling_raises_is_raised_by_take() -> None:
     async def fail(prompt: Prompt, settings: RolloutConfig) -> list[Completion]:
         await asyncio.sleep(60.0 if prompt.id != in_order(2)[1] else 0.0)
@@ -249,66 +288,115 @@ def test_closing_cancels_what_is_being_sampled_and_ends_the_thread() -> None:
     assert set(threading.enumerate()) == before
 
 
-def simulate(seed: int) -> tuple[list[str], int, int]:
-    """Run all steps, killed at random moments; return ids trained, kills and groups rejected.
+class Tokenizer:
+    pad_token_id = 0
 
-    Every run goes on from the last checkpoint, with what was logged until then.
+
+def run_config(max_staleness: int) -> Config:
+    """Return a run with stages, and with dynamic sampling, which replaces prompts of `REJECTED`."""
+    config = Config(steps=STEPS, rollout=rollout(max_staleness, stages={5: StageConfig(8, 4)}))
+    config.rollout.dynamic_sampling_tries = 2
+    return config
+
+
+def plain_program() -> tuple[list[list[str]], list[tuple[str, int]]]:
+    """Return the ids of each step's batch, and id and size of every request, one after another."""
+    config, stream = run_config(0), PromptStream(PROMPTS, seed=0)
+    batches, asked = [], []
+    for step in range(1, STEPS + 1):
+        settings = config.rollout.at(step)
+        batch = stream.next(PER_STEP)
+        asked += [(prompt.id, settings.completions_per_prompt) for prompt in batch]
+        for _ in range(settings.dynamic_sampling_tries):
+            rows = [row for row, prompt in enumerate(batch) if prompt.id in REJECTED]
+            for row, prompt in zip(rows, stream.next(len(rows)), strict=True):
+                batch[row] = prompt
+                asked.append((prompt.id, settings.completions_per_prompt))
+        batches.append([prompt.id for prompt in batch])
+    return batches, asked
+
+
+def sampler_of(config: Config, servers: Servers, killed: Callable[[], bool]) -> Sampler:
+    return Sampler(
+        config,
+        servers,  # type: ignore[arg-type]  # a stand-in
+        servers.score,
+        PROMPTS,
+        Tokenizer(),
+        servers_join=killed,
+    )
+
+
+def ids_in(batch: TrainBatch, settings: RolloutConfig) -> list[str]:
+    """Return the id of each prompt in a batch, which must have the settings' number of rows."""
+    assert len(batch) == PER_STEP * settings.completions_per_prompt
+    return [PROMPTS[token].id for token in batch.tokens[:: settings.completions_per_prompt, 0]]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_batches_are_those_of_a_plain_program(max_staleness: int) -> None:
+    config, servers = run_config(max_staleness), Servers(delay_s=lambda prompt: 0.001)
+    expected, asked = plain_program()
+    with closing(sampler_of(config, servers, lambda: False)) as sampler:
+        for step in range(1, STEPS + 1):
+            batch, summary = sampler.sample(step, servers.version)
+            assert ids_in(batch, config.rollout.at(step)) == expected[step - 1]
+            servers.version += 1
+    if max_staleness == 0:  # the requests are the same as well
+        assert summary.groups_dropped == 0
+        requests = [(prompt.id, size.completions_per_prompt) for prompt, size in servers.asked]
+        assert requests == asked
+
+
+def run_with_kills(seed: int) -> tuple[list[list[str]], int]:
+    """Run all steps, killed at random moments; return the ids in their batches, and the kills.
+
+    A killed run goes on from its last checkpoint. Some save a checkpoint at their end, as a run
+    does that ends in the middle of a step because its servers are gone.
     """
     chance = random.Random(seed)
-    config = rollout(chance.randint(0, 3), stages={5: StageConfig(8, 4)})
+    config = run_config(chance.randint(0, 3))
     every = chance.randint(1, 3)  # steps between two checkpoints
-    saved: tuple[int, int, str, list[str]] = (0, 1, "", [])
-    rejected_ids = set(chance.sample([prompt.id for prompt in PROMPTS], 2))
+    batches: list[list[str]] = []  # of the steps until the checkpoint
+    state = ""
     for kills in count():
-        step, version, state, trained = saved
-        trained = list(trained)
-        servers = Servers(
-            delay_s=lambda prompt: chance.random() * 0.02,
-            reward=lambda prompt: float(prompt.id not in rejected_ids),
-            version=version,
-        )
-        stream = PromptStream(PROMPTS, seed=0)
-        if state:
-            stream.restore(json.loads(state))
-        end = time.monotonic() + (chance.random() * 0.12 if kills < 5 else 600)
+        batches = list(batches)
+        servers = Servers(delay_s=lambda prompt: chance.random() * 0.02, version=1 + len(batches))
+        # `killed` is called at least twice a step, and every millisecond of a wait.
+        calls = iter(range(chance.randrange(2 * STEPS) if kills < 6 else 10**9))
 
         def killed() -> bool:
-            if time.monotonic() > end:  # noqa: B023
+            if next(calls, None) is None:  # noqa: B023
                 raise Killed
             return False
 
-        producer = make(servers, config, stream)
+        sampler = sampler_of(config, servers, killed)
+        if state:
+            sampler.restore(json.loads(state))
+        new = list(batches)
         try:
-            while step < STEPS:
-                step += 1
-                missing, tries = PER_STEP, 0
-                while missing:
-                    groups = None
-                    while groups is None:
-                        killed()
-                        groups = producer.take(
-                            missing, step=step, version=servers.version, interrupted=killed
-                        )
-                    trained += ids(groups)
-                    size = config.at(step).completions_per_prompt
-                    assert {len(group.completions) for group in groups} == {size}
-                    missing = sum(0.0 in group.rewards for group in groups) if tries < 2 else 0
-                    tries += 1
-                time.sleep(0.005)  # the update
-                servers.version += 1
+            for step in range(1 + len(batches), STEPS + 1):
                 killed()
+                batch, _ = sampler.sample(step, servers.version)
+                new.append(ids_in(batch, config.rollout.at(step)))
+                killed()
+                servers.version += 1
                 if step % every == 0:
-                    saved = (step, servers.version, json.dumps(stream.state()), list(trained))
-            return trained, kills, len(trained) - STEPS * PER_STEP
+                    batches, state = list(new), json.dumps(sampler.state())
+            return new, kills
         except Killed:
-            pass
+            if chance.random() < 0.3:
+                batches, state = new, json.dumps(sampler.state())
         finally:
-            producer.close()
+            sampler.close()
     raise AssertionError
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_prompt_is_lost_or_taken_twice_when_a_run_is_killed_at_any_moment(seed: int) -> None:
-    taken, kills, rejected = simulate(seed)
-    assert taken == in_order(len(taken))
-    assert kills > 0 and rejected > 0
+def test_no_prompt_is_lost_or_trained_twice_when_a_run_is_killed_at_any_moment(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer_module, "POLL_S", 0.001)
+    batches, kills = run_with_kills(seed)
+    assert batches == plain_program()[0]
+    assert kills > 0

@@ -1,6 +1,7 @@
 """Groups for training, sampled and scored up to `rollout.max_staleness` steps ahead.
 
-    Producer.take    the next groups of the stream, in its order
+    Producer.take        the next groups of the stream, in its order
+    Producer.end_step    a step has all its groups; a checkpoint counts them
 
 Requests and scores are awaited in a thread of their own, in an asyncio loop, while the caller
 trains. With `max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while
@@ -15,8 +16,8 @@ Invariants:
 - No token of a taken group is more than `max_staleness` weight versions old, and the group has the
   settings of the step that trains it. A group for which this does not hold is dropped, and its
   prompt is sampled again in its place.
-- `PromptStream.position` counts the prompts of groups that were taken. A checkpoint needs nothing
-  else: after a resume, prompts that were in flight are the first to be sampled again.
+- `PromptStream.position` counts the prompts of steps that got all their groups. A checkpoint needs
+  nothing else: after a resume, all other prompts are sampled again, before any new one.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Producer:
         self._sample = sample
         self._score = score
         self._queue: deque[_InFlight] = deque()  # in the order of the stream
+        self._taken = 0  # groups of the step, which the position of the stream does not count yet
         self.dropped = 0  # groups so far
         self.waited_s = 0.0  # seconds that calls of `take` have waited so far
         self._closing = asyncio.Event()
@@ -134,7 +136,7 @@ class Producer:
                 if self._queue[place].lag(version) > self._rollout.max_staleness
             ]
             if not old:
-                self._stream.position += count
+                self._taken += count
                 return [self._queue.popleft().group.result() for _ in range(count)]
             for place in old:
                 if self._queue[place].version == version:
@@ -144,6 +146,11 @@ class Producer:
                     )
                 self._drop(place, settings, version)
         return None
+
+    def end_step(self) -> None:
+        """Count the groups that were taken since the last call, in the position of the stream."""
+        self._stream.position += self._taken
+        self._taken = 0
 
     def close(self) -> None:
         """Cancel all requests and end the thread."""
@@ -155,7 +162,7 @@ class Producer:
         per_step = self._rollout.prompts_per_step
         ahead = min(self._rollout.max_staleness, self._steps - step)
         for place in range(len(self._queue), count + ahead * per_step):
-            prompt = self._stream.prompt(self._stream.position + place)
+            prompt = self._stream.prompt(self._stream.position + self._taken + place)
             settings = self._rollout.at(step + place // per_step)
             self._queue.append(self._start(prompt, settings, version))
 

@@ -139,6 +139,7 @@ class Sampler:
             sampled += replacements
             for row, replacement in zip(rows, replacements, strict=True):
                 chosen[row] = replacement
+        producer.end_step()
         summary = _summarize(
             sampled,
             replaced=len(sampled) - len(chosen),
