@@ -37,6 +37,7 @@ from qurl_megatron.learner.checkpoint import Checkpoints, RunState
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from recipes import quickstart
@@ -113,10 +114,11 @@ def train(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> L
     learner = stack.enter_context(closing(Learner(model, config.learner, config.optimizer)))
     checkpoints = stack.enter_context(closing(Checkpoints(config, learner)))
     wait_ready([server], timeout_s=600)
+    fleet = Fleet("rollout", {0: server})
     publisher = stack.enter_context(
-        closing(Publisher(learner, [server], config.quantization.format, BUCKET_BYTES, "rollout"))
+        closing(Publisher(learner, fleet, config.quantization.format, BUCKET_BYTES))
     )
-    client = RolloutClient(server, AutoTokenizer.from_pretrained(model), [])
+    client = RolloutClient(fleet, AutoTokenizer.from_pretrained(model), [])
     producer = stack.enter_context(closing(producer_of(config, client)))
     lags = Lags()
     asyncio.run_coroutine_threadsafe(lags.measure(), producer._loop)

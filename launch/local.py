@@ -23,11 +23,11 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
 from qurl_megatron.process import die_with_parent, free_port, tail
+from qurl_megatron.rollout.roster import save_roster
 from qurl_megatron.rollout.server import (
     Server,
     ServerFailed,
     preloaded_sglang,
-    save_servers,
     wait_ready,
 )
 
@@ -66,7 +66,8 @@ def _run(config: Config) -> int:
     with preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload:
         try:
             _start_servers(attempt, servers, received, preload)
-            save_servers(servers, config.run_dir / "servers.json")
+            rosters = {name: dict(enumerate(members)) for name, members in servers.items()}
+            save_roster(config.run_dir / "servers.json", rosters)
             if not received:
                 _start_ranks(attempt, ranks, preload)
             all_servers = [server for members in servers.values() for server in members]

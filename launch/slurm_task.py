@@ -88,12 +88,13 @@ def rollout(logs: Path) -> int:
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
     from qurl_megatron.process import tail
-    from qurl_megatron.rollout.server import preloaded_sglang, save_servers
+    from qurl_megatron.rollout.roster import save_roster
+    from qurl_megatron.rollout.server import preloaded_sglang
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
-    servers: dict[str, list[Server]] = {}
+    servers: dict[str, dict[int, Server]] = {}
     started: list[Server] = []
     first_gpu = 0
     with contextlib.ExitStack() as stack:
@@ -107,9 +108,9 @@ def rollout(logs: Path) -> int:
                 attempt.start(spec, host=host, api_key=plan.api_key, gpus=gpus, preload=preload)
             )
             stack.callback(started[-1].stop)
-            servers.setdefault(set_name, []).append(started[-1])
+            servers.setdefault(set_name, {})[index] = started[-1]
             first_gpu += len(gpus)
-        save_servers(servers, logs / f"servers_{own.name}.json")
+        save_roster(logs / f"servers_{own.name}.json", servers)
         while not received:
             for server in started:
                 if not server.alive():
@@ -139,30 +140,25 @@ def learner(logs: Path) -> int:
         os.dup2(log, 1)  # rank 0 shows the run's progress
     from qurl_megatron.loop import train
 
-    servers = await_servers(logs, plan, config.rollout.server.start_timeout_s)
+    rosters = await_rosters(logs, plan, config.rollout.server.start_timeout_s)
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
-    return train.run_rank(run_dir, servers, stop_on=stop_on, exit_on=signal.SIGUSR2)
+    return train.run_rank(run_dir, rosters, stop_on=stop_on, exit_on=signal.SIGUSR2)
 
 
-def await_servers(logs: Path, plan: JobPlan, timeout_s: float) -> dict[str, list[Server]]:
-    """Wait until every rollout node has written its servers; return them by set.
+def await_rosters(logs: Path, plan: JobPlan, timeout_s: float) -> list[Path]:
+    """Wait until every rollout node has written its roster; return the rosters.
 
     Raises:
-        TimeoutError: a node has not written its servers after `timeout_s` seconds.
+        TimeoutError: a node has not written its roster after `timeout_s` seconds.
     """
-    from qurl_megatron.rollout.server import load_servers
-
-    servers: dict[str, list[Server]] = {}
+    rosters = [logs / f"servers_{node.name}.json" for node in plan.nodes if node.servers]
     deadline = time.monotonic() + timeout_s
-    for node in plan.nodes:
-        path = logs / f"servers_{node.name}.json"
-        while node.servers and not path.exists():
+    for roster in rosters:
+        while not roster.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{node.name} has not written its servers to {path}")
+                raise TimeoutError(f"no servers after {timeout_s:.0f} s: {roster} is missing")
             time.sleep(POLL_S)
-        for name, members in load_servers(path).items() if node.servers else ():
-            servers.setdefault(name, []).extend(members)
-    return servers
+    return rosters
 
 
 def read_plan(logs: Path) -> tuple[JobPlan, NodePlan]:

@@ -324,6 +324,7 @@ def sampler_of(config: Config, servers: Servers, killed: Callable[[], bool]) -> 
         PROMPTS,
         Tokenizer(),
         servers_join=killed,
+        admit=lambda: None,
     )
 
 

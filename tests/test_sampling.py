@@ -70,7 +70,15 @@ def score(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Scor
 
 @contextmanager
 def sampler_of(config: Config, client: ScriptedClient) -> Iterator[Sampler]:
-    sampler = Sampler(config, client, score, PROMPTS, Tokenizer())  # type: ignore[arg-type]
+    sampler = Sampler(
+        config,
+        client,  # type: ignore[arg-type]  # a stand-in
+        score,
+        PROMPTS,
+        Tokenizer(),
+        servers_join=lambda: False,
+        admit=lambda: None,
+    )
     with closing(sampler):
         yield sampler
 

@@ -355,6 +355,11 @@ class RolloutConfig:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """Each rollout server."""
 
+    min_servers: Count = 1
+    """Minimum number of servers to sample with. While fewer serve, sampling waits for lost servers
+    to be started again. After `server.start_timeout_s` the run saves a checkpoint and ends with
+    exit code 75; `qurl resume` continues it."""
+
     max_staleness: CountOrZero = 0
     """Maximum age of a trained token: by how many updates the weights that sampled it may be older
     than those it trains. The servers sample as many steps ahead. 0: they sample each step's

@@ -54,8 +54,8 @@ class Sampler:
         prompts: list[Prompt],
         tokenizer: Any,
         *,
-        servers_join: Callable[[], bool] = lambda: False,
-        admit: Callable[[], None] = lambda: None,
+        servers_join: Callable[[], bool],
+        admit: Callable[[], None],
     ) -> None:
         """Store the parts; only global rank 0 uses them, apart from `admit`.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 import socket
 import subprocess
@@ -29,7 +28,6 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.files import write_whole
 from qurl_megatron.preload import Preload
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
@@ -131,7 +129,7 @@ def start_server(
         loads: load the directory's weights, which are in `weight_format`. Otherwise the server
             has random weights until the first publish.
         host: address to listen on. Any address other than loopback requires `api_key`, which must
-            be the same for all servers behind one router.
+            be the same for all servers of a run.
         gpus: consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
         preload: from `preloaded_sglang`; the server is then a fork of that process.
     """
@@ -253,18 +251,6 @@ def wait_ready(
             if time.monotonic() > deadline:
                 raise server.failed(f"did not come up in {timeout_s:.0f} s")
             time.sleep(POLL_S)
-
-
-def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
-    """Write servers by set name, for `load_servers` in the learner's processes."""
-    tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
-    write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # it holds keys
-
-
-def load_servers(path: Path) -> dict[str, list[Server]]:
-    """Read what `save_servers` wrote."""
-    tree = json.loads(path.read_text())
-    return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
 
 
 def _answers(server: Server) -> bool:

@@ -3,8 +3,8 @@
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds four things:
 the reloadable quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`; checksums of
-the weights a server holds; loading weights from the learner's memory; a weight version for every
-sampled token. Importing this package does nothing.
+the weights a server holds; receiving weights with a time limit, also from the learner's memory; a
+weight version for every sampled token. Importing this package does nothing.
 """
 
 
@@ -39,9 +39,10 @@ def register() -> None:
     for name, function in replacements.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.REPLACE)
     scheduler = "managers.scheduler.Scheduler"
+    updater = "model_executor.model_runner_components.weight_updater"
     wrappers = {
-        "model_executor.model_runner_components.weight_updater.WeightUpdater"
-        "._update_bucketed_weights_from_distributed": receive.update_bucket,
+        f"{updater}.init_custom_process_group": receive.join_group,
+        f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,
         f"{scheduler}.run_batch": versions.run_batch,

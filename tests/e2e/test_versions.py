@@ -22,6 +22,7 @@ from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, PauseMod
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, start_server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
@@ -129,7 +130,7 @@ def deployment(
         stack.enter_context(closing(learner))
         wait_ready([server], START_TIMEOUT_S)
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        client = RolloutClient(server, tokenizer, [EOS_TOKEN_ID])
+        client = RolloutClient(Fleet("rollout", {0: server}), tokenizer, [EOS_TOKEN_ID])
         yield Deployment(server, model_dir, learner, client, {})
 
 
@@ -152,7 +153,7 @@ class Sampled:
 def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
     """Publish several times while requests run; answer their prompts afresh after each."""
     publisher = Publisher(
-        deployment.learner, [deployment.server], "int8", 2**20, pause_mode, pause_mode=pause_mode
+        deployment.learner, deployment.client.fleet, "int8", 2**20, pause_mode=pause_mode
     )
     publisher.version = max(deployment.sent, default=0)
     fresh = {}
@@ -166,7 +167,9 @@ def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
             assert not all(future.done() for future in running)
             deployment.publish(publisher)
             fresh[publisher.version] = deployment.generate(1, 4)
-        spanning = [sum(groups, []) for groups in zip(*(f.result() for f in running), strict=True)]
+        spanning: list[list[Completion]] = [
+            sum(groups, []) for groups in zip(*(f.result() for f in running), strict=True)
+        ]
         after_all = deployment.generate(2, 4)  # finished requests have left their prefixes by now
         fresh[publisher.version] = [
             first + second
