@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -158,6 +159,30 @@ def test_a_failure_of_the_verifier_costs_its_completion_and_not_the_run() -> Non
     assert summary.verifier_failures == 2
     assert summary.reward_mean == 1 / 2
     assert advantage_signs(batch) == [1, -1, 1, -1]
+
+
+def test_a_server_that_waits_for_weights_gets_them_while_groups_are_awaited() -> None:
+    class SlowClient(ScriptedClient):
+        async def group(self, prompt: Prompt, settings: dict[str, Any]) -> list[Completion]:
+            while not admitted:
+                await asyncio.sleep(0.01)
+            return await super().group(prompt, settings)
+
+    admitted: list[bool] = []
+    client = SlowClient({})
+    sampler = Sampler(
+        two_prompt_config(),
+        client,  # type: ignore[arg-type]  # a stand-in
+        score,
+        PROMPTS,
+        Tokenizer(),
+        servers_join=lambda: not admitted,
+        admit=lambda: admitted.append(True),
+    )
+    with closing(sampler):
+        batch, _ = sampler.sample(step=1, version=1)
+    assert admitted == [True]
+    assert len(batch) == 4 and len(client.asked) == 2
 
 
 def sample_stages(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 
 import psutil
 import pytest
 
 from e2e.running import SMALL, Command, Start, metrics_of
+from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 
 PER_STEP = 8
@@ -59,9 +62,10 @@ def test_tokens_are_at_most_as_old_as_allowed_and_their_logprobs_as_good_as_fres
     assert run.survivors() == []
 
 
-def test_a_killed_run_resumes_and_trains_every_prompt_once(start: Start) -> None:
-    words = [*LONG_ANSWERS, "steps=6", "rollout.max_staleness=1"]
-    run = start("train", "quickstart", *words)
+def test_a_run_that_is_killed_or_stopped_with_groups_in_flight_trains_every_prompt_once(
+    start: Start,
+) -> None:
+    run = start("train", "quickstart", *LONG_ANSWERS, "steps=1000", "rollout.max_staleness=1")
     run.wait_for("step 3/")
     time.sleep(0.5)  # groups are in flight
     run.poll()
@@ -74,14 +78,22 @@ def test_a_killed_run_resumes_and_trains_every_prompt_once(start: Start) -> None
     assert prompts_trained(run) == done * PER_STEP
 
     resumed = start("resume", "runs/run")
-    assert resumed.exit_code() == 0, resumed.text()
+    resumed.wait_for(rf"step {done + 2}/")
+    os.kill(resumed.process.pid, signal.SIGUSR1)
+    assert resumed.exit_code() == STOPPED_EARLY, resumed.text()
     assert f"resuming after step {done}" in resumed.text()
+    assert resumed.survivors() == []
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
-    assert [step["step"] for step in after] == [1, 2, 3, 4, 5, 6]
-    assert [step["weight_version"] for step in after] == [2, 3, 4, 5, 6, 7]
+    assert [step["step"] for step in after] == list(range(1, len(after) + 1))
+    assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
     # What was in flight was sampled again, with the weights of the checkpoint.
     lags = [step["token_lag_max"] for step in after]
     assert lags[0] == lags[done] == 0 and max(lags) == 1
-    assert prompts_trained(resumed) == 6 * PER_STEP
-    assert resumed.survivors() == []
+    assert prompts_trained(resumed) == len(after) * PER_STEP
+
+    again = start("resume", "runs/run")
+    again.wait_for(rf"step {len(after) + 1}/")
+    os.kill(again.process.pid, signal.SIGINT)
+    assert again.exit_code() == 130
+    assert again.survivors() == []
