@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config, StageConfig
 from qurl_megatron.data import rewards
 from qurl_megatron.loop.sampling import Sampler, SampleSummary
@@ -42,7 +42,7 @@ class ScriptedClient:
         self.settings.append(settings)
         return [
             [
-                Completion([50] * length, [-1.0] * length, text, False, 1)
+                Completion([50] * length, [-1.0] * length, text, False, [1] * length)
                 for length, text in enumerate(self.texts.get(prompt.id, ["no", "no"]), start=3)
             ]
             for prompt in prompts
@@ -75,7 +75,7 @@ def sample_step(
     config.rollout.dynamic_sampling_tries = tries
     config.rollout.soft_overlong_tokens = soft_tokens
     client = ScriptedClient(texts)
-    batch, summary = make_sampler(config, client).sample(step=1)
+    batch, summary = make_sampler(config, client).sample(step=1, version=1)
     return batch, summary, client.rounds
 
 
@@ -94,7 +94,7 @@ def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     config = two_prompt_config()
     config.advantage_estimator = "gae"
     client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS})
-    batch, _ = make_sampler(config, client).sample(step=1)
+    batch, _ = make_sampler(config, client).sample(step=1, version=1)
     assert batch.advantages is None
     assert batch.rewards.tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]] * 2
 
@@ -139,7 +139,7 @@ def test_verifier_that_times_out_or_crashes_costs_its_completion_and_not_the_run
     config = Config(reward="math")
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
     client = ScriptedClient({"0": [right, too_slow, too_deep, wrong]})
-    batch, summary = make_sampler(config, client, [prompt]).sample(step=1)
+    batch, summary = make_sampler(config, client, [prompt]).sample(step=1, version=1)
     assert summary.verifier_failures == 2
     assert summary.reward_mean == 1 / 4
     assert advantage_signs(batch) == [1, -1, -1, -1]
@@ -154,7 +154,7 @@ def sample_stages(
     client = ScriptedClient({prompt.id: ["yes"] * 2 for prompt in PROMPTS})
     sampler = make_sampler(config, client)
     for step in range(1, 6):
-        sampler.sample(step)
+        sampler.sample(step, version=1)
     return client.settings, client.rounds, sampler.state()
 
 
@@ -164,3 +164,17 @@ def test_stages_change_the_size_of_samples_and_not_the_order_of_prompts() -> Non
     assert sizes == [(4, 2), (4, 2), (8, 4), (16, 3), (16, 3)]
     _, rounds_without, state_without = sample_stages({})
     assert (rounds, state) == (rounds_without, state_without)
+
+
+def test_lags_count_from_the_version_that_is_trained_against() -> None:
+    prompt = PROMPTS[0]
+    completions = [
+        Completion([50, 51, 52], [-1.0] * 3, "", False, [3, 3, 5]),
+        Completion([50], [-1.0], "", False, [4]),
+    ]
+    batch = pack([RolloutGroup(prompt, completions, [0.0, 1.0])], pad_token_id=0, version=6)
+    assert batch.token_lags is not None and batch.token_lags.dtype == torch.int64
+    assert batch.token_lags[batch.loss_mask].tolist() == [3, 3, 1, 2]
+    assert not batch.token_lags[~batch.loss_mask].any()
+    (half,) = batch.rows(slice(1, 2)).split(1)
+    assert half.token_lags is not None and half.token_lags.max() == 2
