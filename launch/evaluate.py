@@ -29,6 +29,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
 
 
@@ -63,6 +64,7 @@ def run(config: EvalConfig) -> None:
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
         validate_server("server", config.server, architecture, length)
+        check_options({"server": config.server})
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         prompts = {data: _load_prompts(data, config, reward, tokenizer) for data in config.data}
         if config.format != "bf16":

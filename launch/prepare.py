@@ -24,6 +24,7 @@ from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.rollout.options import check_options
 
 
 @contextmanager
@@ -68,6 +69,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
             module.build_model(built, config.seed)
             config.model = str(built)
         validate(config)
+        _check_server_options(config)
         place_servers(config, num_gpus)
         _check_reward_and_prompts(config)
         config.run_dir.mkdir(parents=True)
@@ -96,6 +98,7 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
         validate(config)
+        _check_server_options(config)
         place_servers(config, num_gpus)
         _check_reward_and_prompts(config)
         save(config, run_dir / "config.yaml")
@@ -129,6 +132,17 @@ def run_exists_error(config: Config) -> ConfigError:
     return ConfigError(
         f"name={config.name}: {config.run_dir} exists; choose another name, or resume that run: "
         f"qurl resume {config.run_dir}"
+    )
+
+
+def _check_server_options(config: Config) -> None:
+    """Check that SGLang takes the options of the servers.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    check_options(
+        {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
     )
 
 

@@ -52,7 +52,7 @@ class ScriptedClient:
         greedy = settings["temperature"] == 0
         return [
             [
-                Completion([1], [0.0], text, False, 1)
+                Completion([1], [0.0], text, False, [1])
                 for text in ([p.answer] if greedy else self.texts)
             ]
             for p in prompts

@@ -288,6 +288,16 @@ def test_field_that_does_not_fit_is_named_on_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("objective", ["naive", "decoupled", "tis", "acr"])
+def test_stale_tokens_are_accepted_by_objectives_that_know_the_sampling_policy(
+    model_dir: Path, objective: str
+) -> None:
+    stale = "rollout.max_staleness=2"
+    validate(runnable(model_dir, stale, f"objective.objective={objective}"))
+    with pytest.raises(ConfigError, match=r"^rollout.max_staleness=2: .*on_policy treats every"):
+        validate(runnable(model_dir, stale, "objective.objective=on_policy"))
+
+
 def test_ppo_accepts_one_completion_per_prompt(model_dir: Path) -> None:
     words = ["advantage_estimator=gae", "rollout.completions_per_prompt=1"]
     assert validate(runnable(model_dir, *words)).family == "qwen2"

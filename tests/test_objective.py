@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from qurl_megatron.algorithm.objective import (
+    LAG_BUCKETS,
     OBJECTIVES,
     ObjectiveOutput,
     policy_objective,
     rollout_statistics,
+    statistics_by_lag,
     token_weights,
     value_loss,
 )
@@ -330,6 +332,39 @@ def test_rollout_statistics_match_numbers_worked_out_by_hand() -> None:
         },
         rel=1e-6,
     )
+
+
+def test_statistics_by_lag_are_those_of_the_tokens_of_each_lag() -> None:
+    lags = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 9]])
+    ratios = torch.tensor([[1.0, 4.0, 3.0, 0.5, 2.5, 1.5, 6.0, 1.0]])
+    behaviour = torch.full_like(ratios, 0.1).log()
+    proximal = behaviour + ratios.log()
+    mask = torch.ones_like(lags, dtype=torch.bool)
+    mask[0, 1] = False  # its ratio of 4 must not show
+    by_lag = statistics_by_lag(proximal, behaviour, mask, lags, ratio_cap=2.0)
+    assert list(by_lag) == ["0", "1", "2", "3-4", "5+"]
+    assert [by_lag[lag]["ratio_proximal_behaviour_max"] for lag in by_lag] == pytest.approx(
+        [1.0, 3.0, 0.5, 2.5, 6.0]
+    )
+    assert by_lag["3-4"]["tis_truncated_fraction"] == by_lag["5+"]["tis_truncated_fraction"] == 0.5
+    assert by_lag["3-4"]["token_fraction"] == pytest.approx(2 / 7)
+    mask[0, 3] = False
+    assert "2" not in statistics_by_lag(proximal, behaviour, mask, lags, ratio_cap=2.0)
+
+
+def test_clipped_and_widened_tokens_are_counted_by_lag_and_change_nothing_else() -> None:
+    batch = random_batch(seed=6)
+    lags = torch.randint(
+        0, 7, batch["advantages"].shape, generator=torch.Generator().manual_seed(1)
+    )
+    plain = policy_objective(**batch, objective="acr", **SETTINGS)
+    counted = policy_objective(**batch, objective="acr", **SETTINGS, token_lags=lags)
+    assert torch.equal(plain.loss, counted.loss)
+    for name in ("tokens", "clipped", "acr_widened"):
+        by_lag = {lag: counted.stats[f"{name}/{lag}"] for lag in LAG_BUCKETS}
+        assert sum(by_lag.values()) == plain.stats[name]
+    of_one = counted.stats["tokens/1"]
+    assert of_one == ((lags == 1) & (batch["loss_weights"] > 0)).sum()
 
 
 def test_k1_and_k3_both_estimate_the_kl_from_behaviour_to_proximal() -> None:

@@ -55,8 +55,17 @@ def averages(mean: float) -> dict[str, dict[str, float]]:
     }
 
 
+def at_lag(kl: float, fraction: float) -> dict[str, float]:
+    return {
+        "token_fraction": fraction,
+        "kl_behaviour_proximal_k3": kl,
+        "tis_truncated_fraction": kl,
+        "clip_fraction": 10 * kl,
+    }
+
+
 def write_run(
-    run_dir: Path, *, late: dict[str, float] | None = None, config: Config | None = None
+    run_dir: Path, *, late: dict[str, Any] | None = None, config: Config | None = None
 ) -> Path:
     """Write a complete run of 40 steps, evaluated before RL, at step 20 and after RL.
 
@@ -270,3 +279,30 @@ def test_a_browser_renders_the_page_in_light_and_dark_colours(
     ink = (230, 230, 230) if dark else (26, 26, 26)
     assert colours[ink] > 1000  # letters and axes
     assert colours[(43, 140, 214)] > 1000  # curves
+
+
+def test_drift_and_quantization_are_told_apart_only_if_a_run_has_stale_tokens(
+    tmp_path: Path,
+) -> None:
+    synchronous = write_run(tmp_path / "synchronous")
+    lags = {"0": at_lag(1e-4, 0.5), "1": at_lag(1e-3, 0.4), "3-4": at_lag(6e-3, 0.1)}
+    asynchronous = write_run(
+        tmp_path / "asynchronous", late={"stale_token_fraction": 0.5, "by_lag": lags}
+    )
+    write_report([synchronous], tmp_path / "one.html")
+    page = Page(tmp_path / "one.html")
+    assert "Drift and quantization" not in page.text
+    assert not [caption for caption in page.captions if "lag" in caption]
+
+    write_report([synchronous, asynchronous], tmp_path / "two.html")
+    page = Page(tmp_path / "two.html")
+    assert [caption for caption in page.captions if "lag" in caption] == [
+        f"{title}: asynchronous" for title in plots.LAG_PLOTS
+    ]
+    assert page.cells["stale tokens, last tenth of steps"] == ["none", "50.0%"]
+    # (0.4 x 1e-3 + 0.1 x 6e-3) / 0.5
+    assert page.cells["KL at lag 0, above lag 0, last tenth of steps"] == [
+        "not measured, not measured",
+        "1.0e-04, 2.0e-03",
+    ]
+    assert "lag 3-4" in page.text

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
 from qurl_megatron.loop.sampling import Sampler, SampleSummary
@@ -204,3 +204,17 @@ def test_stages_change_the_size_of_samples_and_not_the_order_of_prompts() -> Non
     assert sizes[::2] == sizes[1::2] == [(4, 2), (4, 2), (8, 4), (16, 3), (16, 3)]
     _, asked_without, state_without = sample_stages({})
     assert (asked, state) == (asked_without, state_without)
+
+
+def test_lags_count_from_the_version_that_is_trained_against() -> None:
+    prompt = PROMPTS[0]
+    completions = [
+        Completion([50, 51, 52], [-1.0] * 3, "", False, [3, 3, 5]),
+        Completion([50], [-1.0], "", False, [4]),
+    ]
+    batch = pack([RolloutGroup(prompt, completions, [0.0, 1.0])], pad_token_id=0, version=6)
+    assert batch.token_lags is not None and batch.token_lags.dtype == torch.int64
+    assert batch.token_lags[batch.loss_mask].tolist() == [3, 3, 1, 2]
+    assert not batch.token_lags[~batch.loss_mask].any()
+    (half,) = batch.rows(slice(1, 2)).split(1)
+    assert half.token_lags is not None and half.token_lags.max() == 2

@@ -15,7 +15,8 @@ They make two ratios of probabilities:
 
 - rho = proximal / behaviour is how far the engine is from the learner. It is constant during an
   update. As a weight, it makes tokens from the engine count as if the learner had sampled them
-  (importance sampling).
+  (importance sampling). Where a token was sampled under older weights, rho contains their distance
+  to the learner's as well.
 - R = current / anchor is how far updates have moved the policy from an anchor. Clipping R takes the
   gradient from a token that has already moved far enough, as in PPO.
 
@@ -63,6 +64,9 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 # of float32 (e^80 = 5.5e34). At the clamp, R has no gradient.
 MAX_LOG_RATIO = 20.0
 
+# Token lags that statistics are kept apart by: name, smallest and largest lag.
+LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**62)}
+
 
 class ObjectiveOutput(NamedTuple):
     """The scalar `loss` to minimize, and `stats`: sums over tokens, scalars without a gradient."""
@@ -84,6 +88,7 @@ def policy_objective(
     ratio_cap: float,
     kl_coefficient: float = 0.0,
     reference_logprobs: Tensor | None = None,
+    token_lags: Tensor | None = None,
 ) -> ObjectiveOutput:
     """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
 
@@ -98,6 +103,8 @@ def policy_objective(
             Section 3). With x = reference / current, k3 = x - 1 - log x estimates
             KL(current || reference).
         reference_logprobs: from the model before any training; only the penalty needs them.
+        token_lags: `[batch, time]` int64, weight versions between a token's sampling and its
+            training. They change nothing but the stats.
 
     Returns:
         The loss, and sums over the tokens of positive weight. Add the sums up over micro batches
@@ -106,7 +113,9 @@ def policy_objective(
         - `tokens`: number of these tokens;
         - `clipped`: tokens that have no gradient because of the clip;
         - `acr_widened`: tokens that `acr` does not clip and `tis` would clip;
-        - `kl_reference`: sum of k3; 0 without a reference.
+        - `kl_reference`: sum of k3; 0 without a reference;
+        - `tokens/NAME`, `clipped/NAME`, `acr_widened/NAME`: the same counts over the tokens of each
+          bucket of `LAG_BUCKETS`; only with `token_lags`.
 
     Raises:
         ValueError: the objective is unknown, or a penalty has no `reference_logprobs`.
@@ -156,6 +165,10 @@ def policy_objective(
             "acr_widened": widened.sum(),
             "kl_reference": kl_reference.sum(),
         }
+        if token_lags is not None:
+            counts = {"tokens": counted, "clipped": clipped, "acr_widened": widened}
+            for bucket, at_lag in lag_masks(token_lags).items():
+                stats |= {f"{name}/{bucket}": (at_lag & of).sum() for name, of in counts.items()}
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
@@ -164,6 +177,7 @@ class PolicyLoss:
     """The loss function that the learner minimizes: `policy_objective` with a run's settings."""
 
     config: ObjectiveConfig
+    by_lag: bool = False  # also return the stats of tokens by their lag
 
     def __call__(
         self,
@@ -186,6 +200,7 @@ class PolicyLoss:
             ratio_cap=self.config.ratio_cap,
             reference_logprobs=batch.reference_logprobs,
             kl_coefficient=self.config.kl_coefficient,
+            token_lags=batch.token_lags if self.by_lag else None,
         )
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
         moved = moved.where(loss_weights > 0, 0).sum()
@@ -284,6 +299,40 @@ def rollout_statistics(
         "ratio_proximal_behaviour_max": rho.max().item(),
         "tis_truncated_fraction": (rho > ratio_cap).double().mean().item(),
     }
+
+
+def lag_masks(token_lags: Tensor) -> dict[str, Tensor]:
+    """Return by bucket of `LAG_BUCKETS` which tokens it has: masks of the shape of `token_lags`."""
+    return {
+        bucket: (token_lags >= smallest) & (token_lags <= largest)
+        for bucket, (smallest, largest) in LAG_BUCKETS.items()
+    }
+
+
+def statistics_by_lag(
+    proximal_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    loss_mask: Tensor,
+    token_lags: Tensor,
+    ratio_cap: float,
+) -> dict[str, dict[str, float]]:
+    """Return the `rollout_statistics` of each bucket of `LAG_BUCKETS` that has tokens.
+
+    They tell the two causes of the mismatch apart. A token of lag 0 was sampled by the proximal
+    policy itself, so only quantization and the engine's rounding separate its log-probs. With
+    growing lag, the drift of the policy over that many updates is added.
+
+    `token_fraction` is the bucket's share of all tokens of `loss_mask`.
+    """
+    statistics = {}
+    for bucket, at_lag in lag_masks(token_lags).items():
+        mask = loss_mask & at_lag
+        if mask.any():
+            statistics[bucket] = {
+                "token_fraction": (mask.sum() / loss_mask.sum()).item(),
+                **rollout_statistics(proximal_logprobs, behaviour_logprobs, mask, ratio_cap),
+            }
+    return statistics
 
 
 def _where(counted: Tensor, values: Tensor) -> Tensor:

@@ -87,6 +87,8 @@ OptionName = Annotated[
     ),
 ]
 
+OptionValue = str | int | float | bool
+
 # Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75
 
@@ -299,6 +301,10 @@ class ServerConfig:
 
     start_timeout_s: Positive = 600.0
     """Maximum time to start, in seconds."""
+
+    options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
+    """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
+    true gives a flag. Those that would falsify log-probs or weight versions are refused."""
 
 
 @dataclasses.dataclass

@@ -14,8 +14,11 @@ T = TypeVar("T")
 FREE_FORM_FIELDS = {
     "data_options",
     "evaluation.data",
+    "evaluation.server.options",
     "quantization.uaq.layer_scales",
+    "rollout.server.options",
     "rollout.stages",
+    "server.options",  # of `qurl eval`
 }
 
 

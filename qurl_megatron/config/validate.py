@@ -13,6 +13,7 @@ from qurl_megatron.config.schema import (
     LearnerConfig,
     ServerConfig,
 )
+from qurl_megatron.config.server_options import check_names
 from qurl_megatron.config.tree import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
@@ -44,6 +45,7 @@ def validate(config: Config) -> Architecture:
         ConfigError: the first thing that does not fit: `field=value: what is wrong`.
     """
     _validate_sampling(config)
+    _validate_staleness(config)
     _validate_warmup(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
     _validate_data(config)
@@ -63,11 +65,14 @@ def validate_server(
 ) -> None:
     """Check that a server can split this model and serve `length` tokens of prompt plus response.
 
+    Its options must be none that `qurl` refuses; `rollout.options` checks them further.
+
     `name` is the server's section in error messages, such as `rollout.server`.
 
     Raises:
         ConfigError: it cannot.
     """
+    check_names(name, server)
     try:
         architecture.check_server_layout(server.tensor_parallel_size)
     except ArchitectureError as error:
@@ -106,6 +111,16 @@ def _validate_sampling(config: Config) -> None:
         raise ConfigError(
             f"rollout.{field}={getattr(rollout, field)}: training needs top_p=1 and top_k=-1, "
             "because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
+        )
+
+
+def _validate_staleness(config: Config) -> None:
+    staleness = config.rollout.max_staleness
+    if staleness and config.objective.objective == "on_policy":
+        raise ConfigError(
+            f"rollout.max_staleness={staleness}: objective.objective=on_policy treats every token "
+            "as sampled by the current policy, so nothing corrects for older weights; choose acr, "
+            "tis or decoupled"
         )
 
 

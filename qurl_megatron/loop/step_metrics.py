@@ -8,7 +8,7 @@ from statistics import fmean
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.algorithm.objective import rollout_statistics
+from qurl_megatron.algorithm.objective import rollout_statistics, statistics_by_lag
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.critic import CriticMetrics
 from qurl_megatron.learner.learner import Update
@@ -32,12 +32,12 @@ def step_metrics(
 ) -> StepMetrics:
     """Return the line of metrics.jsonl for a step."""
     assert batch.proximal_logprobs is not None and batch.token_lags is not None
-    lags = batch.token_lags[batch.loss_mask]
     sampling_s = sum(clock.seconds.values())
     if config.rollout.max_staleness == 0:
         sampling_s = clock.seconds["rollout"]
     tokens = sum(update.stats["tokens"] for update in updates)
     first = updates[0].stats
+    lags = batch.token_lags[batch.loss_mask]
     return StepMetrics(
         step=step,
         weight_version=published.version,
@@ -71,14 +71,39 @@ def step_metrics(
         time_update_s=clock.seconds["update"],
         time_publish_s=clock.seconds["publish"],
         publish_bytes=published.sent_bytes,
+        rollout_tokens_per_s=summary.sampled_tokens / sampling_s,
+        token_lag_mean=lags.double().mean().item(),
+        token_lag_max=int(lags.max()),
+        stale_token_fraction=(lags > 0).double().mean().item(),
+        by_lag=_by_lag(config, batch, updates) if config.rollout.max_staleness else None,
         time_waited_s=summary.waited_s,
         groups_in_flight=summary.groups_in_flight,
-        stale_token_fraction=float((lags > 0).float().mean()),
-        token_lag_max=int(lags.max()),
         groups_dropped=summary.groups_dropped,
-        rollout_tokens_per_s=summary.sampled_tokens / sampling_s,
         **(asdict(critic_metrics) if critic_metrics else {}),
     )
+
+
+def _by_lag(
+    config: Config, batch: TrainBatch, updates: list[Update]
+) -> dict[str, dict[str, float]]:
+    """Return `StepMetrics.by_lag`: statistics before the updates, and sums over their stats."""
+    assert batch.proximal_logprobs is not None and batch.token_lags is not None
+    statistics = statistics_by_lag(
+        batch.proximal_logprobs,
+        batch.behaviour_logprobs,
+        batch.loss_mask,
+        batch.token_lags,
+        config.objective.ratio_cap,
+    )
+
+    def total(count: str) -> float:
+        return sum(update.stats[count] for update in updates)
+
+    for bucket, measured in statistics.items():
+        tokens = total(f"tokens/{bucket}")
+        measured["clip_fraction"] = total(f"clipped/{bucket}") / tokens
+        measured["acr_widened_fraction"] = total(f"acr_widened/{bucket}") / tokens
+    return statistics
 
 
 def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:

@@ -53,7 +53,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
         score = partial(learner.logprobs_and_entropy, temperature=config.rollout.temperature)
         update = partial(learner.update, temperature=config.rollout.temperature)
-        policy_loss = PolicyLoss(config.objective)
+        policy_loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
 
         steps_done = start_or_resume(config, run)
         step, evaluation = steps_done, None

@@ -149,6 +149,24 @@ class StepMetrics:
     """Sampled tokens divided by `time_rollout_s`; with `rollout.max_staleness` by the time of the
     whole step, because the servers sample all the time."""
 
+    token_lag_mean: float = 0.0
+    """Mean lag of trained tokens: the number of weight versions published between a token's
+    sampling and the training on it. 0 in synchronous rollout."""
+
+    token_lag_max: int = 0
+    """Largest lag of any trained token, in weight versions. At most `rollout.max_staleness`."""
+
+    stale_token_fraction: float = 0.0
+    """Fraction of trained tokens with a lag above 0."""
+
+    by_lag: dict[str, dict[str, float]] | None = None
+    """Statistics of trained tokens by their lag: 0, 1, 2, 3-4 and 5+ weight versions. At lag 0 the
+    train-inference mismatch comes from quantization and the engine alone; what a larger lag adds is
+    the policy's drift. Each lag that occurs has its `token_fraction` of trained tokens, and
+    `kl_behaviour_proximal`, `kl_behaviour_proximal_k3`, `logprob_abs_diff`,
+    `ratio_proximal_behaviour_max`, `tis_truncated_fraction`, `clip_fraction` and
+    `acr_widened_fraction` over them. None: synchronous rollout."""
+
     value_loss: float | None = None
     """Loss of PPO's critic, mean over minibatches. None: no critic."""
 
@@ -166,13 +184,6 @@ class StepMetrics:
     groups_in_flight: int = 0
     """Number of groups asked for and not trained yet, finished or not, when the step's batch was
     complete: at most `rollout.max_staleness` x `rollout.prompts_per_step`."""
-
-    stale_token_fraction: float = 0.0
-    """Fraction of trained tokens that were sampled by older weights than the step starts from."""
-
-    token_lag_max: int = 0
-    """Largest age of a trained token: by how many updates the weights that sampled it are older
-    than those the step starts from. At most `rollout.max_staleness`."""
 
     groups_dropped: int = 0
     """Number of groups dropped because a token was older than `rollout.max_staleness` updates, or

@@ -34,6 +34,13 @@ def _page(runs: list[RunRecord]) -> str:
         for name in evaluation_measures(runs)
     ]
     training += [_figure(f"Time per step: {run.name}", plots.phase_times, [run]) for run in runs]
+    stale = [run for run in runs if run.has_stale_tokens]
+    lags = [
+        _figure(f"{title}: {run.name}", plot, [run])
+        for run in stale
+        for title, plot in plots.LAG_PLOTS.items()
+    ]
+    drift = f"<h2>Drift and quantization</h2><p>{_LAGS}</p><main>{''.join(lags)}</main>"
     layers = [
         _figure(f"{title}: {run.name}", plot, [run])
         for run in runs
@@ -52,6 +59,7 @@ def _page(runs: list[RunRecord]) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
         f"<h1>{title}</h1>{_table(runs)}<h2>Advice</h2><ul>{sentences}</ul>"
         f"<h2>Training</h2><p>{_GLOSSARY}</p>{_key(runs)}<main>{''.join(training)}</main>"
+        f"{drift if stale else ''}"
         f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main></html>\n"
     )
 
@@ -61,6 +69,11 @@ _GLOSSARY = (
     "KL divergence is the train-inference mismatch, and C is the cap on the ratio proximal / "
     "behaviour. Thin lines show every step, thick lines a running mean over a twentieth of the "
     "steps."
+)
+_LAGS = (
+    "The lag of a token is the number of weight versions published between its sampling and the "
+    "training on it. At lag 0 the mismatch comes from quantization and the engine alone; what a "
+    "larger lag adds is the drift of the policy."
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --line: #d5d5d5; }
@@ -117,6 +130,11 @@ def _table(runs: list[RunRecord]) -> str:
         ("seconds per publish", lambda run: f"{fmean(run.series('time_publish_s')):.3f}"),
         ("bytes per publish", lambda run: f"{run.steps[-1]['publish_bytes']:,}"),
     ]  # fmt: skip
+    if any(run.has_stale_tokens for run in runs):
+        rows += [
+            ("stale tokens, last tenth of steps", _stale_fraction),
+            ("KL at lag 0, above lag 0, last tenth of steps", _kl_by_lag),
+        ]
     rows += [
         (f"{name} {measure}, first \N{RIGHTWARDS ARROW} last", partial(_score, name, measure))
         for name, measures in evaluation_measures(runs).items()
@@ -139,6 +157,24 @@ def _accuracy(run: RunRecord, when: str) -> str:
 def _noise(run: RunRecord, server_set: str) -> str:
     noise = run.noise.get(server_set)
     return f"{noise['kl_behaviour_proximal_k3']:.1e}" if noise else NOT_MEASURED
+
+
+def _stale_fraction(run: RunRecord) -> str:
+    return f"{run.late('stale_token_fraction'):.1%}" if run.has_stale_tokens else "none"
+
+
+def _kl_by_lag(run: RunRecord) -> str:
+    """Return two means over tokens of the late steps: of fresh tokens, and of stale ones."""
+    kl = {True: 0.0, False: 0.0}
+    weight = {True: 0.0, False: 0.0}
+    for step in run.late_steps:
+        for lag, measured in (step.get("by_lag") or {}).items():
+            kl[lag == "0"] += measured["token_fraction"] * measured["kl_behaviour_proximal_k3"]
+            weight[lag == "0"] += measured["token_fraction"]
+    return ", ".join(
+        f"{kl[is_fresh] / weight[is_fresh]:.1e}" if weight[is_fresh] else NOT_MEASURED
+        for is_fresh in (True, False)
+    )
 
 
 def _score(name: str, measure: str, run: RunRecord) -> str:

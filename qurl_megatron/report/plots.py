@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -122,6 +122,27 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
         axes.legend(fontsize=7)
 
 
+def by_lag(metric: str, ylabel: str, log: bool = False) -> Plot:
+    """Return a plot of a metric of `by_lag` for one run: one line for each lag."""
+
+    def plot(axes: Axes, runs: list[RunRecord]) -> None:
+        (run,) = runs
+        series = run.series_by_lag(metric)
+        for number, (lag, values) in enumerate(series.items()):
+            style = {"color": run_colour(number)}
+            axes.plot(run.series("step"), values, **style, alpha=0.35, linewidth=0.8)
+            measured = [(s, v) for s, v in zip(run.series("step"), values, strict=True) if v == v]
+            steps, known = zip(*measured, strict=True)
+            axes.plot(steps, _running_mean(known), **style, linewidth=1.6, label=f"lag {lag}")
+        if log and any(value > 0 for values in series.values() for value in values):
+            axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+        axes.legend(fontsize=7)
+
+    return plot
+
+
 def evaluation(name: str) -> Plot:
     """Return a plot of one file's averages over steps, with their standard errors."""
 
@@ -207,6 +228,12 @@ TRAINING_PLOTS: dict[str, Plot] = {
     "Entropy": curves("entropy", ylabel="nats"),
     "Mean response length": curves("response_length_mean", ylabel="tokens"),
 }
+LAG_PLOTS: dict[str, Plot] = {
+    "KL(behaviour, proximal) by token lag": by_lag("kl_behaviour_proximal_k3", "nats", log=True),
+    "Tokens truncated at C, by lag": by_lag("tis_truncated_fraction", "fraction of tokens"),
+    "Clipped tokens, by lag": by_lag("clip_fraction", "fraction of tokens"),
+    "Trained tokens, by lag": by_lag("token_fraction", "fraction of tokens"),
+}
 LAYER_PLOTS: dict[str, Plot] = {
     "Quantization error (Eq. 14)": layer_grid("weight_quant_error"),
     "Weight update (Eq. 13)": layer_grid("weight_update_norm"),
@@ -244,7 +271,7 @@ def _add_legend(axes: Axes, metrics: Iterable[str], runs: list[RunRecord]) -> No
         axes.legend(handles=lines, fontsize=7, handlelength=3)
 
 
-def _running_mean(values: list[float]) -> list[float]:
+def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and those before it, over a window of 1/20 of all values."""
     window = max(1, len(values) // WINDOWS_PER_RUN)
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,11 +40,27 @@ class RunRecord:
 
     def late(self, metric: str) -> float:
         """Return the mean of a metric over the last tenth of the steps."""
-        return fmean(self.series(metric)[-self._tenth :])
+        return fmean(step[metric] for step in self.late_steps)
+
+    @property
+    def late_steps(self) -> list[dict[str, Any]]:
+        """The last tenth of the steps."""
+        return self.steps[-self._tenth :]
 
     @property
     def _tenth(self) -> int:
         return -(-len(self.steps) // 10)
+
+    @property
+    def has_stale_tokens(self) -> bool:
+        """True if any trained token was sampled under older weights."""
+        return any(step.get("stale_token_fraction", 0) > 0 for step in self.steps)
+
+    def series_by_lag(self, metric: str) -> dict[str, list[float]]:
+        """Return the values of a metric of `by_lag`, one per step, by lag; NaN without tokens."""
+        tables = [step.get("by_lag") or {} for step in self.steps]
+        lags = sorted({lag for table in tables for lag in table})
+        return {lag: [table.get(lag, {}).get(metric, nan) for table in tables] for lag in lags}
 
     def evaluations(self) -> dict[str, dict[int, Averages]]:
         """Return the averages of each evaluation, by file name, then by step (0: before RL)."""

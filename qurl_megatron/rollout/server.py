@@ -1,6 +1,7 @@
 """Start, watch and stop SGLang servers. Only this folder speaks HTTP.
 
-Callers rely on three properties of SGLang 0.5.17 with this package's plugin. Tests check each of them on the real server:
+Callers rely on three properties of SGLang 0.5.17 with this package's plugin. Tests check each of
+them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
 - A prompt that starts after a weight update uses no prefix from before it.
 - `token_versions` in an answer has, for each token, the version of the weights that sampled it.
@@ -37,6 +38,7 @@ from qurl_megatron.process import (
     tail,
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
+from qurl_megatron.rollout.options import command_line
 
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
@@ -140,34 +142,34 @@ def start_server(
     if gpus is None:
         gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
     port = free_port()
-    arguments: dict[str, object] = {
-        "model-path": model_dir,
-        "load-format": "safetensors" if loads else "dummy",
+    options: dict[str, object] = {
+        "model_path": model_dir,
+        "load_format": "safetensors" if loads else "dummy",
         "dtype": "bfloat16",
         "host": host,
         "port": port,
-        "nccl-port": free_port(),
-        "tensor-parallel-size": server.tensor_parallel_size,
-        "mem-fraction-static": server.mem_fraction_static,
-        "max-running-requests": server.max_running_requests,
-        "context-length": context_length + CONTEXT_RESERVE,
-        "random-seed": seed,
-        "weight-version": 0,
-        "log-level-http": "warning",
-        "grammar-backend": "none",  # no request asks for structured output
+        "nccl_port": free_port(),
+        "tensor_parallel_size": server.tensor_parallel_size,
+        "mem_fraction_static": server.mem_fraction_static,
+        "max_running_requests": server.max_running_requests,
+        "context_length": context_length + CONTEXT_RESERVE,
+        "random_seed": seed,
+        "weight_version": 0,
+        "log_level_http": "warning",
+        "grammar_backend": "none",  # no request asks for structured output
+        "skip_tokenizer_init": True,  # prompts and completions travel as token ids
     }
-    flags = ["--skip-tokenizer-init"]  # prompts and completions travel as token ids
     if gpus:
-        arguments["base-gpu-id"] = gpus[0]
+        options["base_gpu_id"] = gpus[0]
     if server.max_total_tokens is not None:
-        arguments["max-total-tokens"] = server.max_total_tokens
+        options["max_total_tokens"] = server.max_total_tokens
     if weight_format != "bf16" and not loads:  # a quantized directory names its own method
-        arguments["quantization"] = ENGINE_METHODS[weight_format]
+        options["quantization"] = ENGINE_METHODS[weight_format]
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     if api_key:
         key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
         key_file.write_text(f"api-key: {api_key}\n")
-        arguments["config"] = key_file
+        options["config"] = key_file
     additions = {
         "TMPDIR": scratch_dir,
         # A crashed server would otherwise diagnose itself for over a minute before it ends.
@@ -175,22 +177,22 @@ def start_server(
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
     if device.accelerator() == "cpu":
-        arguments["device"] = "cpu"
         # Without sleep-on-idle the scheduler polls and takes a core from the learner. On a CPU
         # float32 logits are faster than bfloat16 ones, and more exact.
-        flags += ["--disable-overlap-schedule", "--sleep-on-idle", "--enable-fp32-lm-head"]
+        flags = ("disable_overlap_schedule", "sleep_on_idle", "enable_fp32_lm_head")
+        options |= {"device": "cpu", **dict.fromkeys(flags, True)}
         additions["SGLANG_PLATFORM"] = CPU_PLATFORM
         additions["OMP_NUM_THREADS"] = str(server.threads)
         if server.tensor_parallel_size > 1:
             additions["SGLANG_CPU_OMP_THREADS_BIND"] = _core_bindings(server)
     elif device.lacks_flash_attention():
-        arguments |= {"attention-backend": "triton", "sampling-backend": "pytorch"}
+        options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
         additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
-    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    words = command_line({**options, **server.options})
     if preload:
         pid = preload.start(
             "qurl_megatron.rollout.forked:serve",
-            [str(server.threads), *words, *flags],
+            [str(server.threads), *words],
             title=f"sglang::server {host}:{port}",
             environment=additions,
             log_file=log_file,
@@ -199,7 +201,7 @@ def start_server(
     else:
         with log_file.open("wb") as log:
             pid = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *words, *flags],
+                [sys.executable, "-m", "sglang.launch_server", *words],
                 env=device.child_environment(additions),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -6,10 +6,10 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
 - `update_weights` takes it from the request that brings a bucket. A publish pauses the server
   first, so no token is sampled between two buckets.
 - `run_batch` stamps it on every token that a forward pass samples. SGLang carries the stamps to
-  `meta_info["token_versions"]` of the answer, one per token. With the overlap schedule the tokens of
-  a pass are read after the next pass has begun, so a stamp at that point could be too new.
-- `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled finds
-  only keys and values that began under the same version.
+  `meta_info["token_versions"]` of the answer, one per token. With the overlap schedule the tokens
+  of a pass are read after the next pass has begun; a stamp at that point could be too new.
+- `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled
+  finds only the prefixes of requests that began under the same version.
 - `flush_cache` lets a paused scheduler empty its cache although requests wait.
 """
 
@@ -22,7 +22,7 @@ STAMP = "token_versions"  # the name in meta_info
 
 
 def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Load a bucket and its version, around `update_weights_from_distributed` of SGLang's updater."""
+    """Load a bucket and its version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
     answer = original(updater, request)
@@ -48,7 +48,7 @@ def run_batch(
 def enqueue(
     original: Callable[..., None], scheduler: Any, request: Any, *options: Any, **named: Any
 ) -> None:
-    """Give a request the prefixes of this version only, around `Scheduler._add_request_to_queue`."""
+    """Keep a request to prefixes of this version, around `Scheduler._add_request_to_queue`."""
     request.extra_key = cache_key(scheduler)
     original(scheduler, request, *options, **named)
 

@@ -91,10 +91,17 @@ class Reference:
     an activation's code, which changes the log-probs as much as quantization itself.
     """
 
-    def __init__(self, model_dir: Path, weights: Weights, tensor_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        weights: Weights,
+        tensor_parallel_size: int = 1,
+        kv_cache_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self._config = json.loads((model_dir / "config.json").read_text())
         self._weights = weights
         self._ranks = tensor_parallel_size
+        self._kv_cache_dtype = kv_cache_dtype
 
     def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
         """Return the natural log-probs of the response's tokens: float32 `[response]`."""
@@ -138,8 +145,8 @@ class Reference:
         )
         out = scaled_dot_product_attention(
             self._rotate(query).float(),
-            self._rotate(key).float(),
-            value.float(),
+            self._rotate(key).to(self._kv_cache_dtype).float(),
+            value.to(self._kv_cache_dtype).float(),
             is_causal=True,
             enable_gqa=True,
         )
