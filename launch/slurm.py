@@ -7,7 +7,10 @@ The job has learner nodes, with one task per rank, and rollout nodes, with one t
 starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
 watches both sides, learner and rollout:
 
-- When one side ends, the other is ended too. The job's exit code is the learner's.
+- When the learner ends, the rollout nodes are ended too. The job's exit code is the learner's.
+- A rollout task that ends is started again on its node. When the node is lost, or its task has been
+  started again too often, the learner goes on with the servers of the other nodes, if they are
+  enough. A server that fails during its first start ends the job.
 - USR1 (from Slurm, before the time limit), TERM (preemption) and this process's own clock ask the
   learner to stop early. It finishes its step, saves a checkpoint and ends with code 75. The job is
   then requeued, at most `--max-restarts` times, and resumes from that checkpoint.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -28,7 +32,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -36,14 +40,18 @@ from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
 from launch.prepare import exit_on_bad_input, prepare_resume_or_new
+from launch.servers import RestartLimit
+from launch.slurm_task import START_FAILED, roster_of
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
+from qurl_megatron.rollout.roster import save_roster
 
 POLL_S = 0.5
 REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
 PREFLIGHT_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
+RETRY_S = 10.0  # between the end of a rollout node's task and its next start
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
 RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
 LEAD_MARGIN_S = 60  # Slurm may send the signal this much late
@@ -78,7 +86,7 @@ def _run(config: Config, max_restarts: int) -> int:
     if not preflight(attempt, plan, learner_group, rollout_group):
         return 2
     with contextlib.ExitStack() as stack:
-        rollout = JobStep(attempt, "rollout", rollout_group, len(rollout_group.nodes), {})
+        rollout = RolloutSide(attempt, rollout_group)
         stack.callback(rollout.end)
         threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}
         learner = JobStep(attempt, "learner", learner_group, config.learner.world_size, threads)
@@ -90,8 +98,8 @@ def _run(config: Config, max_restarts: int) -> int:
     return code
 
 
-def watch(config: Config, learner: JobStep, rollout: JobStep, stop_requests: list[int]) -> int:
-    """Wait for the side that ends first, and return the job's exit code.
+def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests: list[int]) -> int:
+    """Keep the rollout side running until the learner ends; return the job's exit code.
 
     Ask the learner to stop early on a signal, or shortly before the time limit.
     """
@@ -108,17 +116,15 @@ def watch(config: Config, learner: JobStep, rollout: JobStep, stop_requests: lis
             if code not in (0, STOPPED_EARLY):
                 learner.report(code)
             return code
-        code = rollout.poll()
-        if code is not None:
-            rollout.report(code)
+        if not rollout.check():
             # A learner that has finished or saved may still be ending.
             learner_code = learner.wait(END_TIMEOUT_S)
-            return learner_code if learner_code in (0, STOPPED_EARLY) else code or 1
+            return learner_code if learner_code in (0, STOPPED_EARLY) else 1
         time.sleep(POLL_S)
 
 
 class JobStep:
-    """One side of the job: an srun of `launch.slurm_task`."""
+    """The learner, or a rollout node: an srun of `launch.slurm_task`."""
 
     def __init__(
         self,
@@ -127,10 +133,14 @@ class JobStep:
         group: NodeGroup,
         tasks: int,
         environment: dict[str, str],
+        *,
+        name: str = "",
     ) -> None:
+        """Start the tasks; `name` tells this step from others of its role."""
         self._role = role
         self._attempt = attempt
-        self._log = attempt.logs / f"srun_{role}.log"
+        self._name = f"{role}_{name}" if name else role
+        self._log = attempt.logs / f"srun_{self._name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 srun(group, tasks, role, attempt.logs),
@@ -155,10 +165,10 @@ class JobStep:
         self._process.send_signal(number)
 
     def report(self, code: int) -> None:
-        """Print that this side ended, with srun's messages and the end of the failed rank's log."""
+        """Print that the step ended, with srun's messages and the end of the failed rank's log."""
         lines = self._log.read_text(errors="replace").splitlines()
         messages = "\n".join(line for line in lines if line.startswith("srun: "))
-        text = f"\nqurl: the {self._role} side ended with code {code}; srun printed:\n{messages}\n"
+        text = f"\nqurl: {self._name} ended with code {code}; srun printed:\n{messages}\n"
         task = re.search(r"task[s]? (\d+)", messages)
         if self._role == "learner" and task:
             log = self._attempt.rank_log(int(task[1]))
@@ -167,9 +177,74 @@ class JobStep:
 
     def end(self) -> None:
         """End the tasks at once; Slurm ends those that remain, with the job."""
-        if self.poll() is None:
-            self.signal(signal.SIGUSR2)
-            self.wait(END_TIMEOUT_S)
+        end_steps([self])
+
+
+def end_steps(steps: Sequence[JobStep]) -> None:
+    """End the tasks of several steps at once; Slurm ends those that remain, with the job."""
+    running = [step for step in steps if step.poll() is None]
+    for step in running:
+        step.signal(signal.SIGUSR2)
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for step in running:
+        step.wait(max(0.0, deadline - time.monotonic()))
+
+
+@dataclasses.dataclass
+class _RolloutNode:
+    """The task of a rollout node: the step that runs it, or ran it last."""
+
+    group: NodeGroup  # of this node alone
+    step: JobStep
+    limit: RestartLimit = dataclasses.field(default_factory=RestartLimit)
+    ended_at: float | None = None  # clock of time.monotonic; None while it runs
+
+
+class RolloutSide:
+    """The rollout nodes of the job, with a job step each, so that one can end without the others.
+
+    A node that is given up gets an empty roster, which tells the learner that no server will come
+    back there.
+    """
+
+    def __init__(self, attempt: Attempt, group: NodeGroup) -> None:
+        self._attempt = attempt
+        groups = [dataclasses.replace(group, nodes=[name]) for name in group.nodes]
+        self._nodes = {one.nodes[0]: _RolloutNode(one, self._start(one)) for one in groups}
+
+    def check(self) -> bool:
+        """Start again the tasks that have ended; call it often.
+
+        Return False if a task could not start its servers at all, which ends the job.
+        """
+        now = time.monotonic()
+        for name, node in list(self._nodes.items()):
+            code = node.step.poll()
+            if code is None:
+                continue
+            roster = roster_of(self._attempt.logs, name)
+            if node.ended_at is None:
+                node.ended_at = now
+                node.step.report(code)
+                if code == START_FAILED or not roster.exists():
+                    return False
+            if now < node.ended_at + RETRY_S:
+                continue
+            if node.limit.allows():
+                print(f"qurl: starting the rollout task of {name} again", flush=True)
+                node.step, node.ended_at = self._start(node.group), None
+            else:
+                print(f"qurl: {name} is lost; its servers do not come back", flush=True)
+                save_roster(roster, {})
+                del self._nodes[name]
+        return True
+
+    def end(self) -> None:
+        """End all tasks."""
+        end_steps([node.step for node in self._nodes.values()])
+
+    def _start(self, group: NodeGroup) -> JobStep:
+        return JobStep(self._attempt, "rollout", group, 1, {}, name=group.nodes[0])
 
 
 def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
@@ -245,12 +320,11 @@ def srun(group: NodeGroup, tasks: int, *arguments: object) -> list[str]:
     side, and ranks that are done do not kill each other.
     """
     per_node = tasks // len(group.nodes)
-    where = [f"--nodelist={','.join(group.nodes)}"]
-    if group.het_group is not None:
-        where = [f"--het-group={group.het_group}"]
+    het_group = [] if group.het_group is None else [f"--het-group={group.het_group}"]
     return [
         "srun",
-        *where,
+        *het_group,
+        f"--nodelist={','.join(group.nodes)}",
         f"--nodes={len(group.nodes)}",
         f"--ntasks={tasks}",
         f"--ntasks-per-node={per_node}",

@@ -36,7 +36,8 @@ from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
-from qurl_megatron.rollout.server import Server, load_servers
+from qurl_megatron.rollout.roster import read_roster
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.export import export
 
 
@@ -146,7 +147,8 @@ def main(run_dir: str) -> None:
 
     SIGUSR1 stops the run after the current step, SIGTERM ends the process at once.
     """
-    servers = load_servers(Path(run_dir) / "servers.json")
+    roster = read_roster(Path(run_dir) / "servers.json")
+    servers = {name: list(members.values()) for name, members in roster.items()}
     sys.exit(run_rank(Path(run_dir), servers, stop_on={signal.SIGUSR1}, exit_on=signal.SIGTERM))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 import socket
 import subprocess
@@ -29,7 +28,6 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.files import write_whole
 from qurl_megatron.preload import Preload
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
@@ -247,7 +245,7 @@ def wait_ready(
     """
     deadline = time.monotonic() + timeout_s
     for server in servers:
-        while not given_up() and not _answers(server):
+        while not given_up() and not answers(server):
             if not server.alive():
                 raise server.failed("died while starting")
             if time.monotonic() > deadline:
@@ -255,19 +253,8 @@ def wait_ready(
             time.sleep(POLL_S)
 
 
-def save_servers(servers: dict[str, list[Server]], path: Path) -> None:
-    """Write servers by set name, for `load_servers` in the learner's processes."""
-    tree = {name: [dataclasses.asdict(s) for s in members] for name, members in servers.items()}
-    write_whole(path, json.dumps(tree, indent=2) + "\n", private=True)  # it holds keys
-
-
-def load_servers(path: Path) -> dict[str, list[Server]]:
-    """Read what `save_servers` wrote."""
-    tree = json.loads(path.read_text())
-    return {name: [Server(**fields) for fields in members] for name, members in tree.items()}
-
-
-def _answers(server: Server) -> bool:
+def answers(server: Server) -> bool:
+    """Return whether a server has started; it does not answer while it is paused."""
     try:
         return httpx.get(f"{server.url}/health", headers=server.headers, timeout=5.0).is_success
     except httpx.TransportError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import (
     Server,
     ServerFailed,
-    load_servers,
-    save_servers,
     start_server,
     wait_ready,
 )
@@ -134,9 +131,7 @@ def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployme
             assert (logprobs[0, len(prompt.token_ids) :] - behaviour).abs().max() < 0.5
 
 
-def test_requests_need_the_key_and_the_key_is_not_visible(
-    deployment: Deployment, tmp_path: Path
-) -> None:
+def test_requests_need_the_key_and_the_key_is_not_visible(deployment: Deployment) -> None:
     body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
     for server in deployment.servers:
         assert server.api_key
@@ -144,9 +139,6 @@ def test_requests_need_the_key_and_the_key_is_not_visible(
             assert httpx.post(f"{server.url}{path}", json=body).status_code == 401
         command = Path(f"/proc/{server.pid}/cmdline").read_text()
         assert server.api_key not in command
-    save_servers({"rollout": deployment.servers}, tmp_path / "servers.json")
-    assert stat.S_IMODE((tmp_path / "servers.json").stat().st_mode) == 0o600
-    assert load_servers(tmp_path / "servers.json") == {"rollout": deployment.servers}
 
 
 def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: Path) -> None:
