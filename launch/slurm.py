@@ -2,6 +2,7 @@
 
     python -m launch.slurm run [--max-restarts N] RECIPE name=NAME [field=value ...]
     python -m launch.slurm lead RUN      print the N of --signal=B:USR1@N that the run needs
+    python -m launch.slurm guard LOGS    (started by the job) requeue it if it loses its batch host
 
 The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
 starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
@@ -11,6 +12,8 @@ watches both sides, learner and rollout:
 - A rollout task that ends is started again on its node. When the node is lost, or its task has been
   started again too often, the learner goes on with the servers of the other nodes, if they are
   enough. A server that fails during its first start ends the job.
+- With --no-kill, Slurm lets a job that loses its batch host go on, with nothing to end it. So a
+  guard on a rollout node then requeues it.
 - USR1 (from Slurm, before the time limit), TERM (preemption) and this process's own clock ask the
   learner to stop early. It finishes its step, saves a checkpoint and ends with code 75. The job is
   then requeued, at most `--max-restarts` times, and resumes from that checkpoint.
@@ -52,8 +55,11 @@ REMIND_S = 5.0  # between two requests to stop early; a rank that is still start
 PREFLIGHT_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
 RETRY_S = 10.0  # between the end of a rollout node's task and its next start
+GUARD_POLL_S = 60.0
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
 RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
+# A request to stop early must not kill a task whose Python is still starting.
+IGNORE_SIGNALS = ["env", "--ignore-signal=USR1,TERM"]
 LEAD_MARGIN_S = 60  # Slurm may send the signal this much late
 LEAD_UNMEASURED_S = 600  # the lead before a run has measured a step and a save
 
@@ -80,8 +86,12 @@ def _run(config: Config, max_restarts: int) -> int:
             config, attempt.number, learner_group.nodes, rollout_group.nodes, free_port()
         )
     plan.save(attempt.logs / "plan.json")
-    job = {"id": os.environ["SLURM_JOB_ID"], "output": os.readlink("/proc/self/fd/1")}
-    write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for qurl status and logs
+    job = {
+        "id": os.environ["SLURM_JOB_ID"],
+        "output": os.readlink("/proc/self/fd/1"),
+        "batch_host": os.environ["SLURMD_NODENAME"],
+    }
+    write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for guard, status and logs
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
     if not preflight(attempt, plan, learner_group, rollout_group):
         return 2
@@ -89,8 +99,9 @@ def _run(config: Config, max_restarts: int) -> int:
         rollout = RolloutSide(attempt, rollout_group)
         stack.callback(rollout.end)
         threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}
-        learner = JobStep(attempt, "learner", learner_group, config.learner.world_size, threads)
-        stack.callback(learner.end)
+        tasks = srun(learner_group, config.learner.world_size, task("learner", attempt.logs))
+        learner = JobStep(attempt, "learner", tasks, threads)
+        stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests)
     # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
     if code == STOPPED_EARLY or (code and is_preempted()):
@@ -124,26 +135,17 @@ def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests:
 
 
 class JobStep:
-    """The learner, or a rollout node: an srun of `launch.slurm_task`."""
+    """The learner, a rollout node or the guard: a running srun."""
 
     def __init__(
-        self,
-        attempt: Attempt,
-        role: str,
-        group: NodeGroup,
-        tasks: int,
-        environment: dict[str, str],
-        *,
-        name: str = "",
+        self, attempt: Attempt, name: str, command: list[str], environment: Mapping[str, str] = {}
     ) -> None:
-        """Start the tasks; `name` tells this step from others of its role."""
-        self._role = role
+        self._name = name
         self._attempt = attempt
-        self._name = f"{role}_{name}" if name else role
-        self._log = attempt.logs / f"srun_{self._name}.log"
+        self._log = attempt.logs / f"srun_{name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                srun(group, tasks, role, attempt.logs),
+                command,
                 env={**step_environment(os.environ), **environment},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
@@ -170,14 +172,10 @@ class JobStep:
         messages = "\n".join(line for line in lines if line.startswith("srun: "))
         text = f"\nqurl: {self._name} ended with code {code}; srun printed:\n{messages}\n"
         task = re.search(r"task[s]? (\d+)", messages)
-        if self._role == "learner" and task:
+        if self._name == "learner" and task:
             log = self._attempt.rank_log(int(task[1]))
             text += f"the end of {log}:\n{tail(log, RANK_LOG_LINES)}"
         print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """End the tasks at once; Slurm ends those that remain, with the job."""
-        end_steps([self])
 
 
 def end_steps(steps: Sequence[JobStep]) -> None:
@@ -211,6 +209,8 @@ class RolloutSide:
         self._attempt = attempt
         groups = [dataclasses.replace(group, nodes=[name]) for name in group.nodes]
         self._nodes = {one.nodes[0]: _RolloutNode(one, self._start(one)) for one in groups}
+        self._guard = self._start_guard()
+        self._guarded_at = time.monotonic()
 
     def check(self) -> bool:
         """Start again the tasks that have ended; call it often.
@@ -237,14 +237,42 @@ class RolloutSide:
                 print(f"qurl: {name} is lost; its servers do not come back", flush=True)
                 save_roster(roster, {})
                 del self._nodes[name]
+        if self._guard.poll() is not None and self._nodes and now > self._guarded_at + RETRY_S:
+            self._guard, self._guarded_at = self._start_guard(), now
         return True
 
     def end(self) -> None:
-        """End all tasks."""
-        end_steps([node.step for node in self._nodes.values()])
+        """End all tasks, and the guard."""
+        end_steps([self._guard, *(node.step for node in self._nodes.values())])
 
     def _start(self, group: NodeGroup) -> JobStep:
-        return JobStep(self._attempt, "rollout", group, 1, {}, name=group.nodes[0])
+        command = srun(group, 1, task("rollout", self._attempt.logs))
+        return JobStep(self._attempt, f"rollout_{group.nodes[0]}", command)
+
+    def _start_guard(self) -> JobStep:
+        running = [node.group for node in self._nodes.values() if node.ended_at is None]
+        group = (running or [node.group for node in self._nodes.values()])[-1]
+        # It asks Slurm, which a container may not be able to.
+        command = [*IGNORE_SIGNALS, sys.executable, "-m", "launch.slurm", "guard"]
+        command = srun(group, 1, ["--overlap", *command, str(self._attempt.logs)])
+        return JobStep(self._attempt, "guard", command)
+
+
+def guard(logs: Path) -> None:
+    """Requeue the job once it has lost its batch host; run it on another node."""
+    job = json.loads((logs / "job.json").read_text())
+    while True:
+        time.sleep(GUARD_POLL_S)
+        listed = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job['id']}", "--format=%N"],
+            capture_output=True,
+            text=True,
+            check=False,  # a controller that does not answer says nothing about the batch host
+        ).stdout.split()
+        if listed and job["batch_host"] not in hostnames(",".join(listed)):
+            print(f"qurl: the job has lost {job['batch_host']}; requeueing it", flush=True)
+            subprocess.run(["scontrol", "requeue", job["id"]], check=True)
+            return
 
 
 def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
@@ -289,7 +317,7 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     reports.mkdir()
     steps = [
         subprocess.Popen(
-            srun(group, len(group.nodes), "preflight", attempt.logs, plan.token),
+            srun(group, len(group.nodes), task("preflight", attempt.logs, plan.token)),
             env=step_environment(os.environ),
             stdin=subprocess.DEVNULL,
         )
@@ -313,11 +341,11 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     return not problems
 
 
-def srun(group: NodeGroup, tasks: int, *arguments: object) -> list[str]:
-    """Return the command that runs `launch.slurm_task`, with equal numbers of tasks on the nodes.
+def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:
+    """Return the command that runs tasks, equally many on each node of a group.
 
     When the first task ends, the others have `SRUN_WAIT_S` to end too. So a rank that dies ends its
-    side, and ranks that are done do not kill each other.
+    side, and ranks that are done do not kill each other. `command` may begin with further options.
     """
     per_node = tasks // len(group.nodes)
     het_group = [] if group.het_group is None else [f"--het-group={group.het_group}"]
@@ -331,12 +359,15 @@ def srun(group: NodeGroup, tasks: int, *arguments: object) -> list[str]:
         f"--cpus-per-task={max(1, group.cpus // per_node)}",
         f"--wait={SRUN_WAIT_S}",
         "--kill-on-bad-exit=0",
-        *container_options(os.environ),
-        # A request to stop early must not kill a task whose Python is still starting.
-        *("env", "--ignore-signal=USR1,TERM"),
-        *(os.environ.get("QURL_PYTHON", "python"), "-m", "launch.slurm_task"),
-        *(str(argument) for argument in arguments),
+        *command,
     ]
+
+
+def task(*arguments: object) -> list[str]:
+    """Return the command of `launch.slurm_task`, with srun's options for its container."""
+    python = os.environ.get("QURL_PYTHON", "python")
+    words = [*container_options(os.environ), *IGNORE_SIGNALS, python, "-m", "launch.slurm_task"]
+    return words + [str(argument) for argument in arguments]
 
 
 def container_options(environment: Mapping[str, str]) -> list[str]:
@@ -432,7 +463,12 @@ def main() -> None:
     job.add_argument("overrides", nargs="*", metavar="field=value")
     lead = commands.add_parser("lead", help="print N of --signal=B:USR1@N")
     lead.add_argument("run_dir", type=Path)
+    guarding = commands.add_parser("guard", help="requeue the job if it loses its batch host")
+    guarding.add_argument("logs", type=Path)
     arguments = parser.parse_args()
+    if arguments.command == "guard":
+        guard(arguments.logs)
+        return
     if arguments.command == "lead":
         print(signal_lead_s(arguments.run_dir))
         return
