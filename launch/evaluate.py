@@ -26,6 +26,7 @@ from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, 
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
 
 
@@ -75,7 +76,11 @@ def run(config: EvalConfig) -> None:
         )
         stack.callback(server.stop)
         wait_ready([server], config.server.start_timeout_s)
-        client = RolloutClient(server, tokenizer, architecture.eos_token_ids)
+        fleet = stack.enter_context(
+            contextlib.closing(Fleet("evaluation", {0: server}, loaded=True))
+        )
+        fleet.watch()
+        client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
         averages_of: dict[str, dict[str, Average]] = {}
         for number, (data, problems) in enumerate(prompts.items()):
             results = measure(

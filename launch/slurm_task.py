@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from launch.placement import JobPlan, NodePlan
-    from qurl_megatron.rollout.server import Server
 
 POLL_S = 0.5
 START_FAILED = 3  # exit code of a rollout task with a server that failed during its first start
@@ -142,15 +141,10 @@ def learner(logs: Path) -> int:
     if rank:
         os.dup2(log, 1)  # rank 0 shows the run's progress
     from qurl_megatron.loop import train
-    from qurl_megatron.rollout.roster import read_roster
 
     rosters = await_rosters(logs, plan, config.rollout.server.start_timeout_s)
-    servers: dict[str, list[Server]] = {}
-    for roster in rosters:
-        for name, members in read_roster(roster).items():
-            servers.setdefault(name, []).extend(members.values())
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
-    return train.run_rank(run_dir, servers, stop_on=stop_on, exit_on=signal.SIGUSR2)
+    return train.run_rank(run_dir, rosters, stop_on=stop_on, exit_on=signal.SIGUSR2)
 
 
 def await_rosters(logs: Path, plan: JobPlan, timeout_s: float) -> list[Path]:

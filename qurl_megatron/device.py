@@ -21,6 +21,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+class SharedError(Exception):
+    """An error of rank 0 that `from_rank_zero` raises on every rank as it is."""
+
+
 @functools.cache
 def accelerator() -> Literal["cpu", "cuda"]:
     """Return the type of device this process computes on."""
@@ -150,17 +154,22 @@ def from_rank_zero(work: Callable[[], T]) -> T:
     """Run `work()` on global rank 0 and return its result on every rank.
 
     Raises:
-        RuntimeError: `work()` failed; rank 0 raises the original exception.
+        SharedError: `work()` raised it.
+        RuntimeError: `work()` failed otherwise; rank 0 raises the original exception.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()
         except Exception as error:
-            dist.broadcast_object_list([None, f"{type(error).__name__}: {error}"])
+            shared = isinstance(error, SharedError)
+            failure = error if shared else f"{type(error).__name__}: {error}"
+            dist.broadcast_object_list([None, failure])
             raise
     dist.broadcast_object_list(outcome)
     result, failure = outcome
+    if isinstance(failure, SharedError):
+        raise failure
     if failure is not None:
         raise RuntimeError(f"rank 0 failed: {failure}")
     return result

@@ -23,6 +23,7 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.weight_sync.publish import Carrier, Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
@@ -100,14 +101,8 @@ def measure(
     with policy.run_server(shape, weight_format, server, 1024, log) as (running, architecture):
         learner = policy.random_learner(architecture)
         for key, carrier in carriers.items():
-            publisher = Publisher(
-                learner,
-                [running],
-                weight_format,
-                BUCKET_BYTES,
-                f"benchmark-{carrier}",
-                carrier,
-            )
+            fleet = Fleet("rollout", {0: running})
+            publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, carrier)
             try:
                 results.add(key, measure_publish(publisher, learner, weight_format, repetitions))
             finally:
@@ -132,6 +127,7 @@ def measure_publish(
         start = time.perf_counter()
         published = publisher.publish()
         publish_s.append(time.perf_counter() - start)
+        assert published.num_servers == 1
         convert_s.append(convert_once(learner, weight_format))
     weights = sum(shard.numel() for *_, shard in learner.shards())
     floor_bytes = 2 * weights + 3 * published.sent_bytes

@@ -22,6 +22,7 @@ import httpx
 
 from benchmarks.gpu import policy, publish, record
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.publish import Carrier, Publisher
 
@@ -71,15 +72,9 @@ def measure(
     log = results.log_dir / f"throughput_{shape}_{weight_format}.log"
     with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
         learner = policy.random_learner(architecture)
-        publisher = Publisher(
-            learner,
-            [running],
-            weight_format,
-            2**28,
-            "benchmark",
-            arguments.carrier,
-        )
-        publisher.publish()
+        fleet = Fleet("rollout", {0: running})
+        publisher = Publisher(learner, fleet, weight_format, 2**28, arguments.carrier)
+        assert publisher.publish().num_servers == 1
         publisher.close()
         vocabulary = architecture.vocab_size
         cache = cache_tokens(running)

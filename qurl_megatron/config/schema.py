@@ -342,6 +342,11 @@ class RolloutConfig:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """Each rollout server."""
 
+    min_servers: Count = 1
+    """Minimum number of servers to sample with. While fewer serve, sampling waits for lost servers
+    to be started again. After `server.start_timeout_s` the run saves a checkpoint and ends with
+    exit code 75; `qurl resume` continues it."""
+
     @property
     def longest_response(self) -> int:
         """Maximum response length over all stages, in tokens."""

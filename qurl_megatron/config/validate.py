@@ -96,6 +96,11 @@ def validate_resume(saved: Config, config: Config) -> None:
 
 def _validate_sampling(config: Config) -> None:
     rollout = config.rollout
+    if rollout.min_servers > rollout.servers:
+        raise ConfigError(
+            f"rollout.min_servers={rollout.min_servers}: must be at most "
+            f"rollout.servers={rollout.servers}"
+        )
     if rollout.top_p != 1 or rollout.top_k != -1:
         field = "top_p" if rollout.top_p != 1 else "top_k"
         raise ConfigError(

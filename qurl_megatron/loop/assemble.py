@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.router import Router
-from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
+from qurl_megatron.rollout.roster import read_set
+from qurl_megatron.rollout.server import wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 
 # Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
@@ -70,6 +71,27 @@ class Run:
                 )
             )
 
+    @contextmanager
+    def stopping_without_servers(self) -> Iterator[None]:
+        """Save a checkpoint and end this context when too few servers are left to go on."""
+        try:
+            yield
+        except FleetTooSmall as loss:
+            step = self.log.steps_done
+            self.checkpoints.poll(wait=True)
+            newest = device.from_rank_zero(self.checkpoints.newest)
+            if step and (newest is None or read_state(newest).step < step):
+                self.checkpoint(step, self.publisher.version, now=True)
+            self.log.say(str(loss))
+            self.say_how_to_resume()
+
+    def say_how_to_resume(self) -> None:
+        """Wait until the last checkpoint is written, then tell how to continue from it."""
+        self.checkpoints.poll(wait=True)
+        run_dir = self.log.run_dir
+        step = self.log.steps_done
+        self.log.say(f"stopped early after step {step}; continue: qurl resume {run_dir}")
+
     def evaluate(self, step: int) -> Evaluation:
         """Measure the policy in full precision; an empty result without an evaluator."""
         return self.evaluator.evaluate(step) if self.evaluator else Evaluation()
@@ -80,8 +102,11 @@ class Run:
         return self.evaluator.warmup_accuracy()
 
 
-def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack) -> Run:
-    """Build the parts of a run; `stack` closes them in reverse order."""
+def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
+    """Build the parts of a run; `stack` closes them in reverse order.
+
+    `rosters` are the files in which the starters of servers list them.
+    """
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     # Only global rank 0 has prompts.
     prompts = load_prompts(config, tokenizer) if device.rank() == 0 else PromptSet([], [], {})
@@ -106,28 +131,26 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     log = RunLog(config, writes=device.rank() == 0)
     stack.enter_context(closing(log))
 
+    formats: dict[str, WeightFormat] = {"rollout": config.quantization.format}
+    if config.evaluation.enabled:
+        formats["evaluation"] = "bf16"
+    clients, publishers = {}, {}
     if device.rank() == 0:
         log.say("waiting for the servers")
-        for name, members in servers.items():
-            wait_ready(members, getattr(config, name).server.start_timeout_s)
-    clients = {
-        name: RolloutClient(
-            _endpoint(name, members, stack), tokenizer, learner.architecture.eos_token_ids
+    for name, weight_format in formats.items():
+        fleet = _fleet(config, name, rosters, log)
+        stack.enter_context(closing(fleet))
+        clients[name] = RolloutClient(fleet, tokenizer, learner.architecture.eos_token_ids)
+        publishers[name] = Publisher(
+            learner, fleet, weight_format, config.quantization.bucket_bytes
         )
-        for name, members in servers.items()
-    }
-
-    def publisher_to(name: str, weight_format: WeightFormat) -> Publisher:
-        publisher = Publisher(
-            learner, servers[name], weight_format, config.quantization.bucket_bytes, name
-        )
-        return stack.enter_context(closing(publisher))
+        stack.enter_context(closing(publishers[name]))
 
     evaluator = None
-    if "evaluation" in servers:
+    if config.evaluation.enabled:
         evaluator = Evaluator(
             config,
-            publisher_to("evaluation", "bf16"),
+            publishers["evaluation"],
             clients["evaluation"],
             held_out=prompts.held_out[: config.evaluation.problems],
             files=prompts.files,
@@ -136,12 +159,19 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     return Run(
         learner=learner,
         critic=critic,
-        publisher=publisher_to("rollout", config.quantization.format),
-        sampler=Sampler(config, clients["rollout"], training, tokenizer),
+        publisher=publishers["rollout"],
+        sampler=Sampler(
+            config,
+            clients["rollout"],
+            training,
+            tokenizer,
+            admit=publishers["rollout"].admit,
+        ),
         evaluator=evaluator,
         measure_noise=partial(
             measure_noise,
             clients,
+            publishers,
             training[: config.rollout.prompts_per_step],
             learner,
             config,
@@ -152,14 +182,23 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     )
 
 
-def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:
-    """Return the endpoint that a client samples from: the only server, or a router to several.
+def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:
+    """Return the servers of a set once they answer; only global rank 0 has any.
 
-    A router is started on global rank 0 alone, where the clients are used.
+    Raises:
+        ServerFailed: a server did not start.
     """
-    if len(servers) == 1 or device.rank() != 0:
-        return servers[0]
-    router = Router(servers, Path(servers[0].log_file).with_name(f"router_{name}.log"))
-    stack.enter_context(closing(router))
-    router.wait_ready()
-    return router
+    if device.rank() != 0:
+        return Fleet(name, {})
+    servers = read_set(rosters, name)
+    start_timeout_s = getattr(config, name).server.start_timeout_s
+    wait_ready(list(servers.values()), start_timeout_s)
+    fleet = Fleet(
+        name,
+        servers,
+        min_servers=config.rollout.min_servers if name == "rollout" else 1,
+        patience_s=start_timeout_s,
+        say=log.say,
+    )
+    fleet.watch(lambda: read_set(rosters, name))
+    return fleet

@@ -7,7 +7,6 @@ from statistics import fmean
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import HELD_OUT, Config
-from qurl_megatron.device import from_rank_zero
 from qurl_megatron.loop.avg_at_k import (
     ProblemResult,
     averages,
@@ -47,12 +46,12 @@ class Evaluator:
     def evaluate(self, step: int) -> Evaluation:
         """Measure held-out problems and files, and write every answer to the run's directory."""
         self._publisher.publish()
-        return from_rank_zero(lambda: self._evaluate(step))
+        return self._publisher.while_serving(lambda: self._evaluate(step))
 
     def warmup_accuracy(self) -> float:
         """Return the fraction of the warm-up's check problems whose greedy answer is right."""
         self._publisher.publish()
-        return from_rank_zero(lambda: _accuracy(self._answer(self._warmup_check)))
+        return self._publisher.while_serving(lambda: _accuracy(self._answer(self._warmup_check)))
 
     def _evaluate(self, step: int) -> Evaluation:
         directory = evaluation_directory(self._config.run_dir, step)

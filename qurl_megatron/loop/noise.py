@@ -10,13 +10,14 @@ from __future__ import annotations
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import rollout_statistics
 from qurl_megatron.config.schema import Config
-from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.weight_sync.publish import Publisher
 
 
 def measure_noise(
     clients: dict[str, RolloutClient],
+    publishers: dict[str, Publisher],
     prompts: list[Prompt],
     learner: Learner,
     config: Config,
@@ -24,7 +25,8 @@ def measure_noise(
 ) -> dict[str, dict[str, float]]:
     """Return, by server set, the `rollout_statistics` of one completion of each prompt.
 
-    Collective over learner ranks; `clients` and `prompts` are used on global rank 0 only.
+    Collective over learner ranks; `clients` and `prompts` are used on global rank 0 only. The
+    servers of each set hold the weights that its publisher sent last.
     """
     rollout = config.rollout
 
@@ -43,7 +45,7 @@ def measure_noise(
 
     noise = {}
     for name, client in clients.items():
-        batch = from_rank_zero(lambda: sample(client))  # noqa: B023
+        batch = publishers[name].while_serving(lambda: sample(client))  # noqa: B023
         proximal_logprobs, _ = learner.logprobs_and_entropy(
             batch.tokens, loss_mask=batch.loss_mask, temperature=rollout.temperature
         )

@@ -6,6 +6,7 @@ because a signal limits the time of verifiers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -21,6 +22,7 @@ from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import AdmissionNeeded
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,20 @@ class Sampler:
     """Samples training batches from an endless stream of prompts. Collective over learner ranks."""
 
     def __init__(
-        self, config: Config, client: RolloutClient, prompts: list[Prompt], tokenizer: Any
+        self,
+        config: Config,
+        client: RolloutClient,
+        prompts: list[Prompt],
+        tokenizer: Any,
+        *,
+        admit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store the parts; only global rank 0 uses `client`, `prompts` and `tokenizer`."""
+        """Store the parts; only global rank 0 uses `client`, `prompts` and `tokenizer`.
+
+        `admit`, which is collective, sends the current weights to the servers that wait for them.
+        """
         self._config = config
+        self._admit = admit
         self._client = client
         self._tokenizer = tokenizer
         if rank() == 0:
@@ -67,11 +79,23 @@ class Sampler:
         The batch has no log-probs of the learner yet, and with `advantage_estimator=gae` no
         advantages: the critic computes them.
         """
-        return from_rank_zero(lambda: self._sample(self._config.rollout.at(step)))
+        rollout = self._config.rollout.at(step)
+        while (sampled := from_rank_zero(lambda: self._try_to_sample(rollout))) is None:
+            self._admit()
+        return sampled
 
     def answers(self) -> TrainBatch:
         """Return the next prompts with their answers as responses, for supervised training."""
         return from_rank_zero(self._answers)
+
+    def _try_to_sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary] | None:
+        """Return the next batch, or None if servers must be admitted before."""
+        state = self._stream.state()
+        try:
+            return self._sample(rollout)
+        except AdmissionNeeded:
+            self._stream.restore(state)
+            return None
 
     def _sample(self, rollout: RolloutConfig) -> tuple[TrainBatch, SampleSummary]:
         groups, failures = self._sample_groups(rollout, rollout.prompts_per_step)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,21 +36,19 @@ from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
-from qurl_megatron.rollout.roster import read_roster
-from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.export import export
 
 
-def train(
-    config: Config, servers: dict[str, list[Server]], stop_requested: Callable[[], bool]
-) -> bool:
+def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], bool]) -> bool:
     """Train a run from its start, or from its newest checkpoint; return True if it is complete.
 
     When `stop_requested()` is true on global rank 0, the run stops after the current step, with a
-    checkpoint. `servers` are given by server set. Collective over all learner ranks.
+    checkpoint; also when too few servers are left. `rosters` are the files that list the servers.
+    Collective over all learner ranks.
     """
     with ExitStack() as stack:
-        run = assemble(config, servers, stack)
+        run = assemble(config, rosters, stack)
+        stack.enter_context(run.stopping_without_servers())
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
         score = partial(learner.logprobs_and_entropy, temperature=config.rollout.temperature)
         update = partial(learner.update, temperature=config.rollout.temperature)
@@ -80,14 +78,16 @@ def train(
             metrics = step_metrics(
                 config, step, batch, summary, entropy, critic_metrics, updates, published, clock
             )
-            evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
-            log.write(metrics, evaluation)
-            log.write_weights(published.version, weight_metrics(published.conversion))
+            evaluation = None
+            try:
+                evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
+            finally:  # the step is done, even if its evaluation fails
+                log.write(metrics, evaluation)
+                log.write_weights(published.version, weight_metrics(published.conversion))
             stopping = step < config.steps and device.from_rank_zero(stop_requested)
             run.checkpoint(step, published.version, now=stopping)
             if stopping:
-                run.checkpoints.poll(wait=True)
-                log.say(f"stopped early after step {step}; continue: qurl resume {config.run_dir}")
+                run.say_how_to_resume()
                 return False
             if device.from_rank_zero(log.time_is_up):
                 break
@@ -98,6 +98,7 @@ def train(
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")
         return True
+    return False  # without servers
 
 
 def start_or_resume(config: Config, run: Run) -> int:
@@ -121,7 +122,7 @@ def evaluation_is_due(config: Config, step: int) -> bool:
 
 def run_rank(
     run_dir: Path,
-    servers: dict[str, list[Server]],
+    rosters: Sequence[Path],
     *,
     stop_on: Collection[signal.Signals],
     exit_on: signal.Signals,
@@ -135,7 +136,7 @@ def run_rank(
         signal.signal(number, lambda number, _: stop_signals.append(number))
     signal.signal(exit_on, lambda *_: sys.exit(128 + exit_on))
     device.initialize_distributed()
-    is_complete = train(load(run_dir / "config.yaml"), servers, lambda: bool(stop_signals))
+    is_complete = train(load(run_dir / "config.yaml"), rosters, lambda: bool(stop_signals))
     for number in stop_on:  # while Python exits, one of these signals would kill the process
         signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()
@@ -147,9 +148,8 @@ def main(run_dir: str) -> None:
 
     SIGUSR1 stops the run after the current step, SIGTERM ends the process at once.
     """
-    roster = read_roster(Path(run_dir) / "servers.json")
-    servers = {name: list(members.values()) for name, members in roster.items()}
-    sys.exit(run_rank(Path(run_dir), servers, stop_on={signal.SIGUSR1}, exit_on=signal.SIGTERM))
+    rosters = [Path(run_dir) / "servers.json"]
+    sys.exit(run_rank(Path(run_dir), rosters, stop_on={signal.SIGUSR1}, exit_on=signal.SIGTERM))
 
 
 if __name__ == "__main__":

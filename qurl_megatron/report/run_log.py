@@ -65,10 +65,12 @@ class RunLog:
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
+        self.run_dir = config.run_dir
         self._console = Console(quiet=not writes)
         self._writes = writes
         self._start = time.perf_counter()
         self.before = Evaluation()
+        self.steps_done = 0  # the last step that was logged, by any attempt of the run
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
         self._steps: list[StepMetrics] = []
@@ -102,7 +104,7 @@ class RunLog:
 
     def _begin(self, after_step: int, time_s: float, before: Evaluation) -> None:
         """Drop the lines that earlier attempts logged after `after_step`, then open the log."""
-        self.before = before
+        self.before, self.steps_done = before, after_step
         self._start = time.perf_counter() - time_s
         if not self._writes:
             return
@@ -131,6 +133,7 @@ class RunLog:
 
     def write(self, metrics: StepMetrics, evaluation: Evaluation | None) -> None:
         """Log one step, with its evaluation if it has one, and update the display."""
+        self.steps_done = metrics.step
         if not self._writes:
             return
         if evaluation is not None:

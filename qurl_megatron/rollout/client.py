@@ -1,25 +1,37 @@
-"""Sample completions from an SGLang server, or from a router in front of several."""
+"""Sample completions from the SGLang servers of a fleet."""
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import httpx
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.rollout.router import Router
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.fleet import (
+    CONNECTIONS,
+    AdmissionNeeded,
+    Fleet,
+    RequestRefused,
+    ServerBusy,
+)
+from qurl_megatron.rollout.server import POLL_S, Server
 
 
 class RolloutClient:
-    """Samples completions from a server, or through a router from several."""
+    """Samples completions from a fleet of servers; a server that dies costs no completion."""
 
-    def __init__(self, server: Server | Router, tokenizer: Any, stop_token_ids: Sequence[int]):
-        self._server = server
+    def __init__(self, fleet: Fleet, tokenizer: Any, stop_token_ids: Sequence[int]):
+        self.fleet = fleet
         self._tokenizer = tokenizer
         self._stop_token_ids = list(stop_token_ids)
+        self._https: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def generate(
         self,
@@ -37,43 +49,87 @@ class RolloutClient:
             max_response_length: maximum number of sampled tokens.
 
         Raises:
-            ServerFailed: a server died or refused a request.
+            AdmissionNeeded: nothing can be sampled before servers get the current weights.
+            FleetTooSmall: too few servers serve.
+            RequestRefused: a server refused a request.
         """
-        sampling = {
+        sampling = self.sampling(
+            completions_per_prompt=completions_per_prompt,
+            temperature=temperature,
+            max_response_length=max_response_length,
+            top_p=top_p,
+        )
+        return asyncio.run(self._generate(prompts, sampling))
+
+    def sampling(
+        self,
+        *,
+        completions_per_prompt: int,
+        temperature: float,
+        max_response_length: int,
+        top_p: float = 1.0,
+    ) -> dict[str, Any]:
+        """Return the settings of `group`, in SGLang's words."""
+        return {
             "n": completions_per_prompt,
             "temperature": temperature,
             "top_p": top_p,
             "max_new_tokens": max_response_length,
             "stop_token_ids": self._stop_token_ids,
         }
-        return asyncio.run(self._generate(prompts, sampling))
 
-    async def _generate(
-        self, prompts: Sequence[Prompt], sampling: dict[str, Any]
-    ) -> list[list[Completion]]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            timeout=None, limits=limits, headers=self._server.headers
-        ) as client:
-            requests = [self._group(client, prompt, sampling) for prompt in prompts]
-            return await asyncio.gather(*requests)
+    async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
+        """Return the completions of one prompt, from the server with the fewest tokens outstanding.
 
-    async def _group(
-        self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any]
-    ) -> list[Completion]:
+        If that server is lost, another answers all of them. If none serves, this waits.
+
+        Raises:
+            FleetTooSmall: too few servers serve.
+            RequestRefused: a server refused the request.
+        """
         body = {
             "input_ids": prompt.token_ids,
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        tokens = len(prompt.token_ids) + sampling["n"] * sampling["max_new_tokens"]
+        answers = await self.fleet.ask(tokens, partial(self._post, body))
+        return [self._completion(answer) for answer in answers]
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any]
+    ) -> list[list[Completion]]:
+        groups = asyncio.gather(*(self.group(prompt, sampling) for prompt in prompts))
+        while not groups.done():
+            await asyncio.wait({groups}, timeout=POLL_S)
+            if not groups.done() and self.fleet.needs_admission():
+                groups.cancel()
+                raise AdmissionNeeded
+        return groups.result()
+
+    async def _post(self, body: dict[str, Any], server: Server) -> list[dict[str, Any]]:
+        """Return a server's answers to one request, one for each completion."""
         try:
-            response = await client.post(f"{self._server.url}/generate", json=body)
+            url = f"{server.url}/generate"
+            response = await self._http().post(url, json=body, headers=server.headers)
         except httpx.TransportError as error:
-            raise self._server.failed(f"closed the connection while sampling ({error!r})") from None
+            raise server.failed(f"closed the connection while sampling ({error!r})") from None
+        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise ServerBusy
         if response.is_error:
-            raise self._server.failed(f"refused a sampling request: {response.text}")
+            raise RequestRefused(f"server {server.url} refused a prompt: {response.text}")
         answers = response.json()
-        return [self._completion(a) for a in (answers if isinstance(answers, list) else [answers])]
+        answers = answers if isinstance(answers, list) else [answers]
+        if any(answer["meta_info"]["finish_reason"]["type"] == "abort" for answer in answers):
+            raise ServerBusy  # the answer is not complete
+        return answers
+
+    def _http(self) -> httpx.AsyncClient:
+        """Return this event loop's connections; a loop that has ended leaves none open."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._https:
+            self._https[loop] = httpx.AsyncClient(timeout=None, limits=CONNECTIONS)
+        return self._https[loop]
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
         meta = answer["meta_info"]

@@ -11,17 +11,16 @@ import torch
 
 from qurl_megatron.rollout.server import Server
 
-CONTROL_TIMEOUT_S = 600.0  # a publish waits for the slowest server
+CONTROL_TIMEOUT_S = 600.0
 
 
 class ServerControl:
     """The control requests of one server. Every call waits for the server's answer."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Connect to a server that has `timeout_s` seconds for every answer."""
         self.server = server
-        self._client = httpx.Client(
-            base_url=server.url, headers=server.headers, timeout=CONTROL_TIMEOUT_S
-        )
+        self._client = httpx.Client(base_url=server.url, headers=server.headers, timeout=timeout_s)
 
     def pause(self) -> None:
         """Stop sampling. Running requests wait, and are recomputed from their tokens later."""
@@ -88,6 +87,8 @@ class ServerControl:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
             response = self._client.post(path, json=body)
+        except httpx.TimeoutException:
+            raise self.server.failed(f"did not answer {path} in time") from None
         except httpx.TransportError as error:
             raise self.server.failed(f"closed the connection in {path} ({error!r})") from None
         if response.is_error:

@@ -11,8 +11,10 @@ another. All files are atomic, and readers poll them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from qurl_megatron.files import write_whole
@@ -52,6 +54,15 @@ def read_roster(path: Path) -> Roster:
         name: {int(index): Server(**fields) for index, fields in members.items()}
         for name, members in tree.items()
     }
+
+
+def read_set(paths: Iterable[Path], set_name: str) -> dict[int, Server]:
+    """Return the servers of one set, by index, from the rosters that have been written."""
+    servers: dict[int, Server] = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            servers |= read_roster(path).get(set_name, {})
+    return servers
 
 
 def report_lost(logs: Path, set_name: str, index: int, server: Server) -> None:

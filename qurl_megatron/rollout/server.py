@@ -129,7 +129,7 @@ def start_server(
         loads: load the directory's weights, which are in `weight_format`. Otherwise the server
             has random weights until the first publish.
         host: address to listen on. Any address other than loopback requires `api_key`, which must
-            be the same for all servers behind one router.
+            be the same for all servers of a run.
         gpus: consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
         preload: from `preloaded_sglang`; the server is then a fork of that process.
     """

@@ -3,8 +3,8 @@
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds three things:
 the reloadable quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`; checksums of
-the weights a server holds; loading weights from the learner's memory. Importing this package does
-nothing.
+the weights a server holds; receiving weights with a time limit, also from the learner's memory.
+Importing this package does nothing.
 """
 
 
@@ -38,9 +38,10 @@ def register() -> None:
     }
     for name, function in replacements.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.REPLACE)
-    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register(
-        f"{updater}._update_bucketed_weights_from_distributed",
-        receive.update_bucket,
-        HookType.AROUND,
-    )
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater"
+    around = {
+        "init_custom_process_group": receive.join_group,
+        "WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
+    }
+    for name, function in around.items():
+        HookRegistry.register(f"{updater}.{name}", function, HookType.AROUND)

@@ -1,12 +1,14 @@
-"""Loading a bucket of weights from the learner's memory, on the same machine.
+"""Receiving weights: a time limit for the learner, and loading a bucket from its memory.
 
 SGLang receives a bucket by a broadcast into its own memory. In a process group whose name ends in
 `GROUP_SUFFIX`, only a header is broadcast, and the server's layers copy from the sender's memory.
+That needs a sender on the same machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,14 @@ import torch.distributed as dist
 
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, HEADER_BYTES, attach
+
+# A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
+LEARNER_TIMEOUT_S = 120.0
+
+
+def join_group(original: Callable[..., Any], **options: Any) -> Any:
+    """Join a process group for weights, as SGLang's `original` does, but with a time limit."""
+    return original(**options, timeout=timedelta(seconds=LEARNER_TIMEOUT_S))
 
 
 def update_bucket(

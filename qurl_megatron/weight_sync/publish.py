@@ -2,37 +2,48 @@
 
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
-A publish is all or nothing:
-- Between pause and resume the servers answer no prompt, so no response mixes two versions.
-- Their prefix caches are emptied, so no response uses attention states of older weights.
-- They resume only if every tensor's checksum, computed from the learner's shards before they were
-  sent, equals the checksum of the parameters that the servers' layers multiply with. Otherwise the
-  publish raises `PublishError`.
+For each server a publish is all or nothing:
+- Between pause and resume it samples nothing, so no token comes from a mix of two versions.
+- Its prefix cache is emptied, so no response uses attention states of older weights.
+- It resumes only if every tensor's checksum, computed from the learner's shards before they were
+  sent, equals the checksum of the parameters that the server's layers multiply with.
+
+Servers fail one by one. The learner has a process group with each of them, so a server that dies,
+hangs or holds other weights is dropped and reported lost, and the others never notice. Whatever is
+asked of a server ends after `PEER_TIMEOUT_S`. If servers were reached and not one of them holds
+what it was sent, the servers are not to blame: the publish raises `PublishError`.
+
+A bucket is converted once, and goes to all servers at the same time, one copy to each.
 
 Example, on every learner rank:
 
-    publisher = Publisher(learner, servers, "int8", bucket_bytes=512 * 2**20, group_name="rollout")
-    published = publisher.publish()
+    publisher = Publisher(learner, fleet, "int8", bucket_bytes=512 * 2**20)
+    published = publisher.publish()    # to the servers that serve or wait to join
+    publisher.admit()                  # the same version, to servers that joined since
     publisher.close()
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
+from torch import Tensor
 
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.device import backend_to, rank
+from qurl_megatron.device import SharedError, backend_to, device, from_rank_zero
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.process import free_port
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, address_towards
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.reshard import Conversion, Converter
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
@@ -46,8 +57,12 @@ Carrier = Literal["nccl", "gloo", "shared_memory"]
 servers, on the learner's machine, read the buckets in place.
 """
 
+# A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
+# over 1 Gb/s, and a server compiles its kernels in the first publish.
+PEER_TIMEOUT_S = 60.0
 
-class PublishError(RuntimeError):
+
+class PublishError(SharedError, RuntimeError):
     """A server does not hold the weights that were sent."""
 
 
@@ -56,126 +71,259 @@ class Published:
     """The result of one publish; only global rank 0's is complete."""
 
     version: int  # the weight version the servers serve
+    num_servers: int  # servers that serve it
     sent_bytes: int  # size of all buckets; each server receives that much
     conversion: Conversion
 
 
 class Publisher:
-    """Publishes a learner's weights to a fixed set of servers, over one process group.
+    """Publishes a learner's weights to a fleet of servers.
 
     Collective: every learner rank constructs it, publishes and closes it. Only global rank 0 talks
-    to the servers; it is rank 0 of the process group.
+    to the servers; it is rank 0 of the process group with each of them.
     """
 
     def __init__(
         self,
         learner: Learner,
-        servers: list[Server],
+        fleet: Fleet,
         weight_format: WeightFormat,
         bucket_bytes: int,
-        group_name: str,
         carrier: Carrier | None = None,
+        timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        """Form a process group with the servers.
+        """Store the settings; send nothing.
 
         Args:
+            fleet: the servers, on global rank 0.
             weight_format: the format in which the servers were started.
             bucket_bytes: largest bucket; see `reshard.Converter`.
-            group_name: name of the process group, unique among those of a server.
-            carrier: None: NCCL if every process has its own GPU, else gloo.
+            carrier: None: NCCL if learner and server have GPUs of their own, else gloo.
+            timeout_s: time that a server has for each answer and each transfer.
         """
         self.version = 0
-        self._carrier = carrier or backend_to(
-            [gpu for server in servers if server.is_local for gpu in server.gpus]
-        )
+        self._fleet = fleet
+        self._carrier = carrier
+        self._timeout_s = timeout_s
         self._converter = Converter(learner, weight_format, bucket_bytes)
-        self._controls = [ServerControl(server) for server in servers] if rank() == 0 else []
-        self._group_name = group_name + (GROUP_SUFFIX if self._carrier == "shared_memory" else "")
-        self._threads = ThreadPoolExecutor(max_workers=len(servers))
-        if rank() == 0:
-            self._group = self._join(servers)
+        self._links: dict[Member, _Link] = {}
+        self._sent: dict[str, int] = {}  # checksums of the current version
 
     def publish(self) -> Published:
-        """Send the current policy under the next version.
+        """Send the current policy under the next version to all servers that answer.
+
+        Servers that fail are lost to the fleet; there may be none left.
 
         Raises:
-            PublishError: a server does not hold what was sent.
-            rollout.server.ServerFailed: a server refused a request or died.
+            PublishError: no server holds what was sent.
             quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
         """
         self.version += 1
-        sent_bytes: list[int] = []
+        self._sent = {}
+        return self._send_to(self._fleet.members("serving", "joining"))
 
-        def send(bucket: Bucket) -> None:
-            self._send(bucket)
-            sent_bytes.append(bucket.flat.numel())
+    def admit(self) -> None:
+        """Send the current version to the servers that wait to join, and to no other.
 
-        self._on_every_server(lambda control: control.pause())
-        conversion = self._converter.convert(send)
-        self._on_every_server(lambda control: verify(control, conversion.checksums))
-        self._on_every_server(lambda control: control.resume(weight_version=self.version))
-        return Published(self.version, sum(sent_bytes), conversion)
+        Raises:
+            PublishError: no server holds what was sent, or the learner's weights are not those of
+                the current version.
+        """
+        self._send_to(self._fleet.members("joining"))
+
+    def while_serving(self, work: Callable[[], T]) -> T:
+        """Return, on every rank, the result of rank 0's `work()`, which samples from the servers.
+
+        Collective. Whenever `work` raises `AdmissionNeeded`, the joining servers are admitted and
+        it begins again.
+
+        Raises:
+            FleetTooSmall: too few servers serve.
+        """
+
+        def attempt() -> tuple[T] | None:
+            try:
+                return (work(),)
+            except AdmissionNeeded:
+                return None
+
+        while (outcome := from_rank_zero(attempt)) is None:
+            self.admit()
+        return outcome[0]
 
     def close(self) -> None:
-        """Leave the process group; the servers keep the last version."""
-        if rank() == 0:
-            dist.destroy_process_group(self._group)
-        for control in self._controls:
-            control.close()
-        self._threads.shutdown()
+        """Leave the process groups; the servers keep the last version."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
 
-    def _join(self, servers: list[Server]) -> dist.ProcessGroup:
-        address, port = address_towards(servers[0]), free_port()
-        sizes = [server.tensor_parallel_size for server in servers]
-        world_size = 1 + sum(sizes)
+    def _send_to(self, members: list[Member]) -> Published:
+        """Convert the weights once, and send them to these servers."""
+        for member in [member for member in self._links if member.state == "lost"]:
+            self._links.pop(member).close()
+        for member in members:
+            if member not in self._links:
+                self._links[member] = _Link(self._fleet, member, self._carrier, self._timeout_s)
+        links = [self._links[member] for member in members]
+        for link in links:
+            link.begin()
+        sent_bytes = 0
+
+        def send(bucket: Bucket) -> None:
+            nonlocal sent_bytes
+            sent_bytes += bucket.flat.numel()
+            shared = self._carrier == "shared_memory"
+            message = describe(bucket.flat) if shared else bucket.flat
+            # All links read the bucket until they are done, so it must not be released before.
+            _wait([link.send(bucket, message) for link in links])
+
+        conversion = self._converter.convert(send)
+        num_servers = from_rank_zero(lambda: self._commit(links, conversion))
+        return Published(self.version, num_servers, sent_bytes, conversion)
+
+    def _commit(self, links: list[_Link], conversion: Conversion) -> int:
+        """Let each server serve that holds what was sent; return how many do."""
+        if self._sent and self._sent != conversion.checksums:
+            raise PublishError(f"the learner no longer has the weights of version {self.version}")
+        self._sent = conversion.checksums
+        _wait([link.commit(conversion.checksums, self.version) for link in links])
+        wrong = [link.failure for link in links if isinstance(link.failure, PublishError)]
+        if wrong and all(link.failure for link in links):
+            raise wrong[0]
+        return sum(link.failure is None for link in links)
+
+
+class _Link:
+    """The connection to one server, which does its work in order in a thread of its own.
+
+    After a failure it does nothing more, and the server is lost.
+    """
+
+    def __init__(
+        self, fleet: Fleet, member: Member, carrier: Carrier | None, timeout_s: float
+    ) -> None:
+        self.failure: RuntimeError | None = None
+        self._fleet = fleet
+        self._member = member
+        server = member.server
+        self._carrier = carrier or backend_to(server.gpus if server.is_local else [])
+        self._timeout_s = timeout_s
+        self._control = ServerControl(server, timeout_s)
+        self._thread = ThreadPoolExecutor(1)
+        self._requests = ThreadPoolExecutor(1)  # a request that is answered after a transfer
+        self._suffix = GROUP_SUFFIX if self._carrier == "shared_memory" else ""
+        self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
+        self._pause = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """Pause the server, after forming the process group if there is none."""
+        self._pause.enter_context(self._fleet.pausing(self._member))
+
+        def work() -> None:
+            if self._group is None:
+                self._join()
+            self._control.pause()
+
+        self._do(work)
+
+    def send(self, bucket: Bucket, message: Tensor) -> Future[None]:
+        """Broadcast a bucket's `message`; done when the server has loaded the bucket or failed."""
+        return self._do(lambda: self._transfer(bucket, message))
+
+    def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
+        """Resume the server under `version` if it holds what was sent."""
+
+        def work() -> None:
+            verify(self._control, checksums)
+            self._control.resume(weight_version=version)
+            self._pause.close()
+            self._fleet.joined(self._member)
+
+        return self._do(work)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._thread.submit(self._leave).result()
+        self._thread.shutdown()
+        self._requests.shutdown()
+        self._control.close()
+        self._pause.close()
+
+    def _do(self, work: Callable[[], None]) -> Future[None]:
+        """Do work after all earlier work, unless that has failed."""
+
+        def guarded() -> None:
+            if self.failure is not None:
+                return
+            try:
+                work()
+            except RuntimeError as error:  # torch's errors of process groups among them
+                self.failure = error
+                self._fleet.lose(self._member, str(error))
+                self._leave()
+
+        return self._thread.submit(guarded)
+
+    def _join(self) -> None:
+        """Form a process group with the server, under a new name: old names are refused."""
+        server = self._member.server
+        self._group_name = f"weights-{secrets.token_hex(8)}{self._suffix}"
+        address = address_towards(server)
+        world_size = 1 + server.tensor_parallel_size
+        timeout = timedelta(seconds=self._timeout_s)
+        store = dist.TCPStore(
+            address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
+        )
         backend = "gloo" if self._carrier == "shared_memory" else self._carrier
-        joining = [
-            self._threads.submit(
-                control.init_weights_group,
-                address,
-                port,
-                rank_offset=1 + sum(sizes[:index]),
-                world_size=world_size,
-                group_name=self._group_name,
-                backend=backend,
-            )
-            for index, control in enumerate(self._controls)
-        ]
-        group = init_custom_process_group(
-            backend=backend,
-            init_method=f"tcp://{address}:{port}",
+        joining = self._requests.submit(
+            self._control.init_weights_group,
+            address,
+            store.port,
+            rank_offset=1,
             world_size=world_size,
-            rank=0,
+            group_name=self._group_name,
+            backend=backend,
+        )
+        try:
+            self._group = init_custom_process_group(
+                backend=backend,
+                store=dist.PrefixStore(self._group_name, store),  # the server's side does the same
+                timeout=timeout,
+                world_size=world_size,
+                rank=0,
+                group_name=self._group_name,
+            )
+        finally:
+            joining.result()  # if both fail, it is the server's answer that says why
+
+    def _transfer(self, bucket: Bucket, message: Tensor) -> None:
+        receiving = self._requests.submit(
+            self._control.update_weights,
+            bucket.names,
+            bucket.dtypes,
+            bucket.shapes,
             group_name=self._group_name,
         )
-        for join in joining:
-            join.result()
-        return group
-
-    def _send(self, bucket: Bucket) -> None:
-        """Send a bucket to every server; return when all have loaded it."""
-        shared = self._carrier == "shared_memory"
-        message = describe(bucket.flat) if shared else bucket.flat
-        receiving = [
-            self._threads.submit(
-                control.update_weights,
-                bucket.names,
-                bucket.dtypes,
-                bucket.shapes,
-                group_name=self._group_name,
-            )
-            for control in self._controls
-        ]
         sending = dist.broadcast(message, src=0, group=self._group, async_op=True)
-        # A server that refuses the request never receives, so the broadcast would never end.
-        # Raise that server's answer before waiting for the broadcast.
-        done, _ = wait(receiving, return_when=FIRST_EXCEPTION)
-        for received in done:
-            received.result()
+        # The answer comes first. A server that refuses the request, or is dead, never receives; the
+        # broadcast then ends only when the group is aborted.
+        receiving.result()
         sending.wait()
 
-    def _on_every_server(self, action: Callable[[ServerControl], T]) -> list[T]:
-        return list(self._threads.map(action, self._controls))
+    def _leave(self) -> None:
+        """Abort the group, so that neither side waits for the other any longer."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # Destroying a group closes no connection while an operation is under way.
+        group._get_backend(device() if self._carrier == "nccl" else torch.device("cpu")).abort()
+        dist.destroy_process_group(group)
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    for future in futures:
+        future.result()
 
 
 def verify(control: ServerControl, sent: dict[str, int]) -> None:

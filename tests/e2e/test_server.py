@@ -24,6 +24,7 @@ from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.server import Server, ServerFailed, start_server, wait_ready
 from qurl_megatron.weight_sync.publish import PublishError, verify
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
@@ -123,11 +124,12 @@ def joined(
     """Wait until a server is ready; yield it with a sender of weights."""
     wait_ready([server], START_TIMEOUT_S)
     sender = Sender(server)
+    fleet = Fleet("rollout", {0: server}, loaded=True)
     yield Deployment(
         weight_format,
         server,
         sender,
-        RolloutClient(server, AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
+        RolloutClient(fleet, AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
         model_dirs,
         [quantized(path, weight_format) for path in model_dirs],
     )
@@ -347,7 +349,7 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     tree = [main, *main.children(recursive=True)]
     scheduler = next(p for p in tree if "scheduler" in " ".join(p.cmdline()))
     threading.Timer(1.0, scheduler.send_signal, [signal.SIGKILL]).start()
-    with pytest.raises(ServerFailed, match="(?s)closed the connection.*server.log ends:\n."):
+    with pytest.raises(FleetTooSmall, match="(?s)closed the connection.*server.log ends:\n."):
         for _ in range(1000):
             two_ranks.generate(PROMPTS)
     two_ranks.server.stop()

@@ -1,0 +1,320 @@
+"""The servers of one set, which of them can be asked, and what becomes of a server that is lost.
+
+A server is in one of four states:
+
+    starting ──answers──► joining ──has the current weights──► serving
+        └──────────────────────┴──────── lost ◄────────────────────┘
+
+- Only serving servers are asked. A prompt goes to the one with the fewest tokens outstanding.
+- A lost server is never asked again. What it has not answered is asked of the others, once.
+- The process that started a server replaces it, and writes the new one to its roster. It is
+  another server here: it starts, joins and serves.
+- Who waits for servers waits as long as `patience_s`, then gets `FleetTooSmall`.
+
+A server counts as lost when its process has ended, when it closes a connection before it has
+answered, when it is silent and does not answer /health, or when a publish to it fails. It does not
+answer /health while it is paused, so paused servers are not asked.
+
+A fleet is used from several threads: the one that trains and publishes, the one that samples, and
+its own, which watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import httpx
+
+from qurl_megatron.device import SharedError
+from qurl_megatron.rollout.roster import incarnation, report_lost
+from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed
+
+T = TypeVar("T")
+State = Literal["starting", "joining", "serving", "lost"]
+
+SILENT_S = 2.0  # a server with prompts that has not answered any for this long is asked for /health
+# A server that is restarted without need costs more than one that is waited for: SGLang answers
+# /health after a step of its scheduler, but a busy machine may take seconds for that.
+HEALTH_TIMEOUT_S = 20.0
+# Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
+# which could not be told from a server that dies.
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+class FleetTooSmall(ServerFailed, SharedError):
+    """Fewer servers than the run needs, for longer than a server takes to start."""
+
+
+class AdmissionNeeded(Exception):
+    """Too few servers serve, and some that could wait for the current weights."""
+
+
+class RequestRefused(ServerFailed):
+    """A server refused a request; another would refuse it too."""
+
+
+class ServerBusy(Exception):
+    """A server would not take a request for lack of room; ask again later."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One process of a server in a fleet. Only the fleet changes it."""
+
+    index: int  # within the set
+    server: Server
+    state: State
+    outstanding: int = 0  # tokens that were asked for and are not answered
+    requests: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
+    heard_at: float = field(default_factory=time.monotonic)  # when it last answered
+    is_paused: bool = False
+
+
+class Fleet:
+    """The servers of one set. Only global rank 0 has any; a fleet without servers does nothing."""
+
+    def __init__(
+        self,
+        set_name: str,
+        servers: Mapping[int, Server],
+        *,
+        loaded: bool = False,
+        min_servers: int = 1,
+        patience_s: float = 0.0,
+        health_timeout_s: float = HEALTH_TIMEOUT_S,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """Take servers, by index, that answer already.
+
+        Args:
+            loaded: they hold the weights to sample from. Otherwise they wait for a publish.
+            min_servers: nothing is sampled while fewer serve.
+            patience_s: how long there may be fewer, without counting servers that wait for weights.
+            health_timeout_s: time that a silent server has to answer /health.
+            say: prints a line for the user.
+        """
+        self.set_name = set_name
+        self._min_servers = min_servers
+        self._patience_s = patience_s
+        self._health_timeout_s = health_timeout_s
+        self._say = say
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._thread: ThreadPoolExecutor | None = None
+        self._watching: Future[None] = Future()
+        self._last_loss = "none was started"
+        self._too_small_since: float | None = None
+        self._members = {
+            index: Member(index, server, "serving" if loaded else "joining")
+            for index, server in servers.items()
+        }
+        self._note_size()
+
+    def watch(self, read: Callable[[], Mapping[int, Server]] | None = None) -> None:
+        """Begin to watch the servers in the background, until `close`.
+
+        Args:
+            read: returns the servers of the rosters, by index; called several times a second. A
+                server that is new there is added, one that is no longer there is lost. None: no
+                server is replaced.
+        """
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fleet {self.set_name}")
+        self._watching = self._thread.submit(lambda: asyncio.run(self._watch(read)))
+
+    def close(self) -> None:
+        """Stop watching; the servers keep running."""
+        self._closing.set()
+        if self._thread:
+            self._thread.shutdown()
+
+    def members(self, *states: State) -> list[Member]:
+        """Return the servers in these states, by index."""
+        with self._lock:
+            members = sorted(self._members.items())
+            return [member for _, member in members if member.state in states]
+
+    def has_joining(self) -> bool:
+        """Return whether a server waits for the current weights."""
+        return bool(self.members("joining"))
+
+    def needs_admission(self) -> bool:
+        """Return whether nothing can be sampled before a joining server gets the weights."""
+        return self.has_joining() and len(self.members("serving")) < self._min_servers
+
+    def joined(self, member: Member) -> None:
+        """Let a joining server serve: it has the current weights."""
+        with self._lock:
+            if member.state == "joining":
+                self._say(f"server {member.index} of {self.set_name} serves: {member.server.url}")
+                self._change(member, "serving")
+
+    def lose(self, member: Member, why: str) -> None:
+        """Give a server up: ask the others for what it owes, and have its starter replace it."""
+        with self._lock:
+            if member.state == "lost":
+                return
+            self._change(member, "lost")
+            self._last_loss = f"server {member.index} of {self.set_name} was lost: {why}"
+            requests = list(member.requests.items())
+        self._say(f"server {member.index} of {self.set_name} is lost: {why.splitlines()[0]}")
+        for request, loop in requests:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
+                loop.call_soon_threadsafe(request.cancel)
+        if member.server.alive():
+            logs = Path(member.server.log_file).parent
+            report_lost(logs, self.set_name, member.index, member.server)
+
+    @contextlib.contextmanager
+    def pausing(self, member: Member) -> Iterator[None]:
+        """Expect no sign of life from a server in this context."""
+        member.is_paused = True
+        try:
+            yield
+        finally:
+            member.heard_at = time.monotonic()
+            member.is_paused = False
+
+    async def ask(self, tokens: int, request: Callable[[Server], Awaitable[T]]) -> T:
+        """Return the answer of the server with the fewest tokens outstanding.
+
+        If that server is lost, another is asked; if none serves, this waits.
+
+        Args:
+            tokens: an upper bound of the tokens that the request asks for.
+            request: sends the request. It raises `ServerFailed` if the server did not answer, and
+                `ServerBusy` if it did not take the request.
+
+        Raises:
+            FleetTooSmall: too few servers serve.
+            RequestRefused: `request` raised it.
+        """
+        while True:
+            member = await self._choose(tokens)
+            asking = asyncio.ensure_future(request(member.server))
+            try:
+                if self._register(member, asking):
+                    await asyncio.wait({asking})
+                if not asking.done() or asking.cancelled():
+                    continue  # lost
+                return asking.result()
+            except RequestRefused:
+                raise
+            except ServerFailed as failure:
+                self.lose(member, str(failure))
+            except ServerBusy:
+                await asyncio.sleep(SILENT_S)
+            finally:
+                asking.cancel()
+                with self._lock:
+                    member.requests.pop(asking, None)
+                    member.outstanding -= tokens
+                    member.heard_at = time.monotonic()
+
+    async def _choose(self, tokens: int) -> Member:
+        """Wait for a server and add `tokens` to what it owes."""
+        while True:
+            with self._lock:
+                serving = self.members("serving")
+                if len(serving) >= self._min_servers:
+                    member = min(serving, key=lambda member: member.outstanding)
+                    if not member.outstanding:
+                        member.heard_at = time.monotonic()
+                    member.outstanding += tokens
+                    return member
+            self.check_size()
+            await asyncio.sleep(POLL_S)
+
+    def check_size(self) -> None:
+        """Raise `FleetTooSmall` if there have been too few servers for too long."""
+        if self._watching.done():
+            self._watching.result()  # raises what ended the thread
+        since = self._too_small_since
+        if since is not None and time.monotonic() - since > self._patience_s:
+            number = len(self.members("serving", "joining"))
+            raise FleetTooSmall(
+                f"{number} of at least {self._min_servers} {self.set_name} servers for "
+                f"{self._patience_s:g} s; {self._last_loss}"
+            )
+
+    def _register(self, member: Member, request: asyncio.Future[Any]) -> bool:
+        """Have the request cancelled when the server is lost; return False if it is lost by now."""
+        with self._lock:
+            member.requests[request] = asyncio.get_running_loop()
+            return member.state != "lost"
+
+    def _change(self, member: Member, state: State) -> None:
+        member.state = state
+        self._note_size()
+
+    def _note_size(self) -> None:
+        if len(self.members("serving", "joining")) >= self._min_servers:
+            self._too_small_since = None
+        elif self._too_small_since is None:
+            self._too_small_since = time.monotonic()
+
+    async def _watch(self, read: Callable[[], Mapping[int, Server]] | None) -> None:
+        probes: dict[Member, asyncio.Task[None]] = {}
+        async with httpx.AsyncClient(timeout=self._health_timeout_s, limits=CONNECTIONS) as http:
+            while not self._closing.is_set():
+                if read:
+                    self._compare(read())
+                probes = {member: probe for member, probe in probes.items() if not probe.done()}
+                for member in self.members("starting", "joining", "serving"):
+                    if not member.server.alive():
+                        self.lose(member, str(member.server.failed("died")))
+                    elif member not in probes and self._is_doubtful(member):
+                        probes[member] = asyncio.create_task(self._probe(http, member))
+                await asyncio.sleep(POLL_S)
+            for probe in probes.values():
+                probe.cancel()
+
+    def _compare(self, servers: Mapping[int, Server]) -> None:
+        """Add servers that are new in the rosters, and lose those that are no longer there."""
+        for index, member in list(self._members.items()):
+            if index not in servers:
+                self.lose(member, "it will not be started again")
+        for index, server in servers.items():
+            known = self._members.get(index)
+            name = self.set_name
+            if known and incarnation(name, index, known.server) == incarnation(name, index, server):
+                continue
+            if known:
+                self.lose(known, "it was started again")
+            with self._lock:
+                self._members[index] = Member(index, server, "starting")
+
+    @staticmethod
+    def _is_doubtful(member: Member) -> bool:
+        if member.state == "starting":
+            return True
+        silent_s = time.monotonic() - member.heard_at
+        return bool(member.requests) and not member.is_paused and silent_s > SILENT_S
+
+    async def _probe(self, http: httpx.AsyncClient, member: Member) -> None:
+        asked_at = time.monotonic()
+        problem = ""
+        try:
+            server = member.server
+            answer = await http.get(f"{server.url}/health", headers=server.headers)
+            if not answer.is_success:
+                problem = f"answers /health with status {answer.status_code}"
+        except httpx.TransportError as error:
+            problem = f"did not answer /health in {self._health_timeout_s:g} s ({error!r})"
+        with self._lock:
+            if member.state == "starting":
+                if not problem:
+                    self._change(member, "joining")
+            elif not problem:
+                member.heard_at = time.monotonic()
+            elif member.is_paused or member.heard_at > asked_at:
+                pass  # it was paused, or has answered a prompt since
+            else:
+                self.lose(member, str(member.server.failed(problem)))

@@ -1,0 +1,247 @@
+"""Which server is asked, and what becomes of what a lost server owed. No engine is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from qurl_megatron.process import start_ticks
+from qurl_megatron.rollout import fleet as fleets
+from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
+from qurl_megatron.rollout.roster import incarnation, reported_lost
+from qurl_megatron.rollout.server import Server, ServerFailed
+
+
+def make_server(
+    index: int, logs: Path, *, url: str = "http://127.0.0.1:9", **fields: object
+) -> Server:
+    """Return a server whose process is this one."""
+    log = logs / f"server_{index}.log"
+    log.write_text("the log\n")
+    server = Server(
+        url=url,
+        machine=socket.gethostname(),
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()),
+        tensor_parallel_size=1,
+        gpus=[],
+        log_file=str(log),
+        scratch_dir=str(logs),
+    )
+    return replace(server, **fields)  # type: ignore[arg-type]
+
+
+def make_fleet(logs: Path, number: int = 2, **options: object) -> Fleet:
+    servers = {index: make_server(index, logs, url=f"http://{index}") for index in range(number)}
+    return Fleet("rollout", servers, **{"loaded": True, **options})  # type: ignore[arg-type]
+
+
+@dataclass
+class Script:
+    """Requests that last until they are released, by server and in order."""
+
+    begun: list[str] = field(default_factory=list)
+    release: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def __call__(self, server: Server) -> str:
+        self.begun.append(server.url)
+        await self.release.setdefault(server.url, asyncio.Event()).wait()
+        return server.url
+
+
+def test_a_prompt_goes_to_the_server_with_the_fewest_tokens_outstanding(tmp_path: Path) -> None:
+    fleet, script = make_fleet(tmp_path, 3), Script()
+
+    async def run() -> list[str]:
+        tasks = []
+        for tokens in (100, 10, 50, 30, 5, 20):
+            tasks.append(asyncio.create_task(fleet.ask(tokens, script)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert [member.outstanding for member in fleet.members("serving")] == [100, 65, 50]
+        for event in script.release.values():
+            event.set()
+        return await asyncio.gather(*tasks)
+
+    # 100 | 10 | 50, then 30 and 5 to the second (45 in all, the third has 50), then 20 as well
+    assert asyncio.run(run()) == [f"http://{index}" for index in (0, 1, 2, 1, 1, 1)]
+    assert [member.outstanding for member in fleet.members("serving")] == [0, 0, 0]
+
+
+def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) -> None:
+    fleet, script = make_fleet(tmp_path), Script()
+
+    async def run() -> list[str]:
+        tasks = [asyncio.create_task(fleet.ask(10, script)) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        lost = fleet.members("serving")[0]
+        with ThreadPoolExecutor() as threads:  # as the thread that watches does
+            threads.submit(fleet.lose, lost, "hangs").result()
+        await asyncio.sleep(0.05)
+        assert lost.outstanding == 0 and not lost.requests
+        script.release["http://0"].set()  # too late
+        script.release["http://1"].set()
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(run()) == ["http://1"] * 6
+    assert script.begun.count("http://0") == 3 and script.begun.count("http://1") == 6
+    ((lost, *_),) = reported_lost(tmp_path)
+    assert lost == "rollout"
+
+
+def test_a_server_that_does_not_answer_is_lost_and_a_refusal_is_an_error(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path)
+
+    async def fails(server: Server) -> str:
+        if server.url == "http://0":
+            raise server.failed("closed the connection")
+        return server.url
+
+    async def refuses(server: Server) -> str:
+        raise RequestRefused("the prompt is too long")
+
+    assert asyncio.run(fleet.ask(1, fails)) == "http://1"
+    assert [member.index for member in fleet.members("serving")] == [1]
+    with pytest.raises(RequestRefused, match="the prompt is too long"):
+        asyncio.run(fleet.ask(1, refuses))
+    assert [member.index for member in fleet.members("serving")] == [1]
+
+
+def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "SILENT_S", 0.01)
+    fleet = make_fleet(tmp_path, 1)
+    answers = iter([ServerBusy(), ServerBusy(), None])
+
+    async def request(server: Server) -> str:
+        if problem := next(answers):
+            raise problem
+        return "answer"
+
+    assert asyncio.run(fleet.ask(1, request)) == "answer"
+
+
+def test_nothing_is_sampled_while_fewer_servers_serve_than_needed(tmp_path: Path) -> None:
+    fleet, script = make_fleet(tmp_path, 2, min_servers=2, patience_s=0.3), Script()
+    first, second = fleet.members("serving")
+    fleet.lose(first, "died")
+    begin = time.monotonic()
+    with pytest.raises(FleetTooSmall, match=r"1 of at least 2 rollout servers.*server 0.*died"):
+        asyncio.run(fleet.ask(1, script))
+    assert 0.3 < time.monotonic() - begin < 2
+    assert script.begun == [] and second.state == "serving"
+    assert isinstance(FleetTooSmall(""), ServerFailed)  # which commands print without a traceback
+
+
+def test_a_server_that_waits_for_weights_is_no_reason_to_give_up(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, 1, loaded=False)
+    (member,) = fleet.members("joining")
+    assert fleet.has_joining() and fleet.needs_admission()
+    for _ in range(3):
+        fleet.check_size()
+        time.sleep(0.01)
+    fleet.joined(member)
+    assert not fleet.has_joining() and not fleet.needs_admission()
+    assert [member.index for member in fleet.members("serving")] == [0]
+
+
+@pytest.fixture
+def health() -> Iterator[tuple[str, list[float]]]:
+    """Serve /health; yield its address and, to be changed, how long it waits with each answer."""
+    delays: list[float] = [0.0]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(delays[-1])
+            with contextlib.suppress(BrokenPipeError):
+                self.send_response(200)
+                self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", delays
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def wait_for(fleet: Fleet, state: fleets.State, timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if fleet.members(state):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+async def never(server: Server) -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
+    tmp_path: Path, health: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "SILENT_S", 0.1)
+    url, delays = health
+    server = make_server(0, tmp_path, url=url)
+    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
+        fleet.watch()
+        (member,) = fleet.members("serving")
+        with ThreadPoolExecutor() as threads:
+            asking = threads.submit(lambda: asyncio.run(fleet.ask(1, never)))
+            assert not wait_for(fleet, "lost", 1.0)  # it answers
+            with fleet.pausing(member):
+                delays.append(2.0)
+                assert not wait_for(fleet, "lost", 1.5)
+                delays.append(0.0)
+            assert not wait_for(fleet, "lost", 1.0)
+            delays.append(2.0)
+            assert wait_for(fleet, "lost")
+            with pytest.raises(FleetTooSmall, match="did not answer /health in 0.5 s"):
+                asking.result(timeout=10)
+    assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
+
+
+def test_the_roster_replaces_a_server_that_died(
+    tmp_path: Path, health: tuple[str, list[float]]
+) -> None:
+    dead = make_server(0, tmp_path, start_ticks=1)  # its pid belongs to another process now
+    roster = {0: dead}
+    with closing(Fleet("rollout", roster, loaded=True)) as fleet:
+        fleet.watch(lambda: roster)
+        assert wait_for(fleet, "lost")
+        assert reported_lost(tmp_path) == set()  # nothing is left to kill
+        url, _ = health
+        roster = {0: make_server(0, tmp_path, url=url)}
+        assert wait_for(fleet, "joining")
+        (member,) = fleet.members("joining")
+        assert member.server is roster[0]
+        roster = {}
+        assert wait_for(fleet, "lost")
+
+
+def test_an_error_of_the_thread_that_watches_is_not_silent(tmp_path: Path) -> None:
+    def read() -> dict[int, Server]:
+        raise ValueError("not a roster")
+
+    with closing(make_fleet(tmp_path, 1, loaded=False)) as fleet:
+        fleet.watch(read)
+        with pytest.raises(ValueError, match="not a roster"):
+            asyncio.run(fleet.ask(1, never))
