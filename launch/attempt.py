@@ -12,6 +12,7 @@ from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import LOOPBACK, Server, start_server
 
 SEED_STRIDE = 100_003  # between the seeds of two servers, or of a server in two attempts
+RESTART_SEED_STRIDE = 1_009  # between the seeds of a server's starts in one attempt
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,42 @@ class Attempt:
         gpus: Sequence[int] | None = None,
         preload: Preload | None = None,
     ) -> Server:
-        """Start one of the run's servers; it becomes ready in the background."""
+        """Start one of the run's servers; it becomes ready in the background.
+
+        Every start in the attempt has a log and a seed of its own.
+        """
+        restarts = self.num_starts(spec)
         return start_server(
             Path(self.config.model),
             spec.server,
             spec.weight_format,
             context_length=self.config.rollout.max_length,
-            log_file=self.logs / f"server_{spec.set_name}_{spec.index}.log",
-            seed=self.server_seed(spec.index),
+            log_file=self.server_log(spec, restarts),
+            seed=self.server_seed(spec.index, restarts),
             host=host,
             api_key=api_key,
             gpus=gpus,
             preload=preload,
         )
 
-    def server_seed(self, index: int) -> int:
-        """Return the random seed of a server, different in each attempt.
+    def server_log(self, spec: ServerSpec, restarts: int) -> Path:
+        """Return the log of a server's first start, or of its `restarts`-th restart."""
+        suffix = f"_restarted_{restarts}" if restarts else ""
+        return self.logs / f"server_{spec.set_name}_{spec.index}{suffix}.log"
 
-        A server does not save its random state. With the same seed a resumed run would sample
-        again what it sampled at its start.
+    def num_starts(self, spec: ServerSpec) -> int:
+        """Return how often a server was started in this attempt, which its logs show.
+
+        A starter that takes the place of a dead one continues its count.
         """
-        return self.config.seed + SEED_STRIDE * (self.number * self.config.rollout.servers + index)
+        restarted = self.server_log(spec, 0).stem + "_restarted_*.log"
+        return self.server_log(spec, 0).exists() + len(list(self.logs.glob(restarted)))
+
+    def server_seed(self, index: int, restarts: int = 0) -> int:
+        """Return the random seed of a server, different in each of its starts.
+
+        A server does not save its random state. With the same seed it would sample again what it
+        sampled before.
+        """
+        start = self.number * self.config.rollout.servers + index
+        return self.config.seed + SEED_STRIDE * start + RESTART_SEED_STRIDE * restarts

@@ -182,7 +182,11 @@ def _executors_for(
         part.job_name_prefix = "qurl."
         part.comment = str(job.run_dir.absolute())  # `qurl status` finds the job by it
         part.signal = f"B:USR1@{signal_lead_s(job.run_dir)}"
-        part.additional_parameters = {"requeue": True, **(executor.additional_parameters or {})}
+        part.additional_parameters = {
+            "requeue": True,
+            "no-kill": True,  # the run goes on without a lost rollout node
+            **(executor.additional_parameters or {}),
+        }
         part.setup_lines = _setup_lines(job, executor, max_restarts)
         part.container_image, part.container_mounts = None, []
         part.packager = run.Packager()  # copy nothing: the package is on the cluster

@@ -1,8 +1,8 @@
 """Start a run on this machine, watch it, and leave no process behind.
 
 The launcher owns every process of the run: the servers and the learner ranks. It ends them all when
-the learner is done, when any of them dies, on Ctrl-C and on SIGTERM. If the launcher itself is
-killed, the kernel ends them.
+the learner is done, when a rank dies, on Ctrl-C and on SIGTERM. A server that dies is started again
+(`launch/servers.py`). If the launcher itself is killed, the kernel ends them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import closing
 
 from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import place_servers, server_specs
 from launch.prepare import exit_on_bad_input
+from launch.servers import Servers
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
 from qurl_megatron.process import die_with_parent, free_port, tail
-from qurl_megatron.rollout.roster import save_roster
-from qurl_megatron.rollout.server import (
-    Server,
-    ServerFailed,
-    preloaded_sglang,
-    wait_ready,
-)
+from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
@@ -44,9 +39,9 @@ def run(config: Config) -> int:
     """Run `config`, whose directory holds its config.yaml, and return an exit code.
 
     The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, and 75 when SIGUSR1
-    asked it to stop early: it has then saved a checkpoint, or not started yet. It is 1 when a
-    process of the run died; the last lines of that process's log are then printed. It is 2, and
-    nothing is started, when another launcher owns the run.
+    asked it to stop early, or too few servers are left: it has then saved a checkpoint, or not
+    started yet. It is 1 when a learner rank died or a server did not start; the last lines of its
+    log are then printed. It is 2, and nothing is started, when another launcher owns the run.
     """
     with exit_on_bad_input():
         owner = claim(config.run_dir)
@@ -61,34 +56,32 @@ def _run(config: Config) -> int:
         signal.signal(number, lambda number, _: received.append(number))
     print(f"run directory {config.run_dir}", flush=True)
     attempt = Attempt.create(config)
-    servers: dict[str, list[Server]] = {}
     ranks: list[Rank] = []
-    with preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload:
+    roster = config.run_dir / "servers.json"
+    with (
+        preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload,
+        closing(Servers(attempt, roster, preload=preload)) as servers,
+    ):
         try:
             _start_servers(attempt, servers, received, preload)
-            rosters = {name: dict(enumerate(members)) for name, members in servers.items()}
-            save_roster(config.run_dir / "servers.json", rosters)
+            servers.save()
             if not received:
                 _start_ranks(attempt, ranks, preload)
-            all_servers = [server for members in servers.values() for server in members]
-            return _watch(ranks, all_servers, attempt, received)
+            return _watch(ranks, servers, attempt, received)
         except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
             return 1
         finally:
             _stop_ranks(ranks)
-            for members in servers.values():
-                for server in members:
-                    server.stop()
 
 
 def _start_servers(
     attempt: Attempt,
-    servers: dict[str, list[Server]],
+    servers: Servers,
     received: list[int],
     preload: Preload | None,
 ) -> None:
-    """Start the servers and add each to `servers`, so that the caller can end them on a failure.
+    """Start the run's servers, which the caller ends on a failure.
 
     Servers start at the same time, except on a GPU they share. There one starts after the other,
     because each takes a fraction of the memory it finds free.
@@ -106,8 +99,7 @@ def _start_servers(
     used = set(range(config.learner.world_size))
     for spec in server_specs(config):
         gpus = placed[spec.set_name][spec.index]
-        server = attempt.start(spec, gpus=gpus, preload=preload)
-        servers.setdefault(spec.set_name, []).append(server)
+        server = servers.start(spec, gpus)
         if used & set(gpus):
             wait_ready([server], spec.server.start_timeout_s, lambda: bool(received))
         used |= set(gpus)
@@ -162,11 +154,17 @@ def _before_rank() -> None:
 
 def _watch(
     ranks: list[Rank],
-    servers: list[Server],
+    servers: Servers,
     attempt: Attempt,
     received: list[int],
 ) -> int:
-    """Wait until all ranks are done, a process dies or a signal ends the run; return the code."""
+    """Keep the servers running until all ranks are done, one dies or a signal ends the run.
+
+    Return the exit code.
+
+    Raises:
+        ServerFailed: a server did not start.
+    """
     reminded_at = -REMIND_S
     while True:
         ending = [number for number in received if number != signal.SIGUSR1]
@@ -179,24 +177,20 @@ def _watch(
             for rank in ranks:
                 rank.send_signal(signal.SIGUSR1)
         codes = [rank.poll() for rank in ranks]
-        dead = next((server for server in servers if not server.alive()), None)
-        if dead is not None:
-            return _report_death(f"server {dead.url} died", Path(dead.log_file))
         failed = next((n for n, code in enumerate(codes) if code not in GOOD_CODES), None)
         if failed is not None:
-            return _report_death(
-                f"learner rank {failed} ended with code {codes[failed]}", attempt.rank_log(failed)
+            log = attempt.rank_log(failed)
+            print(
+                f"\nqurl: learner rank {failed} ended with code {codes[failed]}; the end of {log}:"
+                f"\n{tail(log)}",
+                file=sys.stderr,
             )
+            return 1
         if None not in codes:
             # Without a rank, SIGUSR1 came before any was started.
             return max((code for code in codes if code is not None), default=STOPPED_EARLY)
+        servers.check()
         time.sleep(POLL_S)
-
-
-def _report_death(what: str, log_file: Path) -> int:
-    """Print what died and the end of its log; return exit code 1."""
-    print(f"\nqurl: {what}; the end of {log_file}:\n{tail(log_file)}", file=sys.stderr)
-    return 1
 
 
 def _stop_ranks(ranks: list[Rank]) -> None:

@@ -2,12 +2,18 @@
 
     python -m launch.slurm run [--max-restarts N] RECIPE name=NAME [field=value ...]
     python -m launch.slurm lead RUN      print the N of --signal=B:USR1@N that the run needs
+    python -m launch.slurm guard LOGS    (started by the job) requeue it if it loses its batch host
 
 The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
 starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
 watches both sides, learner and rollout:
 
-- When one side ends, the other is ended too. The job's exit code is the learner's.
+- When the learner ends, the rollout nodes are ended too. The job's exit code is the learner's.
+- A rollout task that ends is started again on its node. When the node is lost, or its task has been
+  started again too often, the learner goes on with the servers of the other nodes, if they are
+  enough. A server that fails during its first start ends the job.
+- With --no-kill, Slurm lets a job that loses its batch host go on, with nothing to end it. So a
+  guard on a rollout node then requeues it.
 - USR1 (from Slurm, before the time limit), TERM (preemption) and this process's own clock ask the
   learner to stop early. It finishes its step, saves a checkpoint and ends with code 75. The job is
   then requeued, at most `--max-restarts` times, and resumes from that checkpoint.
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -28,7 +35,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -36,16 +43,23 @@ from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
 from launch.prepare import exit_on_bad_input, prepare_resume_or_new
+from launch.servers import RestartLimit
+from launch.slurm_task import START_FAILED, roster_of
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
+from qurl_megatron.rollout.roster import save_roster
 
 POLL_S = 0.5
 REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
 PREFLIGHT_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
+RETRY_S = 10.0  # between the end of a rollout node's task and its next start
+GUARD_POLL_S = 60.0
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
 RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
+# A request to stop early must not kill a task whose Python is still starting.
+IGNORE_SIGNALS = ["env", "--ignore-signal=USR1,TERM"]
 LEAD_MARGIN_S = 60  # Slurm may send the signal this much late
 LEAD_UNMEASURED_S = 600  # the lead before a run has measured a step and a save
 
@@ -72,17 +86,22 @@ def _run(config: Config, max_restarts: int) -> int:
             config, attempt.number, learner_group.nodes, rollout_group.nodes, free_port()
         )
     plan.save(attempt.logs / "plan.json")
-    job = {"id": os.environ["SLURM_JOB_ID"], "output": os.readlink("/proc/self/fd/1")}
-    write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for qurl status and logs
+    job = {
+        "id": os.environ["SLURM_JOB_ID"],
+        "output": os.readlink("/proc/self/fd/1"),
+        "batch_host": os.environ["SLURMD_NODENAME"],
+    }
+    write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for guard, status and logs
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
     if not preflight(attempt, plan, learner_group, rollout_group):
         return 2
     with contextlib.ExitStack() as stack:
-        rollout = JobStep(attempt, "rollout", rollout_group, len(rollout_group.nodes), {})
+        rollout = RolloutSide(attempt, rollout_group)
         stack.callback(rollout.end)
         threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}
-        learner = JobStep(attempt, "learner", learner_group, config.learner.world_size, threads)
-        stack.callback(learner.end)
+        tasks = srun(learner_group, config.learner.world_size, task("learner", attempt.logs))
+        learner = JobStep(attempt, "learner", tasks, threads)
+        stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests)
     # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
     if code == STOPPED_EARLY or (code and is_preempted()):
@@ -90,8 +109,8 @@ def _run(config: Config, max_restarts: int) -> int:
     return code
 
 
-def watch(config: Config, learner: JobStep, rollout: JobStep, stop_requests: list[int]) -> int:
-    """Wait for the side that ends first, and return the job's exit code.
+def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests: list[int]) -> int:
+    """Keep the rollout side running until the learner ends; return the job's exit code.
 
     Ask the learner to stop early on a signal, or shortly before the time limit.
     """
@@ -108,32 +127,25 @@ def watch(config: Config, learner: JobStep, rollout: JobStep, stop_requests: lis
             if code not in (0, STOPPED_EARLY):
                 learner.report(code)
             return code
-        code = rollout.poll()
-        if code is not None:
-            rollout.report(code)
+        if not rollout.check():
             # A learner that has finished or saved may still be ending.
             learner_code = learner.wait(END_TIMEOUT_S)
-            return learner_code if learner_code in (0, STOPPED_EARLY) else code or 1
+            return learner_code if learner_code in (0, STOPPED_EARLY) else 1
         time.sleep(POLL_S)
 
 
 class JobStep:
-    """One side of the job: an srun of `launch.slurm_task`."""
+    """The learner, a rollout node or the guard: a running srun."""
 
     def __init__(
-        self,
-        attempt: Attempt,
-        role: str,
-        group: NodeGroup,
-        tasks: int,
-        environment: dict[str, str],
+        self, attempt: Attempt, name: str, command: list[str], environment: Mapping[str, str] = {}
     ) -> None:
-        self._role = role
+        self._name = name
         self._attempt = attempt
-        self._log = attempt.logs / f"srun_{role}.log"
+        self._log = attempt.logs / f"srun_{name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                srun(group, tasks, role, attempt.logs),
+                command,
                 env={**step_environment(os.environ), **environment},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
@@ -155,21 +167,112 @@ class JobStep:
         self._process.send_signal(number)
 
     def report(self, code: int) -> None:
-        """Print that this side ended, with srun's messages and the end of the failed rank's log."""
+        """Print that the step ended, with srun's messages and the end of the failed rank's log."""
         lines = self._log.read_text(errors="replace").splitlines()
         messages = "\n".join(line for line in lines if line.startswith("srun: "))
-        text = f"\nqurl: the {self._role} side ended with code {code}; srun printed:\n{messages}\n"
+        text = f"\nqurl: {self._name} ended with code {code}; srun printed:\n{messages}\n"
         task = re.search(r"task[s]? (\d+)", messages)
-        if self._role == "learner" and task:
+        if self._name == "learner" and task:
             log = self._attempt.rank_log(int(task[1]))
             text += f"the end of {log}:\n{tail(log, RANK_LOG_LINES)}"
         print(text, file=sys.stderr, flush=True)
 
+
+def end_steps(steps: Sequence[JobStep]) -> None:
+    """End the tasks of several steps at once; Slurm ends those that remain, with the job."""
+    running = [step for step in steps if step.poll() is None]
+    for step in running:
+        step.signal(signal.SIGUSR2)
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for step in running:
+        step.wait(max(0.0, deadline - time.monotonic()))
+
+
+@dataclasses.dataclass
+class _RolloutNode:
+    """The task of a rollout node: the step that runs it, or ran it last."""
+
+    group: NodeGroup  # of this node alone
+    step: JobStep
+    limit: RestartLimit = dataclasses.field(default_factory=RestartLimit)
+    ended_at: float | None = None  # clock of time.monotonic; None while it runs
+
+
+class RolloutSide:
+    """The rollout nodes of the job, with a job step each, so that one can end without the others.
+
+    A node that is given up gets an empty roster, which tells the learner that no server will come
+    back there.
+    """
+
+    def __init__(self, attempt: Attempt, group: NodeGroup) -> None:
+        self._attempt = attempt
+        groups = [dataclasses.replace(group, nodes=[name]) for name in group.nodes]
+        self._nodes = {one.nodes[0]: _RolloutNode(one, self._start(one)) for one in groups}
+        self._guard = self._start_guard()
+        self._guarded_at = time.monotonic()
+
+    def check(self) -> bool:
+        """Start again the tasks that have ended; call it often.
+
+        Return False if a task could not start its servers at all, which ends the job.
+        """
+        now = time.monotonic()
+        for name, node in list(self._nodes.items()):
+            code = node.step.poll()
+            if code is None:
+                continue
+            roster = roster_of(self._attempt.logs, name)
+            if node.ended_at is None:
+                node.ended_at = now
+                node.step.report(code)
+                if code == START_FAILED or not roster.exists():
+                    return False
+            if now < node.ended_at + RETRY_S:
+                continue
+            if node.limit.allows():
+                print(f"qurl: starting the rollout task of {name} again", flush=True)
+                node.step, node.ended_at = self._start(node.group), None
+            else:
+                print(f"qurl: {name} is lost; its servers do not come back", flush=True)
+                save_roster(roster, {})
+                del self._nodes[name]
+        if self._guard.poll() is not None and self._nodes and now > self._guarded_at + RETRY_S:
+            self._guard, self._guarded_at = self._start_guard(), now
+        return True
+
     def end(self) -> None:
-        """End the tasks at once; Slurm ends those that remain, with the job."""
-        if self.poll() is None:
-            self.signal(signal.SIGUSR2)
-            self.wait(END_TIMEOUT_S)
+        """End all tasks, and the guard."""
+        end_steps([self._guard, *(node.step for node in self._nodes.values())])
+
+    def _start(self, group: NodeGroup) -> JobStep:
+        command = srun(group, 1, task("rollout", self._attempt.logs))
+        return JobStep(self._attempt, f"rollout_{group.nodes[0]}", command)
+
+    def _start_guard(self) -> JobStep:
+        running = [node.group for node in self._nodes.values() if node.ended_at is None]
+        group = (running or [node.group for node in self._nodes.values()])[-1]
+        # It asks Slurm, which a container may not be able to.
+        command = [*IGNORE_SIGNALS, sys.executable, "-m", "launch.slurm", "guard"]
+        command = srun(group, 1, ["--overlap", *command, str(self._attempt.logs)])
+        return JobStep(self._attempt, "guard", command)
+
+
+def guard(logs: Path) -> None:
+    """Requeue the job once it has lost its batch host; run it on another node."""
+    job = json.loads((logs / "job.json").read_text())
+    while True:
+        time.sleep(GUARD_POLL_S)
+        listed = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job['id']}", "--format=%N"],
+            capture_output=True,
+            text=True,
+            check=False,  # a controller that does not answer says nothing about the batch host
+        ).stdout.split()
+        if listed and job["batch_host"] not in hostnames(",".join(listed)):
+            print(f"qurl: the job has lost {job['batch_host']}; requeueing it", flush=True)
+            subprocess.run(["scontrol", "requeue", job["id"]], check=True)
+            return
 
 
 def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
@@ -214,7 +317,7 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     reports.mkdir()
     steps = [
         subprocess.Popen(
-            srun(group, len(group.nodes), "preflight", attempt.logs, plan.token),
+            srun(group, len(group.nodes), task("preflight", attempt.logs, plan.token)),
             env=step_environment(os.environ),
             stdin=subprocess.DEVNULL,
         )
@@ -238,31 +341,33 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     return not problems
 
 
-def srun(group: NodeGroup, tasks: int, *arguments: object) -> list[str]:
-    """Return the command that runs `launch.slurm_task`, with equal numbers of tasks on the nodes.
+def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:
+    """Return the command that runs tasks, equally many on each node of a group.
 
     When the first task ends, the others have `SRUN_WAIT_S` to end too. So a rank that dies ends its
-    side, and ranks that are done do not kill each other.
+    side, and ranks that are done do not kill each other. `command` may begin with further options.
     """
     per_node = tasks // len(group.nodes)
-    where = [f"--nodelist={','.join(group.nodes)}"]
-    if group.het_group is not None:
-        where = [f"--het-group={group.het_group}"]
+    het_group = [] if group.het_group is None else [f"--het-group={group.het_group}"]
     return [
         "srun",
-        *where,
+        *het_group,
+        f"--nodelist={','.join(group.nodes)}",
         f"--nodes={len(group.nodes)}",
         f"--ntasks={tasks}",
         f"--ntasks-per-node={per_node}",
         f"--cpus-per-task={max(1, group.cpus // per_node)}",
         f"--wait={SRUN_WAIT_S}",
         "--kill-on-bad-exit=0",
-        *container_options(os.environ),
-        # A request to stop early must not kill a task whose Python is still starting.
-        *("env", "--ignore-signal=USR1,TERM"),
-        *(os.environ.get("QURL_PYTHON", "python"), "-m", "launch.slurm_task"),
-        *(str(argument) for argument in arguments),
+        *command,
     ]
+
+
+def task(*arguments: object) -> list[str]:
+    """Return the command of `launch.slurm_task`, with srun's options for its container."""
+    python = os.environ.get("QURL_PYTHON", "python")
+    words = [*container_options(os.environ), *IGNORE_SIGNALS, python, "-m", "launch.slurm_task"]
+    return words + [str(argument) for argument in arguments]
 
 
 def container_options(environment: Mapping[str, str]) -> list[str]:
@@ -358,7 +463,12 @@ def main() -> None:
     job.add_argument("overrides", nargs="*", metavar="field=value")
     lead = commands.add_parser("lead", help="print N of --signal=B:USR1@N")
     lead.add_argument("run_dir", type=Path)
+    guarding = commands.add_parser("guard", help="requeue the job if it loses its batch host")
+    guarding.add_argument("logs", type=Path)
     arguments = parser.parse_args()
+    if arguments.command == "guard":
+        guard(arguments.logs)
+        return
     if arguments.command == "lead":
         print(signal_lead_s(arguments.run_dir))
         return

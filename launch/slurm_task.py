@@ -1,7 +1,8 @@
 """The tasks on the nodes of a Slurm job, which `launch/slurm.py` starts through srun.
 
     preflight LOGS TOKEN    one task per node: report what the node lacks for its part of the plan
-    rollout LOGS            one task per node: start its servers, write their addresses, watch them
+    rollout LOGS            one task per node: keep its servers running, and their addresses in
+                            LOGS/servers_NODE.json
     learner LOGS            one task per rank: train
 
 All tasks read LOGS/plan.json. USR2 ends a task at once. USR1 and TERM, which Slurm sends to every
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from launch.placement import JobPlan, NodePlan
-    from qurl_megatron.rollout.server import Server
 
 POLL_S = 0.5
+START_FAILED = 3  # exit code of a rollout task with a server that failed during its first start
 
 
 def preflight(logs: Path, token: str) -> None:
@@ -77,49 +78,50 @@ def installed_gpus() -> int | None:
 
 
 def rollout(logs: Path) -> int:
-    """Start this node's servers, write their addresses, and watch them; return an exit code.
+    """Start this node's servers, write their addresses, and keep them running until USR2.
 
-    The code is 1 when a server dies and 0 after USR2.
+    Return an exit code: 0 after USR2, START_FAILED when a server failed during its first start.
     """
     received: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
     from launch.attempt import Attempt
     from launch.placement import server_specs
+    from launch.servers import Servers
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
-    from qurl_megatron.process import tail
-    from qurl_megatron.rollout.roster import save_roster
-    from qurl_megatron.rollout.server import preloaded_sglang
+    from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
-    servers: dict[str, dict[int, Server]] = {}
-    started: list[Server] = []
+    host = socket.gethostbyname(own.name)
     first_gpu = 0
-    with contextlib.ExitStack() as stack:
-        preload = stack.enter_context(preloaded_sglang(logs / f"preload_{own.name}.log"))
+    with (
+        preloaded_sglang(logs / f"preload_{own.name}.log") as preload,
+        contextlib.closing(
+            Servers(
+                attempt,
+                roster_of(logs, own.name),
+                host=host,
+                api_key=plan.api_key,
+                preload=preload,
+            )
+        ) as servers,
+    ):
         for set_name, index in own.servers:
             spec = specs[set_name, index]
-            host = socket.gethostbyname(own.name)
             gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
-            gpus = gpus if device.num_gpus() else range(0)
-            started.append(
-                attempt.start(spec, host=host, api_key=plan.api_key, gpus=gpus, preload=preload)
-            )
-            stack.callback(started[-1].stop)
-            servers.setdefault(set_name, {})[index] = started[-1]
+            servers.start(spec, gpus if device.num_gpus() else [])
             first_gpu += len(gpus)
-        save_roster(logs / f"servers_{own.name}.json", servers)
-        while not received:
-            for server in started:
-                if not server.alive():
-                    log = Path(server.log_file)
-                    print(f"\nqurl: server {server.url} on {own.name} died; the end of {log}:")
-                    print(tail(log), flush=True)
-                    return 1
-            time.sleep(POLL_S)
-        return 0
+        servers.save()
+        try:
+            while not received:
+                servers.check()
+                time.sleep(POLL_S)
+        except ServerFailed as failure:
+            print(f"\nqurl: {own.name}: {failure}", flush=True)
+            return START_FAILED
+    return 0
 
 
 def learner(logs: Path) -> int:
@@ -151,7 +153,7 @@ def await_rosters(logs: Path, plan: JobPlan, timeout_s: float) -> list[Path]:
     Raises:
         TimeoutError: a node has not written its roster after `timeout_s` seconds.
     """
-    rosters = [logs / f"servers_{node.name}.json" for node in plan.nodes if node.servers]
+    rosters = [roster_of(logs, node.name) for node in plan.nodes if node.servers]
     deadline = time.monotonic() + timeout_s
     for roster in rosters:
         while not roster.exists():
@@ -159,6 +161,11 @@ def await_rosters(logs: Path, plan: JobPlan, timeout_s: float) -> list[Path]:
                 raise TimeoutError(f"no servers after {timeout_s:.0f} s: {roster} is missing")
             time.sleep(POLL_S)
     return rosters
+
+
+def roster_of(logs: Path, node: str) -> Path:
+    """Return the file in which a rollout node lists its servers."""
+    return logs / f"servers_{node}.json"
 
 
 def read_plan(logs: Path) -> tuple[JobPlan, NodePlan]:

@@ -164,3 +164,16 @@ def test_every_message_that_troubleshooting_quotes_is_in_the_source() -> None:
     assert len(quoted) > 5
     texts = texts_of_the_source()
     assert [message for message in quoted if message not in texts] == []
+
+
+def test_every_row_of_the_fault_table_names_a_test_that_exists() -> None:
+    page = (REPOSITORY / "docs" / "faults.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(table) > 15
+    for row in table:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, function in named:
+            tree = ast.parse((REPOSITORY / file).read_text())
+            functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert function in functions, f"{file} has no {function}"

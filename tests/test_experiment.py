@@ -72,7 +72,7 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
     for part in (learner, rollout):
         assert int(part["gpus-per-node"]) <= GPUS_PER_NODE
         assert part["signal"] == "B:USR1@600"  # the default before a run has measured its steps
-        assert "requeue" in part and "exclusive" in part
+        assert {"requeue", "exclusive", "no-kill"} <= part.keys()
         assert (part["open-mode"], part["account"], part["time"]) == ("append", "acc", "04:00:00")
     # The batch process replaces the shell before nemo-run's srun lines.
     (command,) = re.findall(r"^exec (.+)$", script, re.MULTILINE)

@@ -247,7 +247,7 @@ def wait_ready(
     """
     deadline = time.monotonic() + timeout_s
     for server in servers:
-        while not given_up() and not _answers(server):
+        while not given_up() and not answers(server):
             if not server.alive():
                 raise server.failed("died while starting")
             if time.monotonic() > deadline:
@@ -255,7 +255,8 @@ def wait_ready(
             time.sleep(POLL_S)
 
 
-def _answers(server: Server) -> bool:
+def answers(server: Server) -> bool:
+    """Return whether a server has started; it does not answer while it is paused."""
     try:
         return httpx.get(f"{server.url}/health", headers=server.headers, timeout=5.0).is_success
     except httpx.TransportError:

@@ -1,7 +1,8 @@
-"""After a process is killed, the run reports why, leaves no process behind, and can resume."""
+"""A run outlives its servers, reports why it ends, leaves no process behind, and can resume."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import psutil
 
-from e2e.running import SMALL, Start, curve_steps, metrics_of
+from e2e.running import SMALL, Command, Start, curve_steps, metrics_of
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.process import start_ticks
+from qurl_megatron.rollout.roster import read_roster
 
 
 def test_ctrl_c_while_it_starts_ends_every_process(start: Start) -> None:
@@ -51,22 +54,79 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_log(start: Start) ->
     assert run.survivors() == []
 
 
-def test_a_crash_ends_the_run_with_its_reason_and_another_layout_resumes_it(
+def test_the_only_server_killed_and_then_stopped_is_replaced_and_the_run_completes(
     start: Start,
 ) -> None:
+    run = start("train", "quickstart", *SMALL, "steps=40")
+    run.wait_for(r"step 2/")
+    os.kill(pid_of(run, "rollout", 0), signal.SIGKILL)
+    run.wait_for(r"server rollout_0 died \(killed by signal 9\); restarting \(1\)")
+    run.wait_for("server rollout_0 answers again")
+    done = len(metrics_of(run))
+    run.wait_for(rf"step {done + 2}/")
+    for process in tree_of(run, "rollout", 0):
+        process.suspend()
+    run.wait_for(r"server rollout_0 does not answer the learner; restarting \(2\)")
+    assert run.exit_code() == 0, run.text()
+    assert run.survivors() == []
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == list(range(1, 41))
+    assert [step["weight_version"] for step in steps] == list(range(2, 42))
+    suffixes = ("", "_restarted_1", "_restarted_2")
+    logs = [run.run_dir / "logs" / f"server_rollout_0{suffix}.log" for suffix in suffixes]
+    assert len({random_seed(log) for log in logs}) == 3
+
+
+def test_the_run_goes_on_without_one_of_two_servers_and_without_the_evaluation_server(
+    start: Start,
+) -> None:
+    words = ["steps=60", "rollout.servers=2", "evaluation.problems=16"]
+    run = start("train", "quickstart", *SMALL, *words)
+    run.wait_for(r"step 2/")
+    os.kill(pid_of(run, "rollout", 1), signal.SIGKILL)
+    os.kill(pid_of(run, "evaluation", 0), signal.SIGKILL)
+    run.wait_for(r"server rollout_1 died \(killed by signal 9\); restarting \(1\)")
+    run.wait_for(r"server evaluation_0 died \(killed by signal 9\); restarting \(1\)")
+    done = len(metrics_of(run))
+    run.wait_for("server rollout_1 answers again")
+    assert len(metrics_of(run)) > done  # the other server has sampled
+    assert run.exit_code() == 0, run.text()
+    assert run.survivors() == []
+    assert [step["step"] for step in metrics_of(run)] == list(range(1, 61))
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert 0 <= summary["held_out_accuracy_after"] <= 1
+
+
+def test_sigterm_while_a_server_restarts_leaves_no_process(start: Start) -> None:
+    run = start("train", "quickstart", *SMALL, "steps=1000")
+    run.wait_for(r"step 1/")
+    os.kill(pid_of(run, "rollout", 0), signal.SIGKILL)
+    run.wait_for(r"restarting \(1\)")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.exit_code() == 143
+    assert run.survivors() == []
+    assert start_ticks(pid_of(run, "rollout", 0)) is None
+
+
+def test_a_run_without_servers_saves_and_another_layout_resumes_it(start: Start) -> None:
     words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
     words += ["optimizer.weight_decay=1"]  # changes the weights quickly for any rewards
     words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
     run = start("train", "quickstart", *SMALL, *words, "steps=1000")
     run.wait_for(r"step 5/")
+    model = run.run_dir / "model"
+    model.rename(model.with_name("hidden"))  # no server can start without it
     run.find("sglang::scheduler").kill()
-    assert run.exit_code() == 1
-    assert "server http://127.0.0.1" in run.text()
+    assert run.exit_code() == STOPPED_EARLY, run.text()
+    model.with_name("hidden").rename(model)
+    assert "not restarting it, after 3 restarts within 60 minutes" in run.text()
+    assert "server_rollout_0_restarted_3.log ends" in run.text()
     assert run.survivors() == []
     before = metrics_of(run)
     (*_, newest) = list_checkpoints(run.run_dir)
     done = read_state(newest).step
-    assert 2 <= done <= len(before)
+    assert done == len(before) >= 5  # no step is lost
+    assert f"stopped early after step {done}; continue: qurl resume runs/run" in run.text()
 
     resumed = start("resume", "runs/run", "learner.tensor_parallel_size=1")
     resumed.wait_for(rf"step {done + 4}/")
@@ -93,6 +153,17 @@ def test_a_crash_ends_the_run_with_its_reason_and_another_layout_resumes_it(
     assert resumed.survivors() == []
     shown = curve_steps(run, "reward_mean")
     assert len(shown) >= done + 4 and shown == list(range(1, len(shown) + 1))
+
+
+def pid_of(run: Command, set_name: str, index: int) -> int:
+    """Return the main process of a server."""
+    return read_roster(run.run_dir / "servers.json")[set_name][index].pid
+
+
+def tree_of(run: Command, set_name: str, index: int) -> list[psutil.Process]:
+    """Return all processes of a server."""
+    main = psutil.Process(pid_of(run, set_name, index))
+    return [main, *main.children(recursive=True)]
 
 
 def random_seed(log: Path) -> str:

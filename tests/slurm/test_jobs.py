@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import signal
 import stat
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.rollout.roster import read_roster
 from slurm.cluster import Cluster
 from slurm.runs import WORDS, metrics_of, wait_for_end, wait_for_text
 
@@ -29,12 +30,10 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     late = cluster.submit(tmp_path, after_chained, *nodes, SCRIPTS / "qurl.sbatch", *words)
     run_dir = tmp_path / "runs" / "run"
     wait_for_text(job, "step 3/")
-    servers = json.loads((run_dir / "logs" / "servers_n2.json").read_text())["rollout"]
-    servers += json.loads((run_dir / "logs" / "servers_n3.json").read_text())["rollout"]
-    assert [(server["machine"], bool(server["api_key"])) for server in servers] == [
-        ("n2", True),
-        ("n3", True),
-    ]
+    servers = read_roster(run_dir / "logs" / "servers_n2.json")["rollout"]
+    servers |= read_roster(run_dir / "logs" / "servers_n3.json")["rollout"]
+    assert {index: server.machine for index, server in servers.items()} == {0: "n2", 1: "n3"}
+    assert all(server.api_key for server in servers.values())
     mode = (run_dir / "logs" / "servers_n2.json").stat().st_mode
     assert stat.S_IMODE(mode) == 0o600
 
@@ -75,7 +74,7 @@ def lead_command(run_dir: Path) -> list[str | Path]:
     return [sys.executable, "-m", "launch.slurm", "lead", run_dir]
 
 
-def test_a_killed_rank_or_node_fails_the_job_and_the_next_job_resumes(
+def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     words = [*WORDS, "steps=100000", "checkpoint.every_steps=2"]
@@ -85,47 +84,89 @@ def test_a_killed_rank_or_node_fails_the_job_and_the_next_job_resumes(
 
     # A learner rank is killed.
     first = cluster.submit(tmp_path, *nodes, script, *words)
+    words += ["checkpoint.every_steps=100000"]
     second = cluster.submit(tmp_path, f"--dependency=afterany:{first.id}", *nodes, script, *words)
     wait_for_text(first, "step 5/")
     (rank,) = cluster.tasks("n1", "learner", rank=1)
     rank.kill()
     assert wait_for_end(first) == "FAILED"
     assert first.exit_code() == 128 + signal.SIGKILL
-    assert "the learner side ended with code 137" in first.text()
+    assert "learner ended with code 137" in first.text()
     assert "task 1: Killed" in first.text()
-    assert cluster.left_over() == []
 
-    # The next job of the chain resumes from its checkpoint, and loses a rollout node.
+    # The next job of the chain resumes from its checkpoint. When it is preempted it saves at once,
+    # ignoring the schedule, and is requeued until nodes are free.
     done = read_state(list_checkpoints(run_dir)[-1]).step
     wait_for_text(second, f"resuming after step {done}")
-    wait_for_text(second, f"step {done + 5}/")
-    cluster.kill_node("n2")
-    wait_for_text(second, "side ended with code")
-    assert "server http://127.0.1.2" in second.text()  # the learner lost it
-    cluster.start_node("n2")  # Slurm needs the node to see that the job has ended there
-    assert wait_for_end(second) == "FAILED"
-    assert second.exit_code() == 1
-    assert cluster.left_over() == []
-
-    # A preempted job saves at once, ignoring the schedule, and is requeued until nodes are free.
-    third = cluster.submit(tmp_path, *nodes, script, *words, "checkpoint.every_steps=100000")
-    done = read_state(list_checkpoints(run_dir)[-1]).step
-    wait_for_text(third, f"resuming after step {done}")
-    wait_for_text(third, f"step {done + 3}/")
+    wait_for_text(second, f"step {done + 3}/")
     urgent = ["--partition=high", "--exclusive", "--nodes=2", "--nodelist=n1,n2", "--output=urgent"]
     cluster.call("sbatch", *urgent, "--wrap=true", cwd=tmp_path)
-    wait_for_text(third, "requeueing job")
+    wait_for_text(second, "requeueing job")
     stopped_at = read_state(list_checkpoints(run_dir)[-1]).step
     assert stopped_at >= done + 3
     assert len(metrics_of(run_dir)) == stopped_at
-    wait_for_text(third, f"resuming after step {stopped_at}")
-    wait_for_text(third, f"step {stopped_at + 1}/")
+    wait_for_text(second, f"resuming after step {stopped_at}")
+    wait_for_text(second, f"step {stopped_at + 1}/")
 
     # A cancelled job saves too, and is not requeued.
-    cluster.call("scancel", third.id)
-    assert wait_for_end(third) == "CANCELLED"
-    assert "not requeued" in third.text()
+    cluster.call("scancel", second.id)
+    assert wait_for_end(second) == "CANCELLED"
+    assert "not requeued" in second.text()
     assert len(metrics_of(run_dir)) == read_state(list_checkpoints(run_dir)[-1]).step
+    assert cluster.left_over() == []
+
+
+def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = [*WORDS, "steps=100000", "checkpoint.every_steps=100000", "rollout.servers=2"]
+    nodes = ["--nodes=3", "--gpus-per-node=2", "--nodelist=n1,n2,n3"]
+    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl_one_allocation.sbatch", *words)
+    run_dir = tmp_path / "runs" / "run"
+    logs = run_dir / "logs"
+
+    def wait_for_steps(number: int) -> None:
+        wait_for_text(job, f"step {len(metrics_of(run_dir)) + number}/")
+
+    # A server is killed; its rollout task starts it again.
+    wait_for_text(job, "step 3/")
+    os.kill(read_roster(logs / "servers_n3.json")["rollout"][1].pid, signal.SIGKILL)
+    wait_for_text(job, "server rollout_1 died (killed by signal 9); restarting (1)")
+    wait_for_steps(1)
+    wait_for_text(job, "server rollout_1 serves", count=2)
+
+    # The task of a rollout node is killed; the job starts it again.
+    (rollout,) = cluster.tasks("n2", "rollout", rank=0)
+    rollout.kill()
+    wait_for_text(job, "rollout_n2 ended with code 137")
+    wait_for_text(job, "starting the rollout task of n2 again")
+    wait_for_text(job, "server rollout_0 serves", count=2)
+    assert (logs / "server_rollout_0_restarted_1.log").exists()
+    wait_for_steps(2)
+
+    # A rollout node is lost; Slurm takes it out of the job.
+    cluster.kill_node("n3")
+    wait_for_text(job, "server rollout_1 is lost", count=2)
+    wait_for_steps(2)
+    wait_for_text(job, "n3 is lost; its servers do not come back")
+    wait_for_steps(2)
+    assert job.state() == "RUNNING"
+
+    # The other rollout node is lost; the job saves, and is requeued until there are nodes again.
+    cluster.kill_node("n2")
+    wait_for_text(job, "requeueing job")
+    stopped_at = read_state(list_checkpoints(run_dir)[-1]).step
+    assert stopped_at == len(metrics_of(run_dir))
+    assert f"stopped early after step {stopped_at}" in job.text()
+    cluster.start_node("n2")
+    cluster.start_node("n3")
+    wait_for_text(job, f"resuming after step {stopped_at}")
+    wait_for_text(job, f"step {stopped_at + 1}/")
+
+    # The batch host is lost, and with it whoever would end the job: the guard requeues it.
+    cluster.kill_node("n1")
+    cluster.wait_for(lambda: job.show("Restarts"), lambda number: number == "2", 300, "requeued")
+    cluster.start_node("n1")
     assert cluster.left_over() == []
 
 

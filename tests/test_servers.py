@@ -1,0 +1,229 @@
+"""Servers are restarted by the process that started them; here `sleep` stands for each server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch import attempt, servers
+from launch.attempt import Attempt
+from launch.placement import server_specs
+from launch.servers import MAX_RESTARTS, Servers, how_it_ended
+from qurl_megatron.config.schema import Config
+from qurl_megatron.process import start_ticks
+from qurl_megatron.rollout.roster import read_roster, report_lost
+from qurl_megatron.rollout.server import Server, ServerFailed
+
+TIMEOUT_S = 20.0
+
+
+class Machine:
+    """What the tests know and decide of the processes that stand for servers."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.attempt = Attempt.create(config)
+        self.roster = config.run_dir / "servers.json"
+        self.seeds: list[int] = []
+        self.pids: list[int] = []
+        self.answering: set[str] = set()  # URLs
+
+    def start_server(self, *_: object, log_file: Path, seed: int, **options: Any) -> Server:
+        log_file.write_text(f"the log of {log_file.name}\n")
+        pid = subprocess.Popen(["sleep", "1000"]).pid
+        self.seeds.append(seed)
+        self.pids.append(pid)
+        scratch = self.config.run_dir / f"scratch{pid}"
+        scratch.mkdir()
+        return Server(
+            url=f"http://{pid}",
+            machine=socket.gethostname(),
+            pid=pid,
+            start_ticks=start_ticks(pid),
+            tensor_parallel_size=1,
+            gpus=list(options["gpus"]),
+            log_file=str(log_file),
+            scratch_dir=str(scratch),
+        )
+
+    def answer(self, index: int = 0) -> None:
+        """Let the present process of a rollout server answer from now on."""
+        self.answering.add(self.listed(index).url)
+
+    def listed(self, index: int = 0) -> Server:
+        """Return a rollout server as the roster has it."""
+        return read_roster(self.roster)["rollout"][index]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    config = Config(name="run", output_dir=str(tmp_path))
+    config.rollout.servers = 2
+    (config.run_dir).mkdir()
+    machine = Machine(config)
+    monkeypatch.setattr(attempt, "start_server", machine.start_server)
+    monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
+    monkeypatch.setattr(servers, "ASK_S", 0.0)
+    yield machine
+    for pid in machine.pids:
+        assert start_ticks(pid) is None, "a server was left running"
+
+
+def start(machine: Machine, gpus: tuple[list[int], ...] = ([], [])) -> Servers:
+    started = Servers(machine.attempt, machine.roster)
+    for spec, on in zip(server_specs(machine.config), gpus, strict=False):
+        started.start(spec, on)
+    started.save()
+    return started
+
+
+def check_until(started: Servers, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        started.check()
+        time.sleep(0.01)
+
+
+def test_a_killed_server_is_replaced_in_the_roster_with_another_log_and_seed(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(start(machine)) as started:
+        machine.answer(0)
+        machine.answer(1)
+        started.check()
+        first, other = machine.listed(0), machine.listed(1)
+        os.kill(first.pid, signal.SIGKILL)
+        check_until(started, lambda: machine.listed(0) != first)
+        second = machine.listed(0)
+        assert machine.listed(1) == other
+        assert (second.pid, second.url) != (first.pid, first.url)
+        assert Path(first.log_file).name == "server_rollout_0.log"
+        assert Path(second.log_file).name == "server_rollout_0_restarted_1.log"
+        assert Path(first.log_file).exists() and not Path(first.scratch_dir).exists()
+        assert len(set(machine.seeds)) == 3
+        machine.answer(0)
+        started.check()
+    said = capsys.readouterr().out
+    assert "server rollout_0 died (killed by signal 9); restarting (1)" in said
+    assert "server rollout_0 answers again" in said
+
+
+def test_a_stopped_server_that_the_learner_reports_is_killed_and_replaced(
+    machine: Machine,
+) -> None:
+    with closing(start(machine)) as started:
+        machine.answer(0)
+        machine.answer(1)
+        started.check()
+        hung = machine.listed(1)
+        os.kill(hung.pid, signal.SIGSTOP)
+        started.check()
+        assert machine.listed(1) == hung  # the starter does not see that it hangs
+        report_lost(machine.attempt.logs, "rollout", 1, hung)
+        check_until(started, lambda: machine.listed(1) != hung)
+        assert not psutil.pid_exists(hung.pid) or start_ticks(hung.pid) is None
+        successor = machine.listed(1)
+        machine.answer(1)
+        for _ in range(3):  # the report is about its predecessor
+            started.check()
+        assert machine.listed(1) == successor
+
+
+def test_a_server_that_keeps_dying_is_given_up_with_the_end_of_its_log(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(start(machine)) as started:
+        machine.answer(0)
+        machine.answer(1)
+        started.check()
+        for _ in range(MAX_RESTARTS):
+            dying = machine.listed(0)
+            os.kill(dying.pid, signal.SIGKILL)
+            check_until(started, lambda dying=dying: machine.listed(0) != dying)  # type: ignore[misc]
+        os.kill(machine.listed(0).pid, signal.SIGKILL)
+        check_until(started, lambda: list(read_roster(machine.roster)["rollout"]) == [1])
+    said = capsys.readouterr().out
+    assert "server rollout_0 died while starting (killed by signal 9); restarting (3)" in said
+    assert "not restarting it, after 3 restarts within 60 minutes" in said
+    assert said.endswith("the log of server_rollout_0_restarted_3.log\n")
+
+
+def test_restarts_are_allowed_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(servers.time, "monotonic", lambda: now)
+    limit = servers.RestartLimit()
+    assert [limit.allows() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
+    now = servers.RESTART_WINDOW_S + 1
+    assert limit.allows()
+
+
+@pytest.mark.parametrize("failure", ["died while starting", "did not come up in 0 s"])
+def test_a_server_that_fails_during_its_first_start_is_an_error(
+    machine: Machine, failure: str
+) -> None:
+    with closing(start(machine)) as started:
+        machine.answer(1)
+        started.check()
+        if failure.startswith("died"):
+            os.kill(machine.listed(0).pid, signal.SIGKILL)
+        else:
+            machine.config.rollout.server.start_timeout_s = 1e-9
+        with pytest.raises(ServerFailed, match=f"(?s){failure}.*server_rollout_0.log ends"):
+            check_until(started, lambda: False)
+
+
+def test_a_late_restart_is_a_failure_like_any_other(machine: Machine) -> None:
+    with closing(start(machine)) as started:
+        machine.answer(0)
+        machine.answer(1)
+        started.check()
+        first = machine.listed(0)
+        os.kill(first.pid, signal.SIGKILL)
+        machine.config.rollout.server.start_timeout_s = 1e-9
+        check_until(started, lambda: list(read_roster(machine.roster)["rollout"]) == [1])
+        assert len(machine.seeds) == 2 + MAX_RESTARTS
+
+
+def test_servers_that_share_a_gpu_restart_one_after_the_other(machine: Machine) -> None:
+    with closing(start(machine, gpus=([0], [0]))) as started:
+        machine.answer(0)
+        machine.answer(1)
+        started.check()
+        first, second = machine.listed(0), machine.listed(1)
+        os.kill(first.pid, signal.SIGKILL)
+        os.kill(second.pid, signal.SIGKILL)
+        check_until(started, lambda: machine.listed(0) != first)
+        for _ in range(3):
+            started.check()
+        assert machine.listed(1) == second  # the first is not ready
+        machine.answer(0)
+        check_until(started, lambda: machine.listed(1) != second)
+
+
+def test_a_starter_in_place_of_a_dead_one_continues_its_logs_and_seeds(machine: Machine) -> None:
+    with closing(start(machine)):
+        pass
+    with closing(start(machine)) as again:
+        assert Path(machine.listed(0).log_file).name == "server_rollout_0_restarted_1.log"
+        assert len(set(machine.seeds)) == 4
+        # It is a restart, so a failure now does not end the run.
+        starting = machine.listed(0)
+        os.kill(starting.pid, signal.SIGKILL)
+        check_until(again, lambda: machine.listed(0) != starting)
+
+
+def test_an_exit_code_is_described() -> None:
+    assert how_it_ended(None) == "exit code unknown"
+    assert how_it_ended(-11) == "killed by signal 11"
+    assert how_it_ended(1) == "exit code 1"
