@@ -97,3 +97,25 @@ def test_a_run_that_is_killed_or_stopped_with_groups_in_flight_trains_every_prom
     os.kill(again.process.pid, signal.SIGINT)
     assert again.exit_code() == 130
     assert again.survivors() == []
+
+
+def test_a_server_that_dies_with_groups_in_flight_costs_no_prompt(start: Start) -> None:
+    run = start(
+        "train",
+        "quickstart",
+        *LONG_ANSWERS,
+        "steps=6",
+        "rollout.max_staleness=1",
+        "rollout.servers=2",
+        "optimizer.learning_rate=0",
+    )
+    run.wait_for("step 2/")
+    run.find("sglang::scheduler").kill()
+    assert run.exit_code() == 0, run.text()
+    assert "is lost" in run.text()
+    steps = metrics_of(run)
+    assert [step["weight_version"] for step in steps] == [2, 3, 4, 5, 6, 7]
+    assert max(step["token_lag_max"] for step in steps) == 1
+    assert sum(step["groups_dropped"] for step in steps) == 0
+    assert prompts_trained(run) == 6 * PER_STEP
+    assert run.survivors() == []
