@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
+from qurl_megatron.config.schema import Config, ConfigError, OptionValue, ServerConfig
 from qurl_megatron.config.server_options import REFUSED, check_names, refusal
 from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.loop.avg_at_k import EvalConfig
@@ -104,7 +104,11 @@ def test_every_refusal_is_of_an_option_that_sglang_has(sglang_options: dict[str,
     ],
 )
 def test_an_option_that_sglang_does_not_take_is_named(option: str, value: Any, error: str) -> None:
-    fine = {"enable_mixed_chunk": True, "chunked_prefill_size": -1, "radix_eviction_policy": "lfu"}
+    fine: dict[str, OptionValue] = {
+        "enable_mixed_chunk": True,
+        "chunked_prefill_size": -1,
+        "radix_eviction_policy": "lfu",
+    }
     assert first_error({"rollout.server": fine}) is None
     message = first_error({"rollout.server": fine, "evaluation.server": {option: value}})
     assert message and message.startswith(f"evaluation.server.options.{option}={value}: {error}")

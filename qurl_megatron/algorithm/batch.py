@@ -94,7 +94,7 @@ def pack(
     """Lay groups out as one right-padded batch, one row per completion, in order.
 
     `advantages[group][completion]` is given to every token of that completion. `version` is the
-    weight version trained against, from which the lags of tokens are counted; None: no lags.
+    weight version trained against, from which lags are counted; None: every lag is 0.
     """
     rows = [
         (group.prompt.token_ids, completion, reward)
@@ -103,12 +103,13 @@ def pack(
     ]
     time = max(len(prompt) + len(completion.token_ids) for prompt, completion, _ in rows)
     shape = (len(rows), time)
+    lags = torch.zeros(shape, dtype=torch.int64)
     batch = TrainBatch(
         tokens=torch.full(shape, pad_token_id, dtype=torch.int64),
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         behaviour_logprobs=torch.zeros(shape),
         rewards=torch.zeros(shape),
-        token_lags=None if version is None else torch.zeros(shape, dtype=torch.int64),
+        token_lags=lags,
     )
     for row, (prompt, completion, reward) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
@@ -116,8 +117,8 @@ def pack(
         batch.loss_mask[row, start:end] = True
         batch.behaviour_logprobs[row, start:end] = torch.tensor(completion.behaviour_logprobs)
         batch.rewards[row, end - 1] = reward
-        if batch.token_lags is not None:
-            batch.token_lags[row, start:end] = version - torch.tensor(completion.token_versions)
+        if version is not None:
+            lags[row, start:end] = version - torch.tensor(completion.token_versions)
     if advantages is not None:
         per_row = torch.tensor([advantage for group in advantages for advantage in group])
         batch.advantages = torch.where(batch.loss_mask, per_row[:, None], 0.0)

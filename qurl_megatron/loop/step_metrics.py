@@ -100,7 +100,7 @@ def _by_lag(
         return sum(update.stats[count] for update in updates)
 
     for bucket, measured in statistics.items():
-        tokens = total(f"tokens/{bucket}")
+        tokens = total(f"tokens/{bucket}") or 1.0  # a lag can have tokens of weight 0 only
         measured["clip_fraction"] = total(f"clipped/{bucket}") / tokens
         measured["acr_widened_fraction"] = total(f"acr_widened/{bucket}") / tokens
     return statistics

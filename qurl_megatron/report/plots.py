@@ -129,11 +129,11 @@ def by_lag(metric: str, ylabel: str, log: bool = False) -> Plot:
         (run,) = runs
         series = run.series_by_lag(metric)
         for number, (lag, values) in enumerate(series.items()):
-            style = {"color": run_colour(number)}
-            axes.plot(run.series("step"), values, **style, alpha=0.35, linewidth=0.8)
+            colour = run_colour(number)
+            axes.plot(run.series("step"), values, color=colour, alpha=0.35, linewidth=0.8)
             measured = [(s, v) for s, v in zip(run.series("step"), values, strict=True) if v == v]
             steps, known = zip(*measured, strict=True)
-            axes.plot(steps, _running_mean(known), **style, linewidth=1.6, label=f"lag {lag}")
+            axes.plot(steps, _running_mean(known), color=colour, linewidth=1.6, label=f"lag {lag}")
         if log and any(value > 0 for values in series.values() for value in values):
             axes.set_yscale("log")
         axes.set_xlabel("step")

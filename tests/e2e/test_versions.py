@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -185,9 +186,8 @@ def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
             assert not all(future.done() for future in running)
             deployment.publish(publisher)
             fresh[publisher.version] = deployment.generate(1, 4)
-        spanning: list[list[Completion]] = [
-            sum(groups, []) for groups in zip(*(f.result() for f in running), strict=True)
-        ]
+        by_request = [future.result() for future in running]
+        spanning = [list(chain(*groups)) for groups in zip(*by_request, strict=True)]
         after_all = deployment.generate(2, 4)  # finished requests have left their prefixes by now
         fresh[publisher.version] = [
             first + second
