@@ -167,6 +167,10 @@ class StepMetrics:
     `ratio_proximal_behaviour_max`, `tis_truncated_fraction`, `clip_fraction` and
     `acr_widened_fraction` over them. None: synchronous rollout."""
 
+    servers_serving: int = 0
+    """Number of rollout servers that hold the weights of this step's publish. Fewer than
+    `rollout.servers` while lost ones are started again."""
+
     value_loss: float | None = None
     """Loss of PPO's critic, mean over minibatches. None: no critic."""
 
