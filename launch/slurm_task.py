@@ -80,7 +80,8 @@ def installed_gpus() -> int | None:
 def rollout(logs: Path) -> int:
     """Start this node's servers, write their addresses, and keep them running until USR2.
 
-    Return an exit code: 0 after USR2, START_FAILED when a server failed during its first start.
+    Return an exit code: 0 after USR2, START_FAILED when a server failed during its first start, 1
+    when the process that servers are forked from died.
     """
     received: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
@@ -89,6 +90,7 @@ def rollout(logs: Path) -> int:
     from launch.servers import Servers
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
+    from qurl_megatron.preload import PreloadFailed
     from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang
 
     plan, own = read_plan(logs)
@@ -121,6 +123,9 @@ def rollout(logs: Path) -> int:
         except ServerFailed as failure:
             print(f"\nqurl: {own.name}: {failure}", flush=True)
             return START_FAILED
+        except PreloadFailed as failure:
+            print(f"\nqurl: {own.name}: {failure}", flush=True)
+            return 1
     return 0
 
 

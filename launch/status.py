@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from launch.owner import is_owned
+from launch.placement import server_specs
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import PARTIAL, read_json_lines
@@ -34,8 +35,32 @@ def status(run_dir: Path) -> str:
     )
     checkpoint = f"newest checkpoint {saved[-1]}" if saved else "no checkpoint"
     running = ", ".join(jobs) or ("running here" if is_owned(run_dir) else "")
+    running += server_counts(run_dir) if running else ""
     state = running or f"not running; to resume: qurl resume {run_dir}"
     return f"{progress}, {checkpoint}, {state}"
+
+
+def server_counts(run_dir: Path) -> str:
+    """Return how many of a running run's servers are left, and how often servers were restarted.
+
+    Return an empty string before the servers are started.
+    """
+    logs = newest_attempt(run_dir)
+    rosters = list(logs.glob("servers_*.json")) or list(run_dir.glob("servers.json"))
+    if not rosters:
+        return ""
+    servers = [json.loads(path.read_text()) for path in rosters]
+    left = sum(len(members) for one in servers for members in one.values())
+    restarts = len(list(logs.glob("server_*_restarted_*.log")))
+    needed = len(server_specs(load(run_dir / "config.yaml")))
+    return f", servers {left} of {needed}, restarts {restarts}"
+
+
+def newest_attempt(run_dir: Path) -> Path:
+    """Return the directory of logs of the run's last start."""
+    logs = run_dir / "logs"
+    resumed = sorted(logs.glob("resumed_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return resumed[-1] if resumed else logs
 
 
 def slurm_jobs(run_dir: Path) -> list[str]:
@@ -65,9 +90,7 @@ def newest_logs(run_dir: Path) -> list[Path]:
     Raises:
         ConfigError: the run has no logs.
     """
-    logs = run_dir / "logs"
-    resumed = sorted(logs.glob("resumed_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    newest = resumed[-1] if resumed else logs
+    newest = newest_attempt(run_dir)
     job = newest / "job.json"
     outputs = [Path(json.loads(job.read_text())["output"])] if job.exists() else []
     paths = [path for path in [*outputs, *sorted(newest.glob("*.log"))] if path.is_file()]

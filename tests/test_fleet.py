@@ -137,7 +137,9 @@ def test_nothing_is_sampled_while_fewer_servers_serve_than_needed(tmp_path: Path
     first, second = fleet.members("serving")
     fleet.lose(first, "died")
     begin = time.monotonic()
-    with pytest.raises(FleetTooSmall, match=r"1 of at least 2 rollout servers.*server rollout_0.*died"):
+    with pytest.raises(
+        FleetTooSmall, match=r"1 of at least 2 rollout servers.*server rollout_0.*died"
+    ):
         asyncio.run(fleet.ask(1, script))
     assert 0.3 < time.monotonic() - begin < 2
     assert script.begun == [] and second.state == "serving"

@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from launch import attempt, servers
+from launch import attempt, servers, status
 from launch.attempt import Attempt
 from launch.placement import server_specs
 from launch.servers import MAX_RESTARTS, Servers, how_it_ended
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.yaml_file import save
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.roster import read_roster, report_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
@@ -69,7 +70,9 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     config = Config(name="run", output_dir=str(tmp_path))
     config.rollout.servers = 2
-    (config.run_dir).mkdir()
+    config.evaluation.problems = 0
+    config.run_dir.mkdir()
+    save(config, config.run_dir / "config.yaml")
     machine = Machine(config)
     monkeypatch.setattr(attempt, "start_server", machine.start_server)
     monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
@@ -221,6 +224,26 @@ def test_a_starter_in_place_of_a_dead_one_continues_its_logs_and_seeds(machine: 
         starting = machine.listed(0)
         os.kill(starting.pid, signal.SIGKILL)
         check_until(again, lambda: machine.listed(0) != starting)
+
+
+def test_status_counts_the_servers_that_are_left_and_the_restarts(machine: Machine) -> None:
+    run_dir = machine.config.run_dir
+    assert status.server_counts(run_dir) == ""
+    with closing(start(machine)) as started:
+        assert status.server_counts(run_dir) == ", servers 2 of 2, restarts 0"
+        machine.answer(0)
+        machine.answer(1)
+        started.check()
+        for _ in range(MAX_RESTARTS + 1):
+            dying = machine.listed(0)
+            os.kill(dying.pid, signal.SIGKILL)
+            check_until(started, lambda dying=dying: rostered(machine, 0) != dying)  # type: ignore[misc]
+        assert status.server_counts(run_dir) == ", servers 1 of 2, restarts 3"
+
+
+def rostered(machine: Machine, index: int) -> Server | None:
+    """Return a rollout server as the roster has it, or None if it was given up."""
+    return read_roster(machine.roster)["rollout"].get(index)
 
 
 def test_an_exit_code_is_described() -> None:

@@ -43,6 +43,7 @@ from qurl_megatron.rollout.options import command_line
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 POLL_S = 0.2
+STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 # SGLang limits a request to this many tokens fewer than its context length.
 CONTEXT_RESERVE = 2
 
@@ -98,7 +99,7 @@ class Server:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(tree)
+        psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def failed(self, what: str) -> ServerFailed:
