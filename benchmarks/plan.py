@@ -216,7 +216,8 @@ def compare_published() -> None:
         "s",
     )
     print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (plan: lower bound)")
-    words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none"]
+    words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
+             "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
     print_row("TP8 x PP2", step_time.publish_s(QWEN2_32B, config), 14.2, "s")
     print(

@@ -6,13 +6,14 @@ query heads share a key-value head, rows differ in length and do not divide even
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed import run_ranks
@@ -376,6 +377,72 @@ def test_recomputed_activations_give_the_same_updates_bit_for_bit(
             assert torch.equal(own.tensor, expected.tensor), own.name
 
 
+def spoil(model: Path, layout: tuple[int, ...], culprit: int) -> dict[str, str]:
+    """Put NaN into a loss, a gradient and a weight of rank `culprit`; return what each raises."""
+    from qurl_megatron.learner.learner import Learner, NonFinite
+
+    learner = Learner(model, learner_config(layout), OPTIMIZER)
+    is_culprit = dist.get_rank() == culprit
+    batch, loss_weights = make_batch()
+    weights = {name: parameter for name, *_, parameter in learner._parameters()}
+    weight = weights["decoder.layers.1.mlp.linear_fc2.weight"]
+    messages = {}
+
+    def update(loss: Any = policy_gradient) -> None:
+        learner.update(batch, loss_weights, loss, temperature=1.0)
+
+    def score() -> None:
+        learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
+
+    def nan_loss(*args: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, stats = policy_gradient(*args)
+        return loss * (torch.nan if is_culprit else 1), stats
+
+    def attempt(what: str, work: Callable[[], None]) -> None:
+        before = {name: parameter.detach().clone() for name, parameter in weights.items()}
+        with pytest.raises(NonFinite) as failure:
+            work()
+        messages[what] = str(failure.value)
+        with torch.no_grad():
+            for name, parameter in weights.items():
+                parameter.copy_(before[name])
+        learner.reset_optimizer(OPTIMIZER)
+        score()  # all is well again
+
+    attempt("loss", lambda: update(nan_loss))
+    if is_culprit:
+        hook = weight.register_hook(lambda gradient: gradient * torch.nan)
+    attempt("gradient", update)
+    if is_culprit:
+        hook.remove()
+
+    def score_spoilt() -> None:
+        if is_culprit:
+            with torch.no_grad():
+                weight[0, 0] = torch.nan
+        score()
+
+    attempt("weight", score_spoilt)
+    learner.close()
+    return messages
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2", "DP2"])
+def test_nan_on_one_rank_ends_every_rank_with_one_line_that_names_rank_and_tensor(
+    layout: str, models: dict[str, Path]
+) -> None:
+    first, second = run_ranks(spoil, 2, models["qwen3-untied"], LAYOUTS[layout], 1)
+    assert first == second
+    layer = 3 if layout == "PP2" else 1  # of the whole model
+    down = f"model.layers.{layer}.mlp.down_proj.weight"
+    # The sum over replicas spreads a gradient's NaN, so its rank is not known any more.
+    rank = 0 if layout == "DP2" else 1
+    assert "on learner rank 1 the loss holds NaN" in first["loss"]
+    assert f"on learner rank {rank} the gradient of {down} holds NaN" in first["gradient"]
+    assert f"on learner rank 1 the weight {down} holds NaN" in first["weight"]
+    assert all(len(message.splitlines()) == 1 for message in first.values())
+
+
 ROWS = (7, 1)  # 1: fewer rows than replicas
 
 
@@ -554,7 +621,7 @@ def test_resetting_the_optimizer_keeps_the_weights_and_takes_the_new_rate(
 
 
 def test_a_gradient_that_is_not_finite_raises(results: dict[str, Any]) -> None:
-    assert results["failure"].startswith("gradient norm is nan at loss nan")
+    assert results["failure"].startswith("the gradient norm is nan: on learner rank 0 the loss")
     assert "\n" not in results["failure"]
 
 

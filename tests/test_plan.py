@@ -37,15 +37,15 @@ def test_every_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout
 
 
 def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
-    """docs/findings.md: 886 s with 20 learner GPUs, against 964 s for TP 8 x PP 3."""
+    """docs/findings.md: 889 s with 20 learner GPUs, against 968 s for TP 8 x PP 3."""
     config = study("Qwen2.5-32B", 64, "int8")
     best = plan.suggest(QWEN2, config, 32)
     assert best is not None
-    assert best.total_s == pytest.approx(886, abs=0.5)
+    assert best.total_s == pytest.approx(889, abs=0.5)
     assert best.config.learner.world_size == 20 and best.config.learner.recompute_activations
     words = ["learner.pipeline_parallel_size=3", "learner.layers_in_last_pipeline_stage=20"]
     without_recomputation = plan.plan(QWEN2, with_overrides(config, words), 32)
-    assert without_recomputation.total_s == pytest.approx(964, abs=0.5)
+    assert without_recomputation.total_s == pytest.approx(968, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,24 @@ into SGLang's layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
-from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
-from qurl_megatron.quantization.quantize import NonFiniteWeight
+from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Conversion, Converter
 from tiny import build_tiny_model, quantized
 
@@ -207,26 +208,60 @@ def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> 
     assert 0.95 < negated.total_drift.code_flip_fraction < 1
 
 
-def convert_with_nan(model_dir: Path, is_spoilt: Callable[[str], bool]) -> str:
-    """Convert weights of which some hold NaN; return the error message, or "accepted"."""
-    learner = build_learner(model_dir, ONE_RANK)
+def publish_with_nan(model_dir: Path, config: LearnerConfig, spoilt: str, culprit: int) -> str:
+    """Publish weights, one of which holds NaN on one rank, to no server; return the error."""
+    learner = build_learner(model_dir, config)
+    publisher = Publisher(learner, Fleet("rollout", {}), "int8", BUCKET_BYTES)
+    publisher.publish()
     for rule, layer, shard in learner.shards():
-        if is_spoilt(rule.hugging_face_names(layer)[-1]):
+        if dist.get_rank() == culprit and rule.hugging_face_names(layer)[-1] == spoilt:
             shard.view(-1)[-1] = torch.nan
-    try:
-        Converter(learner, "int8", BUCKET_BYTES).convert(lambda bucket: None)
-        return "accepted"
-    except NonFiniteWeight as error:
-        return str(error)
-    finally:
-        learner.close()
+    with pytest.raises(NonFinite) as failure:
+        publisher.publish()
+    publisher.close()
+    learner.close()
+    return str(failure.value)
 
 
-def is_second_up_projection(name: str) -> bool:
-    return name == "model.layers.1.mlp.up_proj.weight"
-
-
-def test_nan_in_a_weight_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "culprit", "spoilt", "row"),
+    [
+        (ONE_RANK, 0, "model.layers.1.mlp.up_proj.weight", "row 143"),
+        (TP2_PP2, 1, "model.layers.1.mlp.down_proj.weight", "row 47"),  # its blocks are shared
+        (TP2_PP2, 3, "model.layers.3.mlp.down_proj.weight", "row 47"),  # of the second stage
+    ],
+)
+def test_nan_in_a_weight_of_one_rank_is_an_error_on_every_rank_that_names_both(
+    config: LearnerConfig, culprit: int, spoilt: str, row: str, tmp_path: Path
+) -> None:
     build_tiny_model(tmp_path, **DIMENSIONS)
-    (message,) = run_ranks(convert_with_nan, 1, tmp_path, is_second_up_projection)
-    assert message.startswith("model.layers.1.mlp.up_proj.weight: row 143")
+    messages = run_ranks(publish_with_nan, config.world_size, tmp_path, config, spoilt, culprit)
+    (message,) = set(messages)
+    assert message.startswith(f"on learner rank {culprit} the weight {spoilt}: {row}")
+    assert len(message.splitlines()) == 1
+
+
+def publish_and_admit(model_dir: Path) -> tuple[float, float, int, str]:
+    """Publish, admit, double the weights, publish and admit, to no server; then change weights."""
+    learner = build_learner(model_dir, ONE_RANK)
+    publisher = Publisher(learner, Fleet("rollout", {}), "int8", BUCKET_BYTES)
+    publisher.publish()
+    publisher.admit()
+    for *_, shard in learner.shards():
+        shard *= 2
+    doubled = publisher.publish().conversion.total_drift
+    publisher.admit()
+    with pytest.raises(PublishError) as failure:
+        for *_, shard in learner.shards():
+            shard *= -1
+        publisher.admit()
+    learner.close()
+    return doubled.update_norm, doubled.code_flip_fraction, publisher.version, str(failure.value)
+
+
+def test_admitting_servers_changes_neither_version_nor_drift(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path, **DIMENSIONS)
+    ((update_norm, flips, version, failure),) = run_ranks(publish_and_admit, 1, tmp_path)
+    assert update_norm == pytest.approx(1, rel=1e-6) and flips == 0
+    assert version == 2
+    assert failure == "the learner no longer has the weights of version 2"

@@ -3,7 +3,7 @@
 Every rank makes the same calls with the same global batch. Its place in tensor, pipeline and data
 parallelism decides what it computes. Invariants:
 
-- Every call returns the same result on every rank.
+- Every call returns the same result on every rank, or raises the same `NonFinite`.
 - `update` follows the gradient of the loss summed over all rows, whatever the number of micro
   batches and data-parallel ranks. Nothing else averages or rescales it.
 - Master weights are float32: the checkpoint's values after `transform`, never rounded. The forward
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,10 @@ Transform = Callable[[str, Tensor], Tensor]
 """An element-wise map: (Hugging Face name, this rank's float32 shard) -> its new values."""
 
 
+class NonFinite(device.SharedError, FloatingPointError):
+    """A tensor of one rank holds NaN or infinity. The text names both, and is one line."""
+
+
 @dataclass(frozen=True)
 class Update:
     """The result of one optimizer step, the same on every rank."""
@@ -73,6 +77,12 @@ class _MicroBatch:
     rows: TrainBatch  # cut after the last token in the loss mask, on this rank's device
     loss_weights: Tensor  # [rows, time] float32
     index: Tensor  # [rows] int64, row numbers in the global batch
+
+
+class _Suspect(NamedTuple):
+    order: tuple[int, ...]  # a tensor may have spoilt those of a higher order
+    name: str
+    tensor: Tensor
 
 
 class Learner:
@@ -145,6 +155,9 @@ class Learner:
         Returns:
             Natural log-probs and entropies [batch, time] float32 on the CPU. Position t belongs to
             token t given the tokens before it; positions that are not scored are 0.
+
+        Raises:
+            NonFinite: a score is not finite.
         """
         logprobs, entropy = self._scores(2, tokens, loss_mask, temperature)
         return logprobs, entropy
@@ -192,7 +205,7 @@ class Learner:
             temperature: divides the logits.
 
         Raises:
-            FloatingPointError: the gradient norm is not finite; the weights are then unusable.
+            NonFinite: the loss or the gradient norm is not finite; the weights are then unusable.
         """
         sums: dict[str, Tensor] = {}
 
@@ -213,11 +226,9 @@ class Learner:
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         stats = self._sum_over_replicas(sums)
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"gradient norm is {grad_norm} at loss {stats['loss']}: the weights are unusable; "
-                "resume from a checkpoint"
-            )
+        # Both are the same on every rank, so no further exchange is needed while they are finite.
+        if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
+            self._refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(sums))
         return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
 
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
@@ -365,7 +376,41 @@ class Learner:
         with torch.no_grad(), megatron_runtime():
             self._run(micro_batches, keep, temperature, forward_only=True)
         dist.all_reduce(result)  # one rank filled each row, so the sum is exact
-        return result.cpu()
+        result = result.cpu()
+        if not result.isfinite().all():  # on every rank
+            self._refuse("a score is not finite", self._weights())
+        return result
+
+    def _weights(self) -> Iterator[_Suspect]:
+        for _, rule, layer, parameter in self._parameters():
+            names = ", ".join(rule.hugging_face_names(layer))
+            yield _Suspect((0,), f"the weight {names}", parameter)
+
+    def _losses_and_gradients(self, sums: dict[str, Tensor]) -> Iterator[_Suspect]:
+        """Yield this rank's loss, then its gradients, from the output back to the input."""
+        if "loss" in sums:  # on the last pipeline stage
+            yield _Suspect((0,), "the loss", sums["loss"])
+        last_first = reversed(list(self._parameters()))
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        for place, (_, rule, layer, parameter) in enumerate(last_first):
+            names = ", ".join(rule.hugging_face_names(layer))
+            suspect = f"the gradient of {names}"
+            yield _Suspect((1, -stage, place), suspect, parameter.main_grad)  # type: ignore[attr-defined]
+
+    def _refuse(self, problem: str, suspects: Iterable[_Suspect]) -> NoReturn:
+        """Raise `NonFinite` on every rank: `problem`, and where it comes from.
+
+        Collective. Of all ranks' suspects that are not finite, the one of the first order is named.
+        """
+        own = next((s for s in suspects if not s.tensor.isfinite().all()), None)
+        found: list[tuple[tuple[int, ...], int, str] | None] = [None] * dist.get_world_size()
+        rank = dist.get_rank()
+        dist.all_gather_object(found, own and (own.order, rank, own.name))
+        where = "though every tensor is finite"
+        if any(found):
+            _, rank, name = min(entry for entry in found if entry)
+            where = f"on learner rank {rank} {name} holds NaN or infinity"
+        raise NonFinite(f"{problem}: {where}; resume from a checkpoint")
 
     @property
     def _is_reporting_rank(self) -> bool:

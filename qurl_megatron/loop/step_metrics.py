@@ -65,6 +65,7 @@ def step_metrics(
         time_update_s=clock.seconds["update"],
         time_publish_s=clock.seconds["publish"],
         publish_bytes=published.sent_bytes,
+        servers_serving=published.num_servers,
         rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
         **(asdict(critic_metrics) if critic_metrics else {}),
     )

@@ -31,6 +31,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.yaml_file import load
+from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop.assemble import Run, assemble
 from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
@@ -136,7 +137,11 @@ def run_rank(
         signal.signal(number, lambda number, _: stop_signals.append(number))
     signal.signal(exit_on, lambda *_: sys.exit(128 + exit_on))
     device.initialize_distributed()
-    is_complete = train(load(run_dir / "config.yaml"), rosters, lambda: bool(stop_signals))
+    try:
+        is_complete = train(load(run_dir / "config.yaml"), rosters, lambda: bool(stop_signals))
+    except NonFinite as error:  # on every rank
+        print(f"qurl: {error}: qurl resume {run_dir}", file=sys.stderr)
+        return 1
     for number in stop_on:  # while Python exits, one of these signals would kill the process
         signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()

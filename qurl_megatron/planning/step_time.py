@@ -259,5 +259,6 @@ def publish_s(architecture: Architecture, config: Config) -> float:
     # All stages gather at the same time, each its own part of the bytes.
     gather_s = (size - 1) / size * num_bytes / stages / NVLINK_BYTES_PER_S
     to_rank_0_s = (stages - 1) / stages * num_bytes / between_stages
-    to_servers_s = num_bytes / INFINIBAND_BYTES_PER_S
+    # Rank 0 sends every server its own copy.
+    to_servers_s = config.rollout.servers * num_bytes / INFINIBAND_BYTES_PER_S
     return gather_s + to_rank_0_s + to_servers_s

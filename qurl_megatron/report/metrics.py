@@ -146,6 +146,10 @@ class StepMetrics:
     rollout_tokens_per_s: float
     """Sampled tokens divided by `time_rollout_s`."""
 
+    servers_serving: int = 0
+    """Number of rollout servers that hold the weights of this step's publish. Fewer than
+    `rollout.servers` while lost ones are started again."""
+
     value_loss: float | None = None
     """Loss of PPO's critic, mean over minibatches. None: no critic."""
 

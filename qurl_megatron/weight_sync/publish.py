@@ -35,12 +35,11 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from sglang.srt.utils import init_custom_process_group
 from torch import Tensor
 
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import SharedError, backend_to, device, from_rank_zero
-from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, address_towards
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
@@ -116,7 +115,7 @@ class Publisher:
 
         Raises:
             PublishError: no server holds what was sent.
-            quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
+            NonFinite: a weight holds NaN or infinity; the message names it, and its rank.
         """
         self.version += 1
         self._sent = {}
@@ -183,6 +182,8 @@ class Publisher:
 
     def _commit(self, links: list[_Link], conversion: Conversion) -> int:
         """Let each server serve that holds what was sent; return how many do."""
+        if conversion.non_finite:
+            raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
         if self._sent and self._sent != conversion.checksums:
             raise PublishError(f"the learner no longer has the weights of version {self.version}")
         self._sent = conversion.checksums
@@ -267,6 +268,8 @@ class _Link:
 
     def _join(self) -> None:
         """Form a process group with the server, under a new name: old names are refused."""
+        from sglang.srt.utils import init_custom_process_group  # takes seconds; rank 0 only
+
         server = self._member.server
         self._group_name = f"weights-{secrets.token_hex(8)}{self._suffix}"
         address = address_towards(server)

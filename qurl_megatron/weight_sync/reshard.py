@@ -28,6 +28,7 @@ Example, on every learner rank:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,7 +38,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.device import device
+from qurl_megatron.device import device, rank
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
@@ -62,6 +63,19 @@ class Conversion:
 
     checksums: dict[str, int] = field(default_factory=dict)  # every sent tensor's, by name
     drift: dict[str, WeightDrift] = field(default_factory=dict)  # every quantized weight's, by name
+    # Rank, name and place of a weight that holds NaN or infinity. What was sent is then worthless.
+    non_finite: str = ""
+
+    @contextmanager
+    def noting_non_finite(self) -> Iterator[None]:
+        """End this context at a weight that holds NaN or infinity, and note the first such weight.
+
+        The pass goes on: other ranks wait for this one in its collectives.
+        """
+        try:
+            yield
+        except quantize.NonFiniteWeight as error:
+            self.non_finite = self.non_finite or f"on learner rank {rank()} the weight {error}"
 
     @property
     def total_drift(self) -> WeightDrift:
@@ -94,10 +108,7 @@ class Converter:
 
         Collective: every learner rank calls it. `send` is called on global rank 0 only, with one
         bucket after another. Only its result is complete; that of another rank covers its own
-        pipeline stage or less.
-
-        Raises:
-            quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
+        pipeline stage or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
         """
         if parallel_state.get_data_parallel_rank() != 0:
             return Conversion()
@@ -150,7 +161,8 @@ class Converter:
     ) -> None:
         """Fill this rank's part of a bucket, add to `conversion`, gather the parts and send."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        shared = self._share_absmax([weight.part for weight in weights if weight.is_quantized])
+        parts = [weight.part for weight in weights if weight.is_quantized]
+        shared = self._share_absmax(parts, conversion)
         tensors = [tensor for weight in weights for tensor in weight.tensors]
         own = _empty_part(tensors, tp_rank)
         views = dict(own.tensors())
@@ -158,7 +170,9 @@ class Converter:
             name = weight.part.name
             if weight.is_quantized:
                 absmax, scale = shared.get(name, (None, None))
-                conversion.drift[name] = self._quantize(weight, views, absmax, scale)
+                conversion.drift[name] = WeightDrift()
+                with conversion.noting_non_finite():
+                    conversion.drift[name] = self._quantize(weight, views, absmax, scale)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
         for tensor in tensors:
@@ -195,7 +209,9 @@ class Converter:
             scale_view.copy_(scale)
         return drift
 
-    def _share_absmax(self, parts: list[TensorPart]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _share_absmax(
+        self, parts: list[TensorPart], conversion: Conversion
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
         Return, for each such weight by name, the absmax of the blocks that this rank's part touches
@@ -207,9 +223,9 @@ class Converter:
         grids = [torch.zeros(scale_shape(part, self._format), device=device()) for part in parts]
         for part, grid in zip(parts, grids, strict=True):
             if part.view.numel():
-                with quantize.name_in_errors(part.name):
+                with conversion.noting_non_finite(), quantize.name_in_errors(part.name):
                     own = quantize.block_absmax(part.tensor, self._format, part.offset)
-                grid[scale_index(part, self._format)] = own
+                    grid[scale_index(part, self._format)] = own
         flat = torch.cat([grid.view(-1) for grid in grids])
         dist.all_reduce(
             flat, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group()
@@ -233,11 +249,15 @@ def _part_checksum(tensor: SentTensor, values: Tensor, tp_rank: int) -> int:
 
 def _sum_over_tensor_parallel(conversion: Conversion) -> Conversion:
     group = parallel_state.get_tensor_model_parallel_group()
-    checksums = torch.tensor(
-        list(conversion.checksums.values()), dtype=torch.int64, device=device()
-    )
-    dist.all_reduce(checksums, group=group)  # int64 wraps around, as the checksum does
-    total = Conversion(dict(zip(conversion.checksums, checksums.tolist(), strict=True)))
+    values = [*conversion.checksums.values(), int(conversion.non_finite != "")]
+    summed = torch.tensor(values, dtype=torch.int64, device=device())
+    dist.all_reduce(summed, group=group)  # int64 wraps around, as the checksum does
+    *checksums, num_spoilt = summed.tolist()
+    total = Conversion(dict(zip(conversion.checksums, checksums, strict=True)))
+    if num_spoilt:
+        notes = [""] * dist.get_world_size(group)
+        dist.all_gather_object(notes, conversion.non_finite, group=group)
+        total.non_finite = next(filter(None, notes))
     if conversion.drift:
         sums = torch.tensor(list(conversion.drift.values()), dtype=torch.float64, device=device())
         dist.all_reduce(sums, group=group)
@@ -267,6 +287,7 @@ def _merge_stages(conversion: Conversion) -> Conversion:
     for stage in stages:
         merged.checksums |= stage.checksums
         merged.drift |= stage.drift
+        merged.non_finite = merged.non_finite or stage.non_finite
     return merged
 
 

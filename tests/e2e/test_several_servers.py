@@ -104,6 +104,20 @@ def test_one_publish_updates_both_servers(deployment: Deployment) -> None:
     assert held[0] == held[1] == published.conversion.checksums
 
 
+def test_both_servers_read_a_bucket_from_the_learners_memory(deployment: Deployment) -> None:
+    fleet = Fleet("rollout", dict(enumerate(deployment.servers)))
+    publisher = Publisher(deployment.learner, fleet, "int8", 256 * 1024, "shared_memory")
+    with torch.no_grad():
+        for *_, shard in deployment.learner.shards():
+            shard.mul_(1.01)
+    with closing(publisher):
+        published = publisher.publish()
+    assert published.num_servers == 2
+    for server in deployment.servers:
+        with closing(ServerControl(server)) as control:
+            assert combine(control.checksums()) == published.conversion.checksums
+
+
 def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployment) -> None:
     deployment.publisher.publish()
     before = [sequences_of(server) for server in deployment.servers]
