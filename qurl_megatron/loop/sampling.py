@@ -20,6 +20,7 @@ from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.device import from_rank_zero, rank
+from qurl_megatron.report.metrics import count_rewards
 from qurl_megatron.rollout.client import RolloutClient
 
 
@@ -33,6 +34,8 @@ class SampleSummary:
     verifier_failures: int
     groups_replaced: int  # by dynamic sampling
     sampled_tokens: int
+    equal_reward_fraction: float  # fraction of the batch's groups
+    reward_counts: list[tuple[float, int]]  # as in StepMetrics
 
 
 class Sampler:
@@ -85,7 +88,7 @@ class Sampler:
             failures += more_failures
             for row, replacement in zip(rows, replacements, strict=True):
                 groups[row] = replacement
-        summary = _summarize(all_groups, failures, replaced=len(all_groups) - len(groups))
+        summary = _summarize(all_groups, groups, failures)
         groups = [_penalize_length(group, rollout) for group in groups]
         advantages = None
         if self._config.advantage_estimator == "grpo":
@@ -140,14 +143,20 @@ def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGrou
     return replace(group, rewards=penalized)
 
 
-def _summarize(groups: list[RolloutGroup], verifier_failures: int, replaced: int) -> SampleSummary:
-    completions = [completion for group in groups for completion in group.completions]
+def _summarize(
+    sampled: list[RolloutGroup], kept: list[RolloutGroup], verifier_failures: int
+) -> SampleSummary:
+    """Return the statistics over all `sampled` groups, of which the batch has those `kept`."""
+    completions = [completion for group in sampled for completion in group.completions]
+    values = [reward for group in sampled for reward in group.rewards]
     lengths = [len(completion.token_ids) for completion in completions]
     return SampleSummary(
-        reward_mean=fmean(reward for group in groups for reward in group.rewards),
+        reward_mean=fmean(values),
         response_length_mean=fmean(lengths),
         response_truncated_fraction=fmean(completion.truncated for completion in completions),
         verifier_failures=verifier_failures,
-        groups_replaced=replaced,
+        groups_replaced=len(sampled) - len(kept),
         sampled_tokens=sum(lengths),
+        equal_reward_fraction=fmean(is_zero_variance(group.rewards) for group in kept),
+        reward_counts=count_rewards(values),
     )

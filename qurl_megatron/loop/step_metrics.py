@@ -7,6 +7,7 @@ from statistics import fmean
 
 from torch import Tensor
 
+from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import rollout_statistics
 from qurl_megatron.config.schema import Config
@@ -66,6 +67,9 @@ def step_metrics(
         time_publish_s=clock.seconds["publish"],
         publish_bytes=published.sent_bytes,
         rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
+        equal_reward_fraction=summary.equal_reward_fraction,
+        reward_counts=summary.reward_counts,
+        memory_bytes=device.memory_bytes(),
         **(asdict(critic_metrics) if critic_metrics else {}),
     )
 

@@ -19,24 +19,26 @@ import dataclasses
 import json
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.report.console import RunConsole, hours_minutes
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 
 if TYPE_CHECKING:
     import wandb
     from torch.utils.tensorboard import SummaryWriter
+
+
+PACE_STEPS = 20  # that the estimate of the time left is based on
 
 
 def evaluation_directory(run_dir: Path, step: int) -> Path:
@@ -58,33 +60,25 @@ class Clock:
 
 
 class RunLog:
-    """The log of a run and its progress display: live on a terminal, otherwise one line per step.
+    """The files and curves of a run, and its console.
 
     Every learner rank has a log, but only the log with `writes` writes files and prints.
     """
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
-        self._console = Console(quiet=not writes)
+        self._console = RunConsole(config, quiet=not writes)
         self._writes = writes
         self._start = time.perf_counter()
         self.before = Evaluation()
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
         self._steps: list[StepMetrics] = []
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]} left"),
-            console=self._console,
-        )
-        self._task = self._progress.add_task(config.name, total=config.steps, left="")
-        self._live: Live | None = None
+        self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
 
     def say(self, text: str) -> None:
         """Print one line, above the live display if there is one."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.say(text)
 
     def start(self, before: Evaluation) -> None:
         """Begin the log of RL; `before` is the evaluation before its first step."""
@@ -120,9 +114,8 @@ class RunLog:
             if answers.name > last.name:
                 shutil.rmtree(answers)
         self._open_curves(after_step)
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4)
-            self._live.start()
+        self._ends_s.append(self.time_s)
+        self._console.start(self._steps)
 
     @property
     def time_s(self) -> float:
@@ -142,12 +135,8 @@ class RunLog:
         self._steps.append(metrics)
         self._append("metrics.jsonl", dataclasses.asdict(metrics))
         self._write_curves(metrics.step, dataclasses.asdict(metrics))
-        if self._live is None:
-            self.say(self._line(metrics))
-        else:
-            left = f"{self._left_s(metrics.step):.0f} s"
-            self._progress.update(self._task, completed=metrics.step, left=left)
-            self._live.update(self._panel(metrics))
+        self._ends_s.append(self.time_s)
+        self._console.step(metrics, evaluation, self._left_s(metrics.step))
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
         """Append one publish to weights.jsonl: the measures of each quantized weight, by name."""
@@ -184,7 +173,7 @@ class RunLog:
         path = self._config.run_dir / "summary.json"
         path.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
-        self._console.print(self._summary_table(summary, after))
+        self._console.show(self._summary_table(summary, after))
 
     def _summary_table(self, summary: RunSummary, evaluation: Evaluation) -> Table:
         table = Table(title=str(self._config.run_dir), show_header=False)
@@ -195,7 +184,7 @@ class RunLog:
         if before is not None and after is not None:
             table.add_row("gain", f"{100 * (after - before):+.1f} points")
         table.add_row("steps", f"{summary.steps}")
-        table.add_row("RL time", f"{summary.time_s:.0f} s")
+        table.add_row("RL time", f"{hours_minutes(summary.time_s)} h ({summary.time_s:.0f} s)")
         table.add_row("weight versions published", f"{summary.weight_version}")
         table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
         table.add_row("bytes per publish", f"{summary.publish_bytes:,}")
@@ -203,9 +192,7 @@ class RunLog:
 
     def close(self) -> None:
         """Stop the display, leaving its last state on the screen, and close the curve writers."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._console.stop()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -253,37 +240,24 @@ class RunLog:
         write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _left_s(self, step: int) -> float:
-        """Estimate the seconds of RL left after `step`."""
-        elapsed_s = self.time_s
-        left_s = elapsed_s / step * (self._config.steps - step)
+        """Estimate the seconds of RL left after `step`, at the pace of the last steps.
+
+        Evaluations and saves between these steps count.
+        """
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        left_s = pace_s * (self._config.steps - step)
         if self._config.time_limit_s is not None:
-            left_s = min(left_s, self._config.time_limit_s - elapsed_s)
+            left_s = min(left_s, self._config.time_limit_s - self.time_s)
         return max(left_s, 0.0)
-
-    def _line(self, metrics: StepMetrics) -> str:
-        highlights = "  ".join(f"{name} {value}" for name, value in _highlights(metrics))
-        left_s = self._left_s(metrics.step)
-        return f"step {metrics.step}/{self._config.steps}  {highlights}  {left_s:.0f} s left"
-
-    def _panel(self, metrics: StepMetrics) -> Group:
-        highlights = "   ".join(f"{name} [bold]{value}[/]" for name, value in _highlights(metrics))
-        return Group(self._progress, highlights)
-
-
-def _highlights(metrics: StepMetrics) -> list[tuple[str, str]]:
-    """Return the names and formatted values that the progress display shows."""
-    return [
-        ("reward", f"{metrics.reward_mean:.3f}"),
-        ("KL(behaviour, proximal)", f"{metrics.kl_behaviour_proximal_k3:.1e}"),
-        ("tokens/s", f"{metrics.rollout_tokens_per_s:.0f}"),
-        ("version", f"{metrics.weight_version}"),
-    ]
 
 
 def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of nested dicts but `step`, by its path: `evaluation/NAME/Avg@1/mean`."""
+    """Yield every number of nested dicts by its path: `evaluation/NAME/Avg@1/mean`.
+
+    The step and the distribution of rewards are no curves.
+    """
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif value is not None and name != "step":
+        elif value is not None and name not in ("step", "reward_counts"):
             yield prefix + name, float(value)
