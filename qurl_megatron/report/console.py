@@ -26,7 +26,7 @@ from qurl_megatron.report.watch import Watch
 WIDTH = 80
 HEADER_EVERY = 25  # lines of steps between two headers
 LEGEND = """\
-s: seconds of the step   len: mean response length in tokens   cut: share cut off
+s: seconds of a step   len: mean response length in tokens   cut: share cut off
 KL: of behaviour and proximal, k3, in nats   entropy: in nats
 tok/s: sampled   GiB: memory of learner rank 0   left: hours:minutes"""
 
