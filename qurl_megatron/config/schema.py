@@ -433,6 +433,11 @@ class CheckpointConfig:
     keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
 
+    keep_best: bool = True
+    """Also keep the checkpoint of the best evaluation, as `checkpoints/best`, and save one whenever
+    an evaluation is better than all before it. What counts is the held-out accuracy, or without
+    held-out problems the mean over `evaluation.data`."""
+
 
 @dataclasses.dataclass
 class Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -56,10 +57,16 @@ class Run:
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step
 
-    def checkpoint(self, step: int, weight_version: int, *, now: bool) -> None:
-        """Complete a save that has been written, and start another if `now` or if one is due."""
+    def checkpoint(
+        self, step: int, weight_version: int, evaluation: Evaluation | None, *, now: bool
+    ) -> None:
+        """Complete a save that has been written, and start another if `now` or if one is due.
+
+        One is also due if `evaluation`, that of this step, is the best so far.
+        """
         self.checkpoints.poll()
-        if now or self.checkpoints.is_due(step):
+        accuracy = evaluation.score if evaluation else None
+        if now or self.checkpoints.is_due(step) or self.checkpoints.is_best(accuracy):
             self.checkpoints.save(
                 RunState(
                     step=step,
@@ -67,6 +74,7 @@ class Run:
                     time_s=self.log.time_s,
                     evaluation_before=asdict(self.log.before),
                     prompts=self.sampler.state(),
+                    accuracy=accuracy,
                 )
             )
 
@@ -107,9 +115,7 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     stack.enter_context(closing(log))
 
     if device.rank() == 0:
-        log.say("waiting for the servers")
-        for name, members in servers.items():
-            wait_ready(members, getattr(config, name).server.start_timeout_s)
+        _wait_for_servers(config, servers, log.say)
     clients = {
         name: RolloutClient(
             _endpoint(name, members, stack), tokenizer, learner.architecture.eos_token_ids
@@ -150,6 +156,23 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
         checkpoints=checkpoints,
         log=log,
     )
+
+
+def _wait_for_servers(
+    config: Config, servers: dict[str, list[Server]], say: Callable[[str], None]
+) -> None:
+    """Wait until every server answers, and say when each does."""
+    start, num_servers, num_up = time.monotonic(), sum(map(len, servers.values())), 0
+    say(f"waiting for the servers: {num_servers}")
+    for name, members in servers.items():
+
+        def ready(server: Server, name: str = name) -> None:
+            nonlocal num_up
+            num_up += 1
+            waited = f"{time.monotonic() - start:.0f} s"
+            say(f"server {num_up} of {num_servers} is up after {waited}: {name}, {server.url}")
+
+        wait_ready(members, getattr(config, name).server.start_timeout_s, ready=ready)
 
 
 def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:

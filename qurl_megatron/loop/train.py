@@ -83,10 +83,10 @@ def train(
             log.write(metrics, evaluation)
             log.write_weights(published.version, weight_metrics(published.conversion))
             stopping = step < config.steps and device.from_rank_zero(stop_requested)
-            run.checkpoint(step, published.version, now=stopping)
+            run.checkpoint(step, published.version, evaluation, now=stopping)
             if stopping:
                 run.checkpoints.poll(wait=True)
-                log.say(f"stopped early after step {step}; continue: qurl resume {config.run_dir}")
+                log.say(f"stopped early after step {step}, with a checkpoint")
                 return False
             if device.from_rank_zero(log.time_is_up):
                 break
@@ -115,7 +115,8 @@ def start_or_resume(config: Config, run: Run) -> int:
 def evaluation_is_due(config: Config, step: int) -> bool:
     """Return True if the run evaluates after `step`; it always does after its last step."""
     every = config.evaluation.every_steps
-    return every > 0 and step % every == 0
+    is_due = step == config.steps or (every > 0 and step % every == 0)
+    return config.evaluation.enabled and is_due
 
 
 def run_rank(

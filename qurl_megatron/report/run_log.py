@@ -101,6 +101,7 @@ class RunLog:
         if not self._writes:
             return
         run_dir = self._config.run_dir
+        (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
         steps = read_json_lines(run_dir / "metrics.jsonl")
         steps = [line for line in steps if line["step"] <= after_step]
         self._steps = [StepMetrics(**line) for line in steps]
@@ -171,7 +172,7 @@ class RunLog:
             publish_bytes=self._steps[-1].publish_bytes,
         )
         path = self._config.run_dir / "summary.json"
-        path.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
         self._console.show(self._summary_table(summary, after))
 
