@@ -506,6 +506,11 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """Checkpoints to resume from."""
 
+    samples_per_step: CountOrZero = 4
+    """Number of completions of each step that are kept in samples.jsonl and shown in the report:
+    with the highest and the lowest reward, cut off, with the largest ratio of a token. 0 keeps
+    none."""
+
     @property
     def run_dir(self) -> Path:
         """The run's directory."""

@@ -20,7 +20,9 @@ from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data import rewards
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.device import from_rank_zero, rank
+from qurl_megatron.loop.samples import pick_samples
 from qurl_megatron.report.metrics import count_rewards
+from qurl_megatron.report.samples import Sample
 from qurl_megatron.rollout.client import RolloutClient
 
 
@@ -48,6 +50,7 @@ class Sampler:
         self._config = config
         self._client = client
         self._tokenizer = tokenizer
+        self._groups: list[RolloutGroup] = []  # of the last batch; on global rank 0
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
 
@@ -72,6 +75,14 @@ class Sampler:
         """
         return from_rank_zero(lambda: self._sample(self._config.rollout.at(step)))
 
+    def samples(self, step: int, batch: TrainBatch) -> list[Sample]:
+        """Return the completions of the step's batch to keep; none on other ranks than 0.
+
+        `batch` is the last one that was sampled, with its proximal log-probs.
+        """
+        count = self._config.samples_per_step
+        return pick_samples(step, self._groups, batch, self._tokenizer, count)
+
     def answers(self) -> TrainBatch:
         """Return the next prompts with their answers as responses, for supervised training."""
         return from_rank_zero(self._answers)
@@ -90,6 +101,7 @@ class Sampler:
                 groups[row] = replacement
         summary = _summarize(all_groups, groups, failures)
         groups = [_penalize_length(group, rollout) for group in groups]
+        self._groups = groups
         advantages = None
         if self._config.advantage_estimator == "grpo":
             advantages = grpo_advantages([group.rewards for group in groups])

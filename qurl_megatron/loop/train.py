@@ -81,6 +81,7 @@ def train(
             )
             evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
             log.write(metrics, evaluation)
+            log.write_samples(run.sampler.samples(step, batch))
             log.write_weights(published.version, weight_metrics(published.conversion))
             stopping = step < config.steps and device.from_rank_zero(stop_requested)
             run.checkpoint(step, published.version, evaluation, now=stopping)

@@ -122,7 +122,9 @@ class RunConsole:
             "reward": f"{metrics.reward_mean:.3f}",
             "len": f"{length:.1f}" if length < 1000 else f"{length:.0f}",
             "cut": f"{metrics.response_truncated_fraction:.0%}",
-            "KL": f"{metrics.kl_behaviour_proximal_k3:.1e}".replace("e-0", "e-"),
+            "KL": f"{metrics.kl_behaviour_proximal_k3:.1e}".replace("e-0", "e-").replace(
+                "e+0", "e+"
+            ),
             "entropy": f"{metrics.entropy:.3f}",
             "tok/s": f"{rate:.0f}" if rate < 99_999 else f"{rate / 1000:.0f}k",
             "GiB": f"{metrics.memory_bytes / 2**30:.1f}",

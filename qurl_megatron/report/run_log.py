@@ -2,9 +2,10 @@
 
     metrics.jsonl     every field of `StepMetrics`, one line per step
     weights.jsonl     measures of every quantized weight, one line per publish
+    samples.jsonl     some completions of each step, each a `Sample`
     noise.json        train-inference mismatch before training, by server set
     evaluation/       every answer of each evaluation
-    tensorboard/      the numbers of metrics.jsonl as curves
+    tensorboard/      the numbers of metrics.jsonl as curves, and samples as tables
     wandb/            the same for Weights & Biases, if `wandb_project` is set
     summary.json      `RunSummary`, written when the run is complete
 
@@ -26,12 +27,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.table import Table
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.report.console import RunConsole, hours_minutes
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
+from qurl_megatron.report.samples import COLUMNS, Sample, markdown_table, table_rows
 
 if TYPE_CHECKING:
     import wandb
@@ -110,6 +113,8 @@ class RunLog:
         publishes = [line for line in publishes if line["weight_version"] <= version]
         self._rewrite("metrics.jsonl", steps)
         self._rewrite("weights.jsonl", publishes)
+        samples = read_json_lines(run_dir / "samples.jsonl")
+        self._rewrite("samples.jsonl", [line for line in samples if line["step"] <= after_step])
         last = evaluation_directory(run_dir, after_step)
         for answers in last.parent.glob("step_*"):
             if answers.name > last.name:
@@ -144,6 +149,20 @@ class RunLog:
         if self._writes:
             line = {"weight_version": weight_version, "weights": weights}
             self._append("weights.jsonl", line)
+
+    def write_samples(self, samples: list[Sample]) -> None:
+        """Append completions of the last step to samples.jsonl, and show them beside the curves."""
+        if not samples or self._tensorboard is None:
+            return
+        for sample in samples:
+            self._append("samples.jsonl", dataclasses.asdict(sample))
+        self._tensorboard.add_text("samples", markdown_table(samples), samples[0].step)
+        self._tensorboard.flush()
+        if self._wandb is not None:
+            import wandb
+
+            table = wandb.Table(columns=list(COLUMNS), data=table_rows(samples))
+            self._wandb.log({"samples": table}, step=samples[0].step)
 
     def write_noise(self, noise: dict[str, dict[str, float]]) -> None:
         """Write noise.json: the train-inference mismatch before training, by server set."""
@@ -226,9 +245,16 @@ class RunLog:
         """Add a point at `step` to the curve of every number in `measured`."""
         if self._tensorboard is None:
             return
-        values = dict(_numbers(measured))
+        values: dict[str, Any] = dict(_numbers(measured))
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
+        if counts := measured.get("reward_counts"):
+            rewards = [reward for reward, count in counts for _ in range(count)]
+            self._tensorboard.add_histogram("rewards", np.array(rewards), step)
+            if self._wandb is not None:
+                import wandb
+
+                values["rewards"] = wandb.Histogram(rewards)
         self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(values, step=step)
