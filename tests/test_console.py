@@ -12,7 +12,9 @@ import sys
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from launch.evaluate import show_progress
 from qurl_megatron.config.schema import Config
 from qurl_megatron.report.console import HEADER_EVERY, LEGEND, RunConsole, hours_minutes
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
@@ -142,3 +144,23 @@ def test_a_terminal_that_cannot_move_its_cursor_has_lines_only() -> None:
 )
 def test_durations_are_hours_and_minutes_rounded_up(seconds: float, text: str) -> None:
     assert hours_minutes(seconds) == text
+
+
+def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
+    file = io.StringIO()
+    console = Console(file=file, highlight=False)
+    with show_progress("[x]/data.jsonl", 25, console) as answered:
+        for _ in range(25):
+            answered()
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("[x]/data.jsonl: 3 of 25 requests, 0:0")
+    assert lines[-1] == "[x]/data.jsonl: 25 of 25 requests, 0:00 left"
+
+
+def test_an_evaluation_shows_a_bar_on_a_terminal() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_interactive=True, force_terminal=True, width=80)
+    with show_progress("data", 3, console) as answered:
+        answered()
+    assert "1/3 requests" in file.getvalue() and "of 3" not in file.getvalue()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -102,8 +103,11 @@ def measure(
     k: int = 0,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    answered: Callable[[], None] = lambda: None,
 ) -> list[ProblemResult]:
     """Generate and score one greedy and `k` sampled answers to every prompt.
+
+    `answered` is called when a prompt has its greedy answer, and again when it has its sampled ones.
 
     Call this in the main thread, because a signal limits the time of verifiers.
     """
@@ -112,6 +116,7 @@ def measure(
         completions_per_prompt=1,
         temperature=0.0,
         max_response_length=max_response_length,
+        answered=answered,
     )
     greedy = [answer for (answer,) in _score(reward, prompts, groups)]
     sampled: list[list[Answer]] = [[] for _ in prompts]
@@ -122,6 +127,7 @@ def measure(
             temperature=temperature,
             top_p=top_p,
             max_response_length=max_response_length,
+            answered=answered,
         )
         sampled = _score(reward, prompts, groups)
     return [

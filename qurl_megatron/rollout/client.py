@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -29,12 +29,14 @@ class RolloutClient:
         temperature: float,
         max_response_length: int,
         top_p: float = 1.0,
+        answered: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of `prompts`.
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_response_length: maximum number of sampled tokens.
+            answered: called once for each prompt, when its completions are there.
 
         Raises:
             ServerFailed: a server died or refused a request.
@@ -46,17 +48,22 @@ class RolloutClient:
             "max_new_tokens": max_response_length,
             "stop_token_ids": self._stop_token_ids,
         }
-        return asyncio.run(self._generate(prompts, sampling))
+        return asyncio.run(self._generate(prompts, sampling, answered))
 
     async def _generate(
-        self, prompts: Sequence[Prompt], sampling: dict[str, Any]
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any], answered: Callable[[], None]
     ) -> list[list[Completion]]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
             timeout=None, limits=limits, headers=self._server.headers
         ) as client:
-            requests = [self._group(client, prompt, sampling) for prompt in prompts]
-            return await asyncio.gather(*requests)
+
+            async def ask(prompt: Prompt) -> list[Completion]:
+                completions = await self._group(client, prompt, sampling)
+                answered()
+                return completions
+
+            return await asyncio.gather(*map(ask, prompts))
 
     async def _group(
         self, client: httpx.AsyncClient, prompt: Prompt, sampling: dict[str, Any]
