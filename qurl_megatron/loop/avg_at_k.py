@@ -107,7 +107,7 @@ def measure(
 ) -> list[ProblemResult]:
     """Generate and score one greedy and `k` sampled answers to every prompt.
 
-    `answered` is called when a prompt has its greedy answer, and again when it has its sampled ones.
+    `answered` is called when a prompt has its greedy answer, and again when it has the others.
 
     Call this in the main thread, because a signal limits the time of verifiers.
     """
