@@ -435,8 +435,8 @@ class CheckpointConfig:
 
     keep_best: bool = True
     """Also keep the checkpoint of the best evaluation, as `checkpoints/best`, and save one whenever
-    an evaluation is better than all before it. What counts is the held-out accuracy, or without
-    held-out problems the mean over `evaluation.data`."""
+    an evaluation is better than all before it. The score is `held_out_accuracy`, or without it the
+    mean over `evaluation.data`."""
 
 
 @dataclasses.dataclass
