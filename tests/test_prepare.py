@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from launch import local
+from launch import local, slurm
 from launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.yaml_file import load
@@ -102,6 +103,28 @@ def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
     with pytest.raises(OSError, match="no space left"):
         local.run(config)
     assert capsys.readouterr().err == line
+
+
+def test_a_job_continues_an_extended_run_and_not_a_finished_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[int] = []
+
+    def run(config: Config, max_restarts: int) -> int:
+        started.append(config.steps)
+        return 0
+
+    monkeypatch.setattr(slurm, "run", run)
+    words = ["slurm", "run", "quickstart", "name=first"]
+    config = prepare_new("quickstart", ["name=first", "steps=40"])
+    (config.run_dir / "summary.json").write_text('{"steps": 40, "time_s": 9.0}')
+    monkeypatch.setattr(sys, "argv", words)
+    slurm.main()
+    assert started == [] and "runs/first is finished" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*words, "steps=60"])
+    with pytest.raises(SystemExit):
+        slurm.main()
+    assert started == [60]
 
 
 def test_a_complete_run_ends_without_such_a_line(
