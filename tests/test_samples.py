@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
@@ -250,11 +249,10 @@ def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path
     assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
 
 
-def test_the_log_ratio_of_padding_does_not_count() -> None:
-    groups = [group("a", [0, 1])]
-    batch = batch_of(groups, {(1, 0): 1.5})
+def test_the_log_ratio_of_prompts_and_padding_does_not_count() -> None:
+    groups = [group("a", [0, 1, 0, 0])]
+    batch = batch_of(groups, {(3, 0): 1.5})
     assert batch.proximal_logprobs is not None
-    batch.proximal_logprobs[0, -1] = 5.0  # beyond the end of the first completion
-    batch.proximal_logprobs[0, 0] = 5.0  # in its prompt
-    *_, last = pick_samples(1, [groups[0]], batch, Tokenizer(), 4)
-    assert all(torch.tensor(last.ratios) < 2)
+    batch.proximal_logprobs[2, [0, -1]] = 5.0  # in the prompt, and beyond the end
+    *_, last = pick_samples(1, groups, batch, Tokenizer(), 3)
+    assert (last.kind, last.text, last.ratios[0]) == ("largest ratio", "a3", 1.5)
