@@ -167,6 +167,8 @@ def test_samples_are_a_table_of_weights_and_biases(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR"):  # which the log sets
+        monkeypatch.setenv(name, "")
     (run_dir := tmp_path / "run").mkdir()
     log = log_of(run_dir, wandb_project="project")
     log.start(Evaluation())
@@ -178,6 +180,7 @@ def test_samples_are_a_table_of_weights_and_biases(
     assert table["columns"] == list(COLUMNS)
     assert table["data"][0][:4] == [1, "cut off", -0.5, 3]
     assert table["data"][0][-1] == HOSTILE
+    assert list((tmp_path / "home").glob("**/*wandb*")) == []
 
 
 def test_a_cell_of_a_markdown_table_has_no_mark_and_no_line_break() -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
+from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.report.console import RunConsole, hours_minutes
@@ -232,6 +233,10 @@ class RunLog:
         if self._config.wandb_project:
             import wandb  # only runs that ask for it need it installed
 
+            directory = (self._config.run_dir / "wandb").absolute()
+            # Tables are staged for upload there, and not in the home directory.
+            names = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
+            device.extend_environment(dict.fromkeys(names, str(directory)))
             self._wandb = wandb.init(
                 project=self._config.wandb_project,
                 group=self._config.name,
