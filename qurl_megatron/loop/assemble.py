@@ -115,7 +115,11 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     stack.enter_context(closing(log))
 
     if device.rank() == 0:
-        _wait_for_servers(config, servers, log.say)
+        log.say("waiting for the servers")
+        start = time.monotonic()
+        for name, members in servers.items():
+            timeout_s = getattr(config, name).server.start_timeout_s
+            _wait_for_set(name, members, timeout_s, start, log.say)
     clients = {
         name: RolloutClient(
             _endpoint(name, members, stack), tokenizer, learner.architecture.eos_token_ids
@@ -158,21 +162,19 @@ def assemble(config: Config, servers: dict[str, list[Server]], stack: ExitStack)
     )
 
 
-def _wait_for_servers(
-    config: Config, servers: dict[str, list[Server]], say: Callable[[str], None]
+def _wait_for_set(
+    name: str, servers: list[Server], timeout_s: float, start: float, say: Callable[[str], None]
 ) -> None:
-    """Wait until every server answers, and say when each does."""
-    start, num_servers, num_up = time.monotonic(), sum(map(len, servers.values())), 0
-    say(f"waiting for the servers: {num_servers}")
-    for name, members in servers.items():
+    """Wait until every server of a set answers; say when each does, in seconds since `start`."""
+    num_up = 0
 
-        def ready(server: Server, name: str = name) -> None:
-            nonlocal num_up
-            num_up += 1
-            waited = f"{time.monotonic() - start:.0f} s"
-            say(f"server {num_up} of {num_servers} is up after {waited}: {name}, {server.url}")
+    def ready(server: Server) -> None:
+        nonlocal num_up
+        num_up += 1
+        waited = f"{time.monotonic() - start:.0f} s"
+        say(f"{name} server {num_up} of {len(servers)} is up after {waited}: {server.url}")
 
-        wait_ready(members, getattr(config, name).server.start_timeout_s, ready=ready)
+    wait_ready(servers, timeout_s, ready=ready)
 
 
 def _endpoint(name: str, servers: list[Server], stack: ExitStack) -> Server | Router:

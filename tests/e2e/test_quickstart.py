@@ -186,7 +186,7 @@ def test_the_report_shows_layers_and_evaluations(finished: Finished) -> None:
 
 def test_the_progress_is_printed(finished: Finished) -> None:
     for shown in (
-        "server 1 of 2 is up after",
+        "rollout server 1 of 1 is up after",
         "warm-up step 4",
         "step 2/2",
         "step 2/2 held-out accuracy",
