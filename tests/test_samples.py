@@ -230,7 +230,7 @@ def test_tokens_are_coloured_by_their_ratio() -> None:
     spans = re.findall(
         r'<span style="background: rgba\(([^)]*)\)" title="([^"]*)">(.*?)</span>', card
     )
-    assert spans == [("213, 94, 0, 0.47", "1.5", " b"), ("43, 140, 214, 0.80", "0.25", "c")]
+    assert spans == [("213, 94, 0, 0.53", "1.5", " b"), ("43, 140, 214, 0.80", "0.25", "c")]
 
 
 def test_each_kind_shows_its_first_middle_and_last_completion() -> None:

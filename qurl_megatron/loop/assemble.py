@@ -171,7 +171,7 @@ def _wait_for_set(
     def ready(server: Server) -> None:
         nonlocal num_up
         num_up += 1
-        waited = f"{time.monotonic() - start:.0f} s"
+        waited = f"{time.monotonic() - start:.0f} s of waiting"
         say(f"{name} server {num_up} of {len(servers)} is up after {waited}: {server.url}")
 
     wait_ready(servers, timeout_s, ready=ready)

@@ -13,6 +13,7 @@ from qurl_megatron.report.record import RunRecord
 from qurl_megatron.report.samples import KINDS
 
 VISIBLE_LOG_RATIO = 0.02  # a token whose ratio is closer to 1 has no colour
+FAINTEST, STRONGEST = 0.15, 0.8  # opacities of a colour; the strongest from C on
 LOWER, HIGHER = "43, 140, 214", "213, 94, 0"  # colours: blue below 1, orange above
 
 
@@ -37,9 +38,9 @@ def _legend(run: RunRecord) -> str:
     return (
         "The first, the middle and the last of each kind. A colour shows the ratio proximal / "
         "behaviour of a token: "
-        f'<span style="background: rgba({LOWER}, .8)">1/{cap:g} or less</span>, what the '
+        f'<span style="background: rgba({LOWER}, {STRONGEST})">1/{cap:g} or less</span>, what the '
         "quantized policy finds more likely than the learner, and "
-        f'<span style="background: rgba({HIGHER}, .8)">{cap:g} or more</span>, what it finds less '
+        f'<span style="background: rgba({HIGHER}, {STRONGEST})">{cap:g} or more</span>, what it finds less '
         "likely. Tokens without a colour are within 2%. The pointer over a token shows its ratio."
     )
 
@@ -75,7 +76,8 @@ def _coloured(sample: dict[str, Any], start: int, end: int, ratio_cap: float) ->
         if abs(log_ratio) < VISIBLE_LOG_RATIO:
             pieces.append(_escape(token))
             continue
-        strength = 0.8 * min(1.0, abs(log_ratio) / math.log(ratio_cap)) if ratio_cap > 1 else 0.8
+        share = min(1.0, abs(log_ratio) / math.log(ratio_cap)) if ratio_cap > 1 else 1.0
+        strength = FAINTEST + (STRONGEST - FAINTEST) * share
         colour = HIGHER if log_ratio > 0 else LOWER
         pieces.append(
             f'<span style="background: rgba({colour}, {strength:.2f})" title="{ratio:g}">'

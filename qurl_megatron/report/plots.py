@@ -241,7 +241,7 @@ TRAINING_PLOTS: dict[str, Plot] = {
     ),
     "Entropy": curves("entropy", ylabel="nats"),
     "Mean response length": curves("response_length_mean", ylabel="tokens"),
-    "Completions cut off, prompts of equal rewards": curves(
+    "Cut-off completions, equal rewards": curves(
         "response_truncated_fraction", "equal_reward_fraction", ylabel="fraction"
     ),
     "Verifier failures": curves("verifier_failures", ylabel="completions per step"),
