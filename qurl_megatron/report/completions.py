@@ -35,13 +35,13 @@ def section(run: RunRecord) -> str:
 
 def _legend(run: RunRecord) -> str:
     cap = run.config.objective.ratio_cap
+    lower = f'<span style="background: rgba({LOWER}, {STRONGEST})">1/{cap:g} or less</span>'
+    higher = f'<span style="background: rgba({HIGHER}, {STRONGEST})">{cap:g} or more</span>'
     return (
         "The first, the middle and the last of each kind. A colour shows the ratio proximal / "
-        "behaviour of a token: "
-        f'<span style="background: rgba({LOWER}, {STRONGEST})">1/{cap:g} or less</span>, what the '
-        "quantized policy finds more likely than the learner, and "
-        f'<span style="background: rgba({HIGHER}, {STRONGEST})">{cap:g} or more</span>, what it finds less '
-        "likely. Tokens without a colour are within 2%. The pointer over a token shows its ratio."
+        f"behaviour of a token: {lower}, what the quantized policy finds more likely than the "
+        f"learner, and {higher}, what it finds less likely. Tokens without a colour are within 2%. "
+        "The pointer over a token shows its ratio."
     )
 
 
