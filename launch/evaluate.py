@@ -8,10 +8,19 @@ import json
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from transformers import AutoTokenizer
 
@@ -27,6 +36,7 @@ from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.offline import quantize_directory
+from qurl_megatron.report.console import hours_minutes
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.options import check_options
@@ -72,6 +82,8 @@ def run(config: EvalConfig) -> None:
             quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
             model_dir = quantized
         output.mkdir(parents=True)
+        console, start = Console(stderr=True, highlight=False), time.monotonic()
+        console.print("starting the server", markup=False)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         score = stack.enter_context(Scorer(reward, reward.scoring_workers)).submit
         preload = stack.enter_context(preloaded_sglang(output / "preload.log"))
@@ -87,6 +99,8 @@ def run(config: EvalConfig) -> None:
         )
         stack.callback(server.stop)
         wait_ready([server], config.server.start_timeout_s)
+        waited = f"{time.monotonic() - start:.0f} s"
+        console.print(f"the server is up after {waited}: {server.url}", markup=False)
         fleet = stack.enter_context(
             contextlib.closing(Fleet("evaluation", {0: server}, loaded=True))
         )
@@ -94,15 +108,17 @@ def run(config: EvalConfig) -> None:
         client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
         averages_of: dict[str, dict[str, Average]] = {}
         for number, (data, problems) in enumerate(prompts.items()):
-            results = measure(
-                client,
-                score,
-                problems,
-                config.max_response_length,
-                k=config.k,
-                temperature=config.temperature,
-                top_p=config.top_p,
-            )
+            with show_progress(data, len(problems) * (2 if config.k else 1), console) as answered:
+                results = measure(
+                    client,
+                    score,
+                    problems,
+                    config.max_response_length,
+                    k=config.k,
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    answered=answered,
+                )
             write_answers(results, output / f"answers_{number}.jsonl")
             averages_of[data] = averages(results)
     summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": {}}
@@ -110,6 +126,36 @@ def run(config: EvalConfig) -> None:
         summary["results"][data] = {name: dataclasses.asdict(a) for name, a in named.items()}
     write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
     Console().print(_table(config, prompts, averages_of))
+
+
+@contextlib.contextmanager
+def show_progress(title: str, requests: int, console: Console) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each of `requests`; it shows how many are answered.
+
+    On a terminal that is a bar, elsewhere a line for each tenth.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    done, start = 0, time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_interactive) as bar:
+        task = bar.add_task(title, total=requests)
+
+        def answered() -> None:
+            nonlocal done
+            done += 1
+            bar.advance(task)
+            if not console.is_interactive and 10 * done // requests > 10 * (done - 1) // requests:
+                left_s = (time.monotonic() - start) / done * (requests - done)
+                line = f"{title}: {done} of {requests} requests, {hours_minutes(left_s)} left"
+                console.print(line, markup=False, soft_wrap=True)
+
+        yield answered
 
 
 def _hugging_face_directory(model: Path, scratch: Path) -> Path:

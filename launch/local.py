@@ -20,6 +20,7 @@ from launch.owner import claim
 from launch.placement import place_servers, server_specs
 from launch.prepare import exit_on_bad_input
 from launch.servers import Servers
+from launch.status import how_to_resume
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
@@ -42,11 +43,18 @@ def run(config: Config) -> int:
     asked it to stop early, or too few servers are left: it has then saved a checkpoint, or not
     started yet. It is 1 when a learner rank died or a server did not start; the last lines of its
     log are then printed. It is 2, and nothing is started, when another launcher owns the run.
+    Whatever ended a run that is not complete, the last line says how to resume it.
     """
     with exit_on_bad_input():
         owner = claim(config.run_dir)
+    code = 1
     with owner:
-        return _run(config)
+        try:
+            code = _run(config)
+        finally:
+            if code:
+                print(how_to_resume(config.run_dir), file=sys.stderr)
+    return code
 
 
 def _run(config: Config) -> int:

@@ -23,6 +23,7 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
+from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.reward_function import absolute
 from qurl_megatron.rollout.options import check_options
 
@@ -76,6 +77,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
         if built.exists():
             config.model = str(config.run_dir / "model")
             shutil.move(built, config.model)
+    _make_paths_absolute(config)
     save(config, config.run_dir / "config.yaml")
     return config
 
@@ -83,18 +85,26 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
 def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
     """Apply overrides to an existing run and write them to its config.yaml.
 
-    `num_gpus` is as for `prepare_new`.
+    The run's directory may have been moved or renamed. An override may give the new place of a
+    model or of data that is no longer where it was. `num_gpus` is as for `prepare_new`.
 
     Raises:
         ConfigError, DataError: one line that says what is wrong, where, and what would be right.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
+    if run_dir.name in ("", ".."):
+        run_dir = run_dir.resolve()
     with claim(run_dir):
         saved = load(run_dir / "config.yaml")
-        # The directory may have been moved or renamed since.
+        was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
+        if was_built and (run_dir / "model").is_dir():
+            saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
+        for each in (saved, config):
+            _make_paths_absolute(each)
+        _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
         validate(config)
@@ -121,6 +131,41 @@ def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
         return prepare_new(recipe, list(overrides))
     others = [word for word in overrides if word not in names + output_dirs]
     return prepare_resume(run_dir, others)
+
+
+def _make_paths_absolute(config: Config) -> None:
+    """Make the paths of models and data independent of the working directory."""
+    config.model = _absolute(config.model)
+    config.critic.model = _absolute(config.critic.model)
+    config.data = _absolute(config.data)
+    config.evaluation.data = {
+        name: _absolute(data) for name, data in config.evaluation.data.items()
+    }
+
+
+def _absolute(path: str) -> str:
+    """Return a path as an absolute one; a generated task and an empty path as they are."""
+    return str(Path(path).absolute()) if path and not path.startswith(REASONING_GYM) else path
+
+
+def _accept_new_places(saved: Config, config: Config) -> None:
+    """Take over from `config` the place of each model and data source that is gone in `saved`."""
+    if not _exists(saved.model):
+        saved.model = config.model
+    if not _exists(saved.critic.model):
+        saved.critic.model = config.critic.model
+    if not _exists(saved.data):
+        saved.data = config.data
+    saved.evaluation.data = {
+        name: data if _exists(data) else config.evaluation.data[name]
+        for name, data in saved.evaluation.data.items()
+    }
+
+
+def _exists(source: str) -> bool:
+    """Return whether a model or data source is there; DIR of DIR:SPLIT counts."""
+    is_generated = not source or source.startswith(REASONING_GYM)
+    return is_generated or any(Path(path).exists() for path in (source, source.partition(":")[0]))
 
 
 def default_name(recipe: str) -> str:

@@ -45,6 +45,7 @@ from launch.placement import JobPlan, NodeGroup, make_plan
 from launch.prepare import exit_on_bad_input, prepare_resume_or_new
 from launch.servers import RestartLimit
 from launch.slurm_task import START_FAILED, roster_of
+from launch.status import how_to_resume, is_finished
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
@@ -104,8 +105,9 @@ def _run(config: Config, max_restarts: int) -> int:
         stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests)
     # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
-    if code == STOPPED_EARLY or (code and is_preempted()):
-        requeue(max_restarts)
+    is_requeued = (code == STOPPED_EARLY or (code and is_preempted())) and requeue(max_restarts)
+    if code and not is_requeued:
+        print(how_to_resume(config.run_dir, "submit the same job"), file=sys.stderr, flush=True)
     return code
 
 
@@ -389,19 +391,23 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not dropped.match(name)}
 
 
-def requeue(max_restarts: int) -> None:
-    """Ask Slurm to start the job again; Slurm then ends this process."""
+def requeue(max_restarts: int) -> bool:
+    """Ask Slurm to start the job again; Slurm then ends this process.
+
+    Return False, and print why, if the job is not to start again.
+    """
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     job = os.environ["SLURM_JOB_ID"]
     if restarts >= max_restarts:
         print(f"not finished after {restarts} restarts, and no more are allowed", flush=True)
-        return
+        return False
     state = _output("squeue", "--noheader", f"--jobs={job}", "--format=%T").split()
     if "RUNNING" not in state:  # cancelled, or already being requeued
         print(f"not requeued: the job is {' '.join(state).lower() or 'gone'}", flush=True)
-        return
+        return False
     print(f"restart {restarts + 1} of at most {max_restarts}: requeueing job {job}", flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)
+    return True
 
 
 def is_preempted() -> bool:
@@ -475,7 +481,7 @@ def main() -> None:
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
     with exit_on_bad_input():
         config = prepare_resume_or_new(arguments.recipe, arguments.overrides)
-    if (config.run_dir / "summary.json").exists():
+    if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")
         return
     sys.exit(run(config, arguments.max_restarts))

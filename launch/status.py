@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,16 +29,42 @@ def status(run_dir: Path) -> str:
     steps = read_json_lines(run_dir / "metrics.jsonl")
     done = int(steps[-1]["step"]) if steps else 0
     progress = f"step {done} of {load(run_dir / 'config.yaml').steps}"
-    if (run_dir / "summary.json").exists():
-        return f"{progress}, finished"
-    saved = sorted(
-        path.name for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
-    )
+    saved = checkpoint_names(run_dir)
     checkpoint = f"newest checkpoint {saved[-1]}" if saved else "no checkpoint"
+    best = run_dir / "checkpoints" / "best"
+    if best.is_symlink():
+        checkpoint += f", best {best.readlink()}"
     running = ", ".join(jobs) or ("running here" if is_owned(run_dir) else "")
     running += server_counts(run_dir) if running else ""
-    state = running or f"not running; to resume: qurl resume {run_dir}"
-    return f"{progress}, {checkpoint}, {state}"
+    if is_finished(run_dir) and not running:
+        return f"{progress}, {checkpoint}, finished"
+    return f"{progress}, {checkpoint}, {running or f'not running; {how_to_resume(run_dir)}'}"
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Return True if the run has come to its end.
+
+    A run that was given more steps or more time after its end is not finished any more.
+    """
+    path = run_dir / "summary.json"
+    if not path.exists():
+        return False
+    summary, config = json.loads(path.read_text()), load(run_dir / "config.yaml")
+    is_out_of_time = config.time_limit_s is not None and summary["time_s"] > config.time_limit_s
+    return summary["steps"] >= config.steps or is_out_of_time
+
+
+def how_to_resume(run_dir: Path, command: str = "") -> str:
+    """Return what continues a run, and from where; `command` replaces `qurl resume RUN`."""
+    saved = checkpoint_names(run_dir)
+    place = f"resume after step {int(saved[-1].removeprefix('step_'))}" if saved else "start again"
+    return f"to {place}: {command or f'qurl resume {shlex.quote(str(run_dir))}'}"
+
+
+def checkpoint_names(run_dir: Path) -> list[str]:
+    """Return the names of the run's complete checkpoints, oldest first."""
+    paths = (run_dir / "checkpoints").glob("step_*")
+    return sorted(path.name for path in paths if path.suffix != PARTIAL)
 
 
 def server_counts(run_dir: Path) -> str:

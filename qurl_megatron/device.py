@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -41,6 +42,17 @@ def device() -> torch.device:
 def num_gpus() -> int:
     """Return the number of GPUs this process sees."""
     return torch.cuda.device_count() if accelerator() == "cuda" else 0
+
+
+def memory_bytes() -> int:
+    """Return the memory that this process has taken.
+
+    On a GPU that is the most that torch's allocator has reserved; without one it is the resident
+    set of the process.
+    """
+    if accelerator() == "cuda":
+        return torch.cuda.max_memory_reserved()
+    return int(psutil.Process().memory_info().rss)
 
 
 def communication_backend() -> Literal["gloo", "nccl"]:

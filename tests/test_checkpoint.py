@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from qurl_megatron.config.yaml_file import save
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,
     CheckpointError,
+    Checkpoints,
     list_checkpoints,
     read_config,
     read_state,
@@ -47,11 +49,13 @@ def train(
     layout: tuple[int, ...],
     steps: range,
     killed_at: int | None = None,
+    accuracies: dict[int, float] | None = None,
 ) -> list[float]:
     """Train policy and critic; return loss, gradient norm, rate and value loss of each step.
 
     Training resumes from the newest checkpoint, if there is one. Every step starts while the
-    checkpoint of the step before is still being written.
+    checkpoint of the step before is still being written. With `accuracies`, only the best of them
+    are saved, when their evaluation ends.
     """
     from qurl_megatron.algorithm.batch import TrainBatch
     from qurl_megatron.learner.checkpoint import Checkpoints, RunState
@@ -78,7 +82,10 @@ def train(
         update = learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
         results += [update.loss, update.grad_norm, update.learning_rate, value_loss]
         checkpoints.poll()
-        checkpoints.save(RunState(step, step + 1, 0.0, {}, {"position": step}))
+        accuracy = (accuracies or {}).get(step)
+        state = RunState(step, step + 1, 0.0, {}, {"position": step}, accuracy)
+        if accuracies is None or checkpoints.is_best(accuracy):
+            checkpoints.save(state)
         if step == killed_at:
             manager: Any = checkpoints._manager
             (directory / "manager").write_text(str(manager._process.pid))
@@ -113,6 +120,31 @@ def test_a_resumed_learner_repeats_the_steps_of_an_uninterrupted_one(
     assert torch.equal(torch.load(tmp_path / "logprobs.pt"), logprobs)
     assert uninterrupted[-8] != uninterrupted[-4], "the loss does not change"
     assert uninterrupted[-5] != uninterrupted[-1], "the value loss does not change"
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model")
+    accuracies = {2: -0.5, 3: 0.75, 4: 0.5, 5: 0.75}
+    run_ranks(train, 1, tmp_path, "float32", (1,), range(1, 6), None, accuracies)
+    assert names(tmp_path) == ["best", "step_000002", "step_000003"]  # the others are not better
+    run_ranks(train, 1, tmp_path, "float32", (1,), range(6, 9))
+    assert names(tmp_path) == ["best", "step_000003", "step_000007", "step_000008"]
+    best = tmp_path / "run" / "checkpoints" / "best"
+    assert best.readlink() == Path("step_000003") and read_state(best).accuracy == 0.75
+    assert best not in list_checkpoints(tmp_path / "run")
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    exported = tmp_path / "exported"
+    source = tmp_path / "moved" / "checkpoints" / "best"
+    result = CliRunner().invoke(app, ["export", str(source), str(exported)])
+    assert result.exit_code == 0 and (exported / "config.json").exists(), result.output
+
+
+@pytest.mark.parametrize("setting", ["keep_best", "every_steps"])
+def test_without_keep_best_or_checkpoints_no_evaluation_is_saved(setting: str) -> None:
+    config = Config()
+    setattr(config.checkpoint, setting, 0)
+    checkpoints: Any = SimpleNamespace(_config=config)
+    assert not Checkpoints.is_best(checkpoints, 1.0)
 
 
 @pytest.mark.parametrize(

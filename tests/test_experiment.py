@@ -17,7 +17,7 @@ import yaml
 from launch import experiment, status
 from launch.owner import claim
 from launch.placement import server_specs
-from launch.prepare import prepare_new
+from launch.prepare import prepare_new, prepare_resume
 from qurl_megatron import cli
 from qurl_megatron.config.schema import ConfigError
 from recipe_inputs import RECIPES, write_inputs
@@ -255,18 +255,41 @@ def test_status_shows_the_progress_of_a_run(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="runs/first: not a run's directory"):
         status.status(run_dir)
     prepare_new("quickstart", ["name=first", "steps=40"])
-    stopped = "not running; to resume: qurl resume runs/first"
-    assert status.status(run_dir) == f"step 0 of 40, no checkpoint, {stopped}"
+    how = "qurl resume runs/first"
+    assert status.status(run_dir) == (
+        f"step 0 of 40, no checkpoint, not running; to start again: {how}"
+    )
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
     for name in ("step_000001", "step_000002.partial"):
         (run_dir / "checkpoints" / name).mkdir(parents=True)
     progress = "step 2 of 40, newest checkpoint step_000001"
+    stopped = f"not running; to resume after step 1: {how}"
     assert status.status(run_dir) == f"{progress}, {stopped}"
     with claim(run_dir):
         assert status.status(run_dir) == f"{progress}, running here"
     assert status.status(run_dir) == f"{progress}, {stopped}"
-    (run_dir / "summary.json").write_text("{}")
-    assert status.status(run_dir) == "step 2 of 40, finished"
+    (run_dir / "checkpoints" / "best").symlink_to("step_000001")
+    assert f"{progress}, best step_000001, {stopped}" == status.status(run_dir)
+
+
+def test_status_tells_a_finished_run_from_one_that_was_extended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status.shutil, "which", lambda name: None)
+    run_dir = Path("runs/first")
+    prepare_new("quickstart", ["name=first", "steps=40"])
+    (run_dir / "metrics.jsonl").write_text('{"step": 40}\n')
+    (run_dir / "checkpoints" / "step_000040").mkdir(parents=True)
+    (run_dir / "summary.json").write_text('{"steps": 40, "time_s": 100.0}')
+    assert status.status(run_dir) == "step 40 of 40, newest checkpoint step_000040, finished"
+    prepare_resume(run_dir, ["steps=60"])
+    how = "to resume after step 40: qurl resume runs/first"
+    extended = f"step 40 of 60, newest checkpoint step_000040, not running; {how}"
+    assert status.status(run_dir) == extended
+    prepare_resume(run_dir, ["time_limit_s=90"])
+    assert status.status(run_dir).endswith("finished")  # it ran out of its time
+    prepare_resume(run_dir, ["time_limit_s=200"])
+    assert status.status(run_dir) == extended
 
 
 def test_newest_logs_are_those_of_the_last_start() -> None:

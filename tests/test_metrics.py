@@ -12,11 +12,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qurl_megatron.config.fields import field_docs
 from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
-from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
+from qurl_megatron.report.metrics import (
+    MAX_REWARDS,
+    Evaluation,
+    RunSummary,
+    StepMetrics,
+    count_rewards,
+)
 from qurl_megatron.report.run_log import RunLog, evaluation_directory
 
 ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
-ZEROS |= {"held_out_accuracy": None, "evaluation": None}
+ZEROS |= {"held_out_accuracy": None, "evaluation": None, "reward_counts": [(0.0, 1), (1.0, 3)]}
 BEFORE = Evaluation(0.25)
 
 
@@ -130,7 +136,7 @@ def test_tensorboard_shows_each_step_once_and_every_metric(tmp_path: Path) -> No
         (1, 0.125), (2, 0.25), (3, 0.375), (4, 1.0), (5, 1.25), (6, 1.5),
     ]  # fmt: skip
     assert shown["held_out_accuracy"] == [(0, 0.25), (2, 0.2), (4, 0.4), (6, 0.6)]
-    numbers = set(ZEROS) - {"step", "evaluation"}
+    numbers = set(ZEROS) - {"step", "evaluation", "reward_counts"}
     assert numbers <= set(shown)
 
 
@@ -151,6 +157,35 @@ def wandb_rewards(run: Path) -> list[tuple[int, float]]:
             if "reward_mean" in items:
                 rewards.append((int(items["_step"]), float(items["reward_mean"])))
     return rewards
+
+
+def test_rewards_are_counted_by_value_and_many_values_in_even_steps() -> None:
+    assert count_rewards([1.0, 0.0, 1.0, -1.0]) == [(-1.0, 1), (0.0, 1), (1.0, 2)]
+    counts = count_rewards([number / 1000 for number in range(1001)])
+    assert len(counts) == MAX_REWARDS and sum(count for _, count in counts) == 1001
+    assert (counts[0][0], counts[-1][0]) == (0.0, 1.0)
+    assert counts[1][0] == pytest.approx(1 / 19) and counts[0][1] == 27 and counts[1][1] in (52, 53)
+
+
+def test_the_time_left_follows_the_pace_of_the_last_steps(tmp_path: Path) -> None:
+    log = run_log(tmp_path)
+    log._ends_s.extend([0.0, 10.0, 20.0])
+    assert log._left_s(step=6) == 40.0
+    log._ends_s.extend(20.0 + 2 * step for step in range(1, 31))
+    assert log._left_s(step=6) == pytest.approx(8.0)
+    log = run_log(tmp_path, time_limit_s=30.0)
+    log._ends_s.extend([0.0, 10.0, 20.0])
+    log._start -= 25.0
+    assert log._left_s(step=6) == pytest.approx(5.0, abs=0.5)
+
+
+def test_the_score_of_an_evaluation_is_held_out_accuracy_or_the_mean_over_files() -> None:
+    assert Evaluation().score is None
+    files = evaluation(0.5).files | {
+        "gsm8k": {"Avg@1": {"mean": 0.9}, "Avg@4 sampled": {"mean": 0.7}}
+    }
+    assert Evaluation(0.25, files).score == 0.25
+    assert Evaluation(None, files).score == pytest.approx(0.6)
 
 
 def test_each_part_of_a_run_is_a_weights_and_biases_run_in_its_directory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -31,6 +32,9 @@ BASE_STEP: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(Ste
     "weight_update_norm": 1e-5,
     "weight_quant_error": 5e-5,
     "publish_bytes": 1_342_464,
+    "grad_norm": 0.5,
+    "learning_rate": 1e-6,
+    "reward_counts": [[0.0, 3], [1.0, 1]],
     "held_out_accuracy": None,
     "evaluation": None,
 }
@@ -175,6 +179,10 @@ def test_a_page_on_two_runs_shows_both_and_loads_nothing(two_runs: Path) -> None
         ({"code_flip_fraction": 1e-5}, "Raise quantization.uaq.scale"),
         ({"response_truncated_fraction": 0.3}, "30% of completions are truncated"),
         ({"verifier_failures": 100}, "of verifier calls fail"),
+        ({"grad_norm": 0.0, "code_flip_fraction": 0.0}, "The gradient is 0. The rewards of each"),
+        ({"learning_rate": 0.0, "code_flip_fraction": 0.0}, "The learning rate is 0. Raise optim"),
+        ({"kl_behaviour_proximal_k3": math.nan}, "k3 stopped being finite at step 31. Resume"),
+        ({"loss": math.inf, "code_flip_fraction": 0.0}, "loss stopped being finite at step 31"),
     ],
 )
 def test_advice_follows_its_rules(late: dict[str, float], words: str, tmp_path: Path) -> None:

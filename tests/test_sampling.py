@@ -112,6 +112,7 @@ def advantage_signs(batch: TrainBatch) -> list[float]:
 def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> None:
     batch, summary, asked = sample_step(0, {})
     assert len(asked) == 2 and summary.groups_replaced == 0
+    assert summary.equal_reward_fraction == 1 and summary.reward_counts == [(0.0, 4)]
     assert advantage_signs(batch) == [0, 0, 0, 0]
 
 
@@ -142,6 +143,8 @@ def test_replacement_with_unequal_rewards_ends_dynamic_sampling() -> None:
     _, _, [*_, third] = sample_step(1, {first: ["yes", "no"]})
     batch, summary, asked = sample_step(5, {first: ["yes", "no"], third: ["no", "yes"]})
     assert asked == [first, second, third] and summary.groups_replaced == 1
+    assert summary.equal_reward_fraction == 0  # of the batch
+    assert summary.reward_counts == [(0.0, 4), (1.0, 2)]  # of all that was sampled
     assert advantage_signs(batch) == [1, -1, -1, 1]
 
 

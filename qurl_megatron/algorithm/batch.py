@@ -44,6 +44,7 @@ class RolloutGroup:
     prompt: Prompt
     completions: list[Completion]
     rewards: list[float]  # one per completion
+    parts: list[dict[str, float]] = field(default_factory=list)  # named parts of each reward
 
 
 @dataclass

@@ -467,6 +467,11 @@ class CheckpointConfig:
     keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
 
+    keep_best: bool = True
+    """Also keep the checkpoint of the best evaluation, as `checkpoints/best`, and save one whenever
+    an evaluation is better than all before it. The score is `held_out_accuracy`, or without it the
+    mean over `evaluation.data`."""
+
 
 @dataclasses.dataclass
 class Config:
@@ -555,6 +560,11 @@ class Config:
     scoring_workers: CountOrZero = 0
     """Number of processes that score responses. A reward that waits for a service needs more of
     them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
+
+    samples_per_step: CountOrZero = 4
+    """Number of completions of each step that are kept in samples.jsonl and shown in the report:
+    with the highest and the lowest reward, cut off, with the largest ratio of a token. 0 keeps
+    none."""
 
     @property
     def run_dir(self) -> Path:

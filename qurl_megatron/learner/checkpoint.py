@@ -13,6 +13,9 @@ Invariants:
 - A checkpoint holds the state at the call of `save`. Training continues while it is written.
 - Any tensor, pipeline and data parallel layout can resume from the checkpoint of any other.
 
+RUN/checkpoints/best is a link to the checkpoint whose evaluation was the best. It is kept beside
+the newest ones.
+
 RUN/checkpoints.jsonl has one line per complete checkpoint: its step, and the seconds it took to
 write.
 
@@ -25,6 +28,7 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import os
 import shutil
 from collections.abc import Iterator
 from multiprocessing.managers import SyncManager
@@ -57,6 +61,7 @@ from qurl_megatron.model.huggingface import Progress, copy_beside_weights
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.process import die_with_parent
 
+BEST = "best"
 CONTENTS = ("megatron", "model", "config.yaml", "state.json")
 
 
@@ -78,6 +83,8 @@ class RunState:
     """The fields of the `Evaluation` before the first RL step."""
     prompts: dict[str, Any]
     """`PromptStream.state`."""
+    accuracy: float | None = None
+    """`Evaluation.score` after that step. None: not evaluated."""
 
 
 class Checkpoints:
@@ -88,6 +95,7 @@ class Checkpoints:
         self._learner = learner
         self._critic = critic
         self._directory = config.run_dir / "checkpoints"
+        self._latest_accuracy: float | None = None  # of the last save; on global rank 0
         self._queue = AsyncCallsQueue(persistent=False)
         # Megatron would start this manager itself, and it would outlive a rank that is killed.
         self._manager = SyncManager(ctx=multiprocessing.get_context("fork"))
@@ -102,6 +110,22 @@ class Checkpoints:
         """Return whether the configuration asks for a checkpoint after `step`."""
         every = self._config.checkpoint.every_steps
         return every > 0 and (step % every == 0 or step == self._config.steps)
+
+    def is_best(self, accuracy: float | None) -> bool:
+        """Return whether a policy of this accuracy is to be saved as the best so far.
+
+        None stands for a policy that was not evaluated.
+        """
+        settings = self._config.checkpoint
+        if accuracy is None or not settings.keep_best or settings.every_steps == 0:
+            return False
+        return from_rank_zero(lambda: self._exceeds_saved(accuracy))
+
+    def _exceeds_saved(self, accuracy: float) -> bool:
+        saved = [*_accuracies(self._config.run_dir).values()]
+        if self._latest_accuracy is not None:  # its checkpoint may still be being written
+            saved.append(self._latest_accuracy)
+        return all(accuracy > other for other in saved)
 
     def save(self, state: RunState) -> None:
         """Wait for an earlier save, then start to save in background processes.
@@ -156,6 +180,7 @@ class Checkpoints:
         return state
 
     def _prepare(self, partial: Path, state: RunState) -> None:
+        self._latest_accuracy = state.accuracy
         for leftover in self._directory.glob("*" + PARTIAL):
             shutil.rmtree(leftover)
         (partial / "megatron").mkdir(parents=True)
@@ -173,7 +198,12 @@ class Checkpoints:
                 "time_write_s": _time_write_s(checkpoint),
             }
             file.write(json.dumps(line) + "\n")
-        for old in list_checkpoints(self._config.run_dir)[: -self._config.checkpoint.keep_last]:
+        run_dir, settings = self._config.run_dir, self._config.checkpoint
+        best = best_checkpoint(run_dir) if settings.keep_best else None
+        _link(self._directory / BEST, best)
+        for old in list_checkpoints(run_dir)[: -settings.keep_last]:
+            if old == best:
+                continue
             # Rename first: an interrupted removal must not leave a directory that looks complete.
             shutil.rmtree(old.rename(partial_of(old)))
 
@@ -189,6 +219,29 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(
         path for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
     )
+
+
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """Return the complete checkpoint of the highest accuracy, the first of equals, or None."""
+    accuracies = _accuracies(run_dir)
+    return max(accuracies, key=lambda path: accuracies[path], default=None)
+
+
+def _accuracies(run_dir: Path) -> dict[Path, float]:
+    """Return the accuracy of each complete checkpoint that was evaluated, oldest first."""
+    accuracies = {path: read_state(path).accuracy for path in list_checkpoints(run_dir)}
+    return {path: accuracy for path, accuracy in accuracies.items() if accuracy is not None}
+
+
+def _link(link: Path, target: Path | None) -> None:
+    """Make `link` a relative symbolic link to `target`, which is beside it; None removes it."""
+    if target is None:
+        link.unlink(missing_ok=True)
+        return
+    unfinished = link.with_name(link.name + ".unfinished")
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(target.name)
+    os.replace(unfinished, link)
 
 
 def read_state(checkpoint: Path) -> RunState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -28,7 +30,7 @@ from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
-from qurl_megatron.rollout.server import wait_ready
+from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 
 # Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
@@ -60,10 +62,16 @@ class Run:
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step
 
-    def checkpoint(self, step: int, weight_version: int, *, now: bool) -> None:
-        """Complete a save that has been written, and start another if `now` or if one is due."""
+    def checkpoint(
+        self, step: int, weight_version: int, evaluation: Evaluation | None, *, now: bool
+    ) -> None:
+        """Complete a save that has been written, and start another if `now` or if one is due.
+
+        One is also due if `evaluation`, that of this step, is the best so far.
+        """
         self.checkpoints.poll()
-        if now or self.checkpoints.is_due(step):
+        accuracy = evaluation.score if evaluation else None
+        if now or self.checkpoints.is_due(step) or self.checkpoints.is_best(accuracy):
             self.checkpoints.save(
                 RunState(
                     step=step,
@@ -71,6 +79,7 @@ class Run:
                     time_s=self.log.time_s,
                     evaluation_before=asdict(self.log.before),
                     prompts=self.sampler.state(),
+                    accuracy=accuracy,
                 )
             )
 
@@ -84,16 +93,14 @@ class Run:
             self.checkpoints.poll(wait=True)
             newest = device.from_rank_zero(self.checkpoints.newest)
             if step and (newest is None or read_state(newest).step < step):
-                self.checkpoint(step, self.publisher.version, now=True)
+                self.checkpoint(step, self.publisher.version, None, now=True)
             self.log.say(str(loss))
-            self.say_how_to_resume()
+            self.say_stopped_early()
 
-    def say_how_to_resume(self) -> None:
-        """Wait until the last checkpoint is written, then tell how to continue from it."""
+    def say_stopped_early(self) -> None:
+        """Wait until the last checkpoint is written, and say so; the launcher says how to resume."""
         self.checkpoints.poll(wait=True)
-        run_dir = self.log.run_dir
-        step = self.log.steps_done
-        self.log.say(f"stopped early after step {step}; continue: qurl resume {run_dir}")
+        self.log.say(f"stopped early after step {self.log.steps_done}, with a checkpoint")
 
     def evaluate(self, step: int) -> Evaluation:
         """Measure the policy in full precision; an empty result without an evaluator."""
@@ -215,7 +222,14 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         return Fleet(name, {})
     servers = read_set(rosters, name)
     start_timeout_s = getattr(config, name).server.start_timeout_s
-    wait_ready(list(servers.values()), start_timeout_s)
+    start, num_up = time.monotonic(), itertools.count(1)
+
+    def say_ready(server: Server) -> None:
+        waited = f"{time.monotonic() - start:.0f} s of waiting"
+        number = f"{next(num_up)} of {len(servers)}"
+        log.say(f"{name} server {number} is up after {waited}: {server.url}")
+
+    wait_ready(list(servers.values()), start_timeout_s, ready=say_ready)
     fleet = Fleet(
         name,
         servers,

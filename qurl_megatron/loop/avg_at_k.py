@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import sqrt
@@ -111,16 +112,19 @@ def measure(
     k: int = 0,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    answered: Callable[[], None] = lambda: None,
 ) -> list[ProblemResult]:
     """Generate and score one greedy and `k` sampled answers to every prompt.
 
-    The greedy answers are scored while others are sampled.
+    The greedy answers are scored while others are sampled. `answered` is called when a prompt has
+    its greedy answer, and again when it has the others.
     """
     groups = client.generate(
         prompts,
         completions_per_prompt=1,
         temperature=0.0,
         max_response_length=max_response_length,
+        answered=answered,
     )
     greedy_scores = _start_scoring(score, prompts, groups)
     sampled: list[list[Answer]] = [[] for _ in prompts]
@@ -131,6 +135,7 @@ def measure(
             temperature=temperature,
             top_p=top_p,
             max_response_length=max_response_length,
+            answered=answered,
         )
         sampled = _answers(sampled_groups, _start_scoring(score, prompts, sampled_groups))
     greedy = [answer for (answer,) in _answers(groups, greedy_scores)]

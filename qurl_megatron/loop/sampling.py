@@ -22,6 +22,9 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.loop.producer import Producer, ScoredGroup
+from qurl_megatron.loop.samples import pick_samples
+from qurl_megatron.report.metrics import count_rewards
+from qurl_megatron.report.samples import Sample
 from qurl_megatron.rollout.client import RolloutClient
 
 
@@ -41,6 +44,8 @@ class SampleSummary:
     groups_in_flight: int  # asked for and not trained yet, when the batch was complete
     waited_s: float  # time that training waited for groups
     sampled_tokens: int
+    equal_reward_fraction: float  # fraction of the batch's groups
+    reward_counts: list[tuple[float, int]]  # as in StepMetrics
 
 
 class Sampler:
@@ -76,6 +81,7 @@ class Sampler:
             )
             return client.group(prompt, settings)
 
+        self._groups: list[RolloutGroup] = []  # of the last batch; on global rank 0
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
             self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
@@ -108,6 +114,14 @@ class Sampler:
         while (sampled := from_rank_zero(lambda: next(sampling))) is None:
             self._admit()
         return sampled
+
+    def samples(self, step: int, batch: TrainBatch) -> list[Sample]:
+        """Return the completions of the step's batch to keep; none on other ranks than 0.
+
+        `batch` is the last one that was sampled, with its proximal log-probs.
+        """
+        count = self._config.samples_per_step
+        return pick_samples(step, self._groups, batch, self._tokenizer, count)
 
     def answers(self) -> TrainBatch:
         """Return the next prompts with their answers as responses, for supervised training."""
@@ -142,12 +156,13 @@ class Sampler:
         producer.end_step()
         summary = _summarize(
             sampled,
-            replaced=len(sampled) - len(chosen),
+            chosen,
             dropped=producer.dropped - dropped,
             in_flight=producer.in_flight,
             waited_s=producer.waited_s - waited_s,
         )
         groups = [_penalize_length(group, rollout) for group in chosen]
+        self._groups = groups
         advantages = None
         if self._config.advantage_estimator == "grpo":
             advantages = grpo_advantages([group.rewards for group in groups])
@@ -177,29 +192,39 @@ def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
-    return RolloutGroup(group.prompt, group.completions, penalized)
+    parts = [score.parts for score in group.scores]
+    return RolloutGroup(group.prompt, group.completions, penalized, parts)
 
 
 def _summarize(
-    groups: list[ScoredGroup], *, replaced: int, dropped: int, in_flight: int, waited_s: float
+    sampled: list[ScoredGroup],
+    chosen: list[ScoredGroup],
+    *,
+    dropped: int,
+    in_flight: int,
+    waited_s: float,
 ) -> SampleSummary:
-    completions = [completion for group in groups for completion in group.completions]
+    """Return the statistics over all `sampled` groups, of which the batch has those `chosen`."""
+    completions = [completion for group in sampled for completion in group.completions]
+    values = [reward for group in sampled for reward in group.rewards]
     lengths = [len(completion.token_ids) for completion in completions]
-    scores = [score for group in groups for score in group.scores]
+    scores = [score for group in sampled for score in group.scores]
     failed = [score for score in scores if score.failure]
     return SampleSummary(
-        reward_mean=fmean(reward for group in groups for reward in group.rewards),
+        reward_mean=fmean(values),
         response_length_mean=fmean(lengths),
         response_truncated_fraction=fmean(completion.truncated for completion in completions),
         reward_parts=mean_parts(scores),
         verifier_failures=len(failed),
         verifier_timeouts=sum(score.timed_out for score in failed),
-        verifier_failure=_example_of_failure(groups),
-        groups_replaced=replaced,
+        verifier_failure=_example_of_failure(sampled),
+        groups_replaced=len(sampled) - len(chosen),
         groups_dropped=dropped,
         groups_in_flight=in_flight,
         waited_s=waited_s,
         sampled_tokens=sum(lengths),
+        equal_reward_fraction=fmean(is_zero_variance(group.rewards) for group in chosen),
+        reward_counts=count_rewards(values),
     )
 
 

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from torch import Tensor
 
+from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import rollout_statistics, statistics_by_lag
 from qurl_megatron.config.schema import Config
@@ -80,6 +81,9 @@ def step_metrics(
         time_waited_s=summary.waited_s,
         groups_in_flight=summary.groups_in_flight,
         groups_dropped=summary.groups_dropped,
+        equal_reward_fraction=summary.equal_reward_fraction,
+        reward_counts=summary.reward_counts,
+        memory_bytes=device.memory_bytes(),
         **(asdict(critic_metrics) if critic_metrics else {}),
     )
 

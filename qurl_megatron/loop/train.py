@@ -85,11 +85,12 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
             finally:  # the step is done, even if its evaluation fails
                 log.write(metrics, evaluation)
+                log.write_samples(run.sampler.samples(step, batch))
                 log.write_weights(published.version, weight_metrics(published.conversion))
             stopping = step < config.steps and device.from_rank_zero(stop_requested)
-            run.checkpoint(step, published.version, now=stopping)
+            run.checkpoint(step, published.version, evaluation, now=stopping)
             if stopping:
-                run.say_how_to_resume()
+                run.say_stopped_early()
                 return False
             if device.from_rank_zero(log.time_is_up):
                 break
@@ -119,7 +120,8 @@ def start_or_resume(config: Config, run: Run) -> int:
 def evaluation_is_due(config: Config, step: int) -> bool:
     """Return True if the run evaluates after `step`; it always does after its last step."""
     every = config.evaluation.every_steps
-    return every > 0 and step % every == 0
+    is_due = step == config.steps or (every > 0 and step % every == 0)
+    return config.evaluation.enabled and is_due
 
 
 def run_rank(

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import math
+
 from qurl_megatron.report.record import RunRecord
+from qurl_megatron.report.watch import CUT_OFF_LIMIT, FAILURE_LIMIT, FINITE, KL_GROWTH_LIMIT
 
 
 def advice(run: RunRecord) -> list[str]:
     """Return the sentences of the rules that apply, or one sentence if none does.
 
-    "Late" values are means over the last tenth of the steps.
+    "Late" values are means over the last tenth of the steps. If a metric is not finite, means say
+    nothing, and only that is told.
     """
+    if not_finite := _not_finite(run):
+        return [not_finite]
     kl, truncated = "kl_behaviour_proximal_k3", "tis_truncated_fraction"
     growth = run.late(kl) / run.early(kl) if run.early(kl) > 0 else 1.0
     late_flips, late_failures = run.late("code_flip_fraction"), run.late("verifier_failures")
     completions = run.config.rollout.prompts_per_step * run.config.rollout.completions_per_prompt
     late_cut = run.late("response_truncated_fraction")
     is_quantized = run.config.quantization.format != "bf16"
+    has_gradient = run.late("grad_norm") > 0 and run.late("learning_rate") > 0
     sentences = []
-    if growth > 10 and run.late(truncated) > 0.01:
+    if not has_gradient:
+        lacking = "learning rate" if run.late("grad_norm") > 0 else "gradient"
+        remedy = (
+            "Raise optimizer.learning_rate."
+            if lacking == "learning rate"
+            else "The rewards of each prompt are equal, so nothing is learned: choose problems of "
+            "medium difficulty, or check the verifier."
+        )
+        sentences.append(f"The {lacking} is 0. {remedy} (Rule: 0 in the last tenth of the steps.)")
+    if growth > KL_GROWTH_LIMIT and run.late(truncated) > 0.01:
         sentences.append(
             f"KL(behaviour, proximal) grew {growth:.0f}-fold, and {run.late(truncated):.1%} of "
             "tokens have a ratio proximal / behaviour above C. Lower the learning rate, or use fp8 "
@@ -29,17 +45,18 @@ def advice(run: RunRecord) -> list[str]:
             "correct for it. Set objective.objective=acr, or use fp8 rollouts. (Rule: above 5e-3 "
             "with the naive objective.)"
         )
-    if is_quantized and late_flips < 1e-4:
+    if is_quantized and has_gradient and late_flips < 1e-4:
         sentences.append(
             f"Each publish changes only {late_flips:.2%} of the quantized codes, so the rollout "
-            "policy hardly follows the learner. Raise quantization.uaq.scale. (Rule: below 0.01%.)"
+            "policy hardly follows the learner. Raise quantization.uaq.scale. (Rule: below 0.01%, "
+            "with a gradient.)"
         )
-    if late_cut > 0.2:
+    if late_cut > CUT_OFF_LIMIT:
         sentences.append(
             f"{late_cut:.0%} of completions are truncated, so the reward favours short answers. "
             "Raise rollout.max_response_length. (Rule: more than 20%.)"
         )
-    if late_failures > 0.01 * completions:
+    if late_failures > FAILURE_LIMIT * completions:
         sentences.append(
             f"{late_failures / completions:.1%} of verifier calls fail and score 0. Check the "
             "data. (Rule: more than 1%.)"
@@ -50,3 +67,16 @@ def advice(run: RunRecord) -> list[str]:
         f"{run.late(truncated):.2%} of tokens have a ratio proximal / behaviour above C. (Rule: "
         "at most tenfold, or at most 1%.)"
     ]
+
+
+def _not_finite(run: RunRecord) -> str:
+    """Return a sentence on the first step with a metric that is not finite; empty if all are."""
+    for step in run.steps:
+        wrong = [name for name in FINITE if not math.isfinite(step.get(name) or 0.0)]
+        if wrong:
+            return (
+                f"{', '.join(wrong)} stopped being finite at step {step['step']}. Resume from a "
+                "checkpoint before it, with a lower optimizer.learning_rate. (Rule: any value "
+                "that is not finite.)"
+            )
+    return ""

@@ -10,6 +10,11 @@ truncated importance sampling (QuRL Eq. 5), and C is their cap on the ratio prox
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+MAX_REWARDS = 20  # of `StepMetrics.reward_counts`
 
 Averages = dict[str, dict[str, float]]
 """`Avg@1`, and `Avg@k sampled` if answers were sampled -> `mean` and `standard_error`."""
@@ -24,6 +29,17 @@ class Evaluation:
 
     files: dict[str, Averages] = dataclasses.field(default_factory=dict)
     """Averages on each entry of `evaluation.data`, by its name. Empty: no such data."""
+
+    @property
+    def score(self) -> float | None:
+        """The number that checkpoints are compared by; None if nothing was measured.
+
+        It is the held-out accuracy. Without held-out problems it is the mean over files of the
+        average over sampled answers, or over greedy ones if none were sampled.
+        """
+        if self.held_out_accuracy is not None or not self.files:
+            return self.held_out_accuracy
+        return fmean([*averages.values()][-1]["mean"] for averages in self.files.values())
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the name and the formatted value of each score, for printing."""
@@ -208,6 +224,28 @@ class StepMetrics:
 
     evaluation: dict[str, Averages] | None = None
     """`Evaluation.files` after this step. None: not evaluated at this step."""
+
+    equal_reward_fraction: float = 0.0
+    """Fraction of the step's prompts whose completions all have the same reward. They give GRPO no
+    gradient. With dynamic sampling, it is what the replacements leave."""
+
+    reward_counts: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """Distribution of the rewards of sampled completions, without the penalty for overlong
+    responses: pairs of a reward and the number of completions with it, from the lowest reward. More
+    than 20 different rewards are rounded to 20 evenly spaced ones."""
+
+    memory_bytes: int = 0
+    """Memory of learner rank 0, in bytes: on a GPU the most that its allocator has reserved since
+    the start, without one the size of the process in memory."""
+
+
+def count_rewards(rewards: Sequence[float]) -> list[tuple[float, int]]:
+    """Return `StepMetrics.reward_counts` of the rewards of a step; rewards are finite."""
+    if len(set(rewards)) > MAX_REWARDS:
+        low, high = min(rewards), max(rewards)
+        width = (high - low) / (MAX_REWARDS - 1)
+        rewards = [low + round((reward - low) / width) * width for reward in rewards]
+    return sorted(Counter(rewards).items())
 
 
 @dataclasses.dataclass(frozen=True)

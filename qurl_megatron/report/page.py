@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from qurl_megatron.files import write_whole
-from qurl_megatron.report import plots
+from qurl_megatron.report import completions, plots
 from qurl_megatron.report.advice import advice
 from qurl_megatron.report.record import RunRecord, evaluation_measures, read_run
 
@@ -41,6 +41,11 @@ def _page(runs: list[RunRecord]) -> str:
         for title, plot in plots.LAG_PLOTS.items()
     ]
     drift = f"<h2>Drift and quantization</h2><p>{_LAGS}</p><main>{''.join(lags)}</main>"
+    training += [
+        _figure(f"Rewards of completions: {run.name}", plots.reward_distribution, [run])
+        for run in runs
+        if any(step.get("reward_counts") for step in run.steps)
+    ]
     layers = [
         _figure(f"{title}: {run.name}", plot, [run])
         for run in runs
@@ -60,7 +65,8 @@ def _page(runs: list[RunRecord]) -> str:
         f"<h1>{title}</h1>{_table(runs)}<h2>Advice</h2><ul>{sentences}</ul>"
         f"<h2>Training</h2><p>{_GLOSSARY}</p>{_key(runs)}<main>{''.join(training)}</main>"
         f"{drift if stale else ''}"
-        f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main></html>\n"
+        f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main>"
+        f"{''.join(completions.section(run) for run in runs)}</html>\n"
     )
 
 
@@ -85,6 +91,10 @@ figure { margin: 0; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; color: var(--ink); }
 div { overflow-x: auto; } table { border-collapse: collapse; }
 td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid var(--line); }
+.cards { display: grid; grid-template-columns: repeat(3, minmax(260px, 1fr)); gap: 1rem; }
+.card { border: 1px solid var(--line); padding: .6rem; min-width: 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24rem; overflow-y: auto;
+      margin: .4rem 0; unicode-bidi: isolate; font: 13px/1.5 ui-monospace, monospace; }
 #key { position: sticky; top: 0; padding: .4rem 0; background: var(--paper);
        display: flex; flex-wrap: wrap; gap: 0 1.2rem; }
 """

@@ -14,12 +14,14 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from qurl_megatron.report.metrics import MAX_REWARDS
 from qurl_megatron.report.record import RunRecord, evaluation_measures
 
 COLOURS = (  # legible on light and on dark paper
@@ -189,6 +191,39 @@ def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
     )
 
 
+def reward_distribution(axes: Axes, runs: list[RunRecord]) -> None:
+    """Draw the share of each reward among the sampled completions over steps, for a single run."""
+    (run,) = runs
+    by_step = [dict(map(tuple, step.get("reward_counts") or [])) for step in run.steps]
+    rewards = sorted({reward for counts in by_step for reward in counts})
+    low, high = rewards[0], rewards[-1]
+    rows = min(len(rewards), MAX_REWARDS)
+    width = (high - low) / max(1, rows - 1) or 1.0  # of a row; rows are centred on their rewards
+    shares = np.full((rows, len(by_step)), np.nan)
+    for column, counts in enumerate(by_step):
+        if counts:
+            shares[:, column] = 0.0
+        for reward, count in counts.items():
+            shares[round((reward - low) / width), column] += count / sum(counts.values())
+    steps = run.series("step")
+    image = axes.imshow(
+        shares,
+        aspect="auto",
+        cmap="viridis",
+        vmin=0.0,
+        vmax=1.0,
+        origin="lower",
+        interpolation="nearest",
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, low - width / 2, high + width / 2),
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward")
+    if len(rewards) <= 5:
+        axes.set_yticks(rewards)
+    assert axes.figure is not None
+    axes.figure.colorbar(image, ax=axes, label="share of completions")
+
+
 def layer_grid(metric: str) -> Plot:
     """Return a heat map of a measure for one run: one row per layer, one column per projection."""
 
@@ -227,6 +262,13 @@ TRAINING_PLOTS: dict[str, Plot] = {
     ),
     "Entropy": curves("entropy", ylabel="nats"),
     "Mean response length": curves("response_length_mean", ylabel="tokens"),
+    "Cut-off completions, equal rewards": curves(
+        "response_truncated_fraction", "equal_reward_fraction", ylabel="fraction"
+    ),
+    "Verifier failures": curves("verifier_failures", ylabel="completions per step"),
+    "Loss": curves("loss", ylabel="loss"),
+    "Gradient norm, before clipping": curves("grad_norm", ylabel="norm", log=True),
+    "Learning rate": curves("learning_rate", ylabel="learning rate"),
 }
 LAG_PLOTS: dict[str, Plot] = {
     "KL(behaviour, proximal) by token lag": by_lag("kl_behaviour_proximal_k3", "nats", log=True),

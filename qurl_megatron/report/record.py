@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -29,10 +30,11 @@ class RunRecord:
     weights: dict[str, dict[str, float]]  # last line of weights.jsonl, by weight
     summary: dict[str, Any]  # summary.json; empty until the run is complete
     noise: dict[str, dict[str, float]]  # noise.json, by server set; empty if there is none
+    samples: list[dict[str, Any]]  # samples.jsonl
 
     def series(self, metric: str) -> list[float]:
-        """Return the values of a metric, one per step."""
-        return [step[metric] for step in self.steps]
+        """Return the values of a metric, one per step; NaN where a step lacks it."""
+        return [math.nan if step.get(metric) is None else step[metric] for step in self.steps]
 
     def early(self, metric: str) -> float:
         """Return the mean of a metric over the first tenth of the steps."""
@@ -105,4 +107,5 @@ def read_run(run_dir: Path) -> RunRecord:
         weights=publishes[-1]["weights"] if publishes else {},
         summary=json.loads(summary.read_text()) if summary.exists() else {},
         noise=json.loads(noise.read_text()) if noise.exists() else {},
+        samples=read_json_lines(run_dir / "samples.jsonl"),
     )

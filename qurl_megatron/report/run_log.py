@@ -2,9 +2,10 @@
 
     metrics.jsonl     every field of `StepMetrics`, one line per step
     weights.jsonl     measures of every quantized weight, one line per publish
+    samples.jsonl     some completions of each step, each a `Sample`
     noise.json        train-inference mismatch before training, by server set
     evaluation/       every answer of each evaluation
-    tensorboard/      the numbers of metrics.jsonl as curves
+    tensorboard/      the numbers of metrics.jsonl as curves, and samples as tables
     wandb/            the same for Weights & Biases, if `wandb_project` is set
     summary.json      `RunSummary`, written when the run is complete
 
@@ -19,24 +20,29 @@ import dataclasses
 import json
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+import numpy as np
 from rich.table import Table
 
+from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.report.console import RunConsole, hours_minutes
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
+from qurl_megatron.report.samples import COLUMNS, Sample, markdown_table, table_rows
 
 if TYPE_CHECKING:
     import wandb
     from torch.utils.tensorboard import SummaryWriter
+
+
+PACE_STEPS = 20  # that the estimate of the time left is based on
 
 
 def evaluation_directory(run_dir: Path, step: int) -> Path:
@@ -58,15 +64,14 @@ class Clock:
 
 
 class RunLog:
-    """The log of a run and its progress display: live on a terminal, otherwise one line per step.
+    """The files and curves of a run, and its console.
 
     Every learner rank has a log, but only the log with `writes` writes files and prints.
     """
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
-        self.run_dir = config.run_dir
-        self._console = Console(quiet=not writes)
+        self._console = RunConsole(config, quiet=not writes)
         self._writes = writes
         self._start = time.perf_counter()
         self.before = Evaluation()
@@ -74,19 +79,11 @@ class RunLog:
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
         self._steps: list[StepMetrics] = []
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]} left"),
-            console=self._console,
-        )
-        self._task = self._progress.add_task(config.name, total=config.steps, left="")
-        self._live: Live | None = None
+        self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
 
     def say(self, text: str) -> None:
         """Print one line, above the live display if there is one."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.say(text)
 
     def start(self, before: Evaluation) -> None:
         """Begin the log of RL; `before` is the evaluation before its first step."""
@@ -109,6 +106,7 @@ class RunLog:
         if not self._writes:
             return
         run_dir = self._config.run_dir
+        (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
         steps = read_json_lines(run_dir / "metrics.jsonl")
         steps = [line for line in steps if line["step"] <= after_step]
         self._steps = [StepMetrics(**line) for line in steps]
@@ -117,14 +115,15 @@ class RunLog:
         publishes = [line for line in publishes if line["weight_version"] <= version]
         self._rewrite("metrics.jsonl", steps)
         self._rewrite("weights.jsonl", publishes)
+        samples = read_json_lines(run_dir / "samples.jsonl")
+        self._rewrite("samples.jsonl", [line for line in samples if line["step"] <= after_step])
         last = evaluation_directory(run_dir, after_step)
         for answers in last.parent.glob("step_*"):
             if answers.name > last.name:
                 shutil.rmtree(answers)
         self._open_curves(after_step)
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4)
-            self._live.start()
+        self._ends_s.append(self.time_s)
+        self._console.start(self._steps)
 
     @property
     def time_s(self) -> float:
@@ -145,18 +144,28 @@ class RunLog:
         self._steps.append(metrics)
         self._append("metrics.jsonl", dataclasses.asdict(metrics))
         self._write_curves(metrics.step, dataclasses.asdict(metrics))
-        if self._live is None:
-            self.say(self._line(metrics))
-        else:
-            left = f"{self._left_s(metrics.step):.0f} s"
-            self._progress.update(self._task, completed=metrics.step, left=left)
-            self._live.update(self._panel(metrics))
+        self._ends_s.append(self.time_s)
+        self._console.step(metrics, evaluation, self._left_s(metrics.step))
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
         """Append one publish to weights.jsonl: the measures of each quantized weight, by name."""
         if self._writes:
             line = {"weight_version": weight_version, "weights": weights}
             self._append("weights.jsonl", line)
+
+    def write_samples(self, samples: list[Sample]) -> None:
+        """Append completions of the last step to samples.jsonl, and show them beside the curves."""
+        if not samples or self._tensorboard is None:
+            return
+        for sample in samples:
+            self._append("samples.jsonl", dataclasses.asdict(sample))
+        self._tensorboard.add_text("samples", markdown_table(samples), samples[0].step)
+        self._tensorboard.flush()
+        if self._wandb is not None:
+            import wandb
+
+            table = wandb.Table(columns=list(COLUMNS), data=table_rows(samples))
+            self._wandb.log({"samples": table}, step=samples[0].step)
 
     def write_noise(self, noise: dict[str, dict[str, float]]) -> None:
         """Write noise.json: the train-inference mismatch before training, by server set."""
@@ -185,9 +194,9 @@ class RunLog:
             publish_bytes=self._steps[-1].publish_bytes,
         )
         path = self._config.run_dir / "summary.json"
-        path.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
-        self._console.print(self._summary_table(summary, after))
+        self._console.show(self._summary_table(summary, after))
 
     def _summary_table(self, summary: RunSummary, evaluation: Evaluation) -> Table:
         table = Table(title=str(self._config.run_dir), show_header=False)
@@ -198,7 +207,7 @@ class RunLog:
         if before is not None and after is not None:
             table.add_row("gain", f"{100 * (after - before):+.1f} points")
         table.add_row("steps", f"{summary.steps}")
-        table.add_row("RL time", f"{summary.time_s:.0f} s")
+        table.add_row("RL time", f"{hours_minutes(summary.time_s)} h ({summary.time_s:.0f} s)")
         table.add_row("weight versions published", f"{summary.weight_version}")
         table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
         table.add_row("bytes per publish", f"{summary.publish_bytes:,}")
@@ -206,9 +215,7 @@ class RunLog:
 
     def close(self) -> None:
         """Stop the display, leaving its last state on the screen, and close the curve writers."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._console.stop()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -228,6 +235,10 @@ class RunLog:
         if self._config.wandb_project:
             import wandb  # only runs that ask for it need it installed
 
+            directory = (self._config.run_dir / "wandb").absolute()
+            # Tables are staged for upload there, and not in the home directory.
+            names = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
+            device.extend_environment(dict.fromkeys(names, str(directory)))
             self._wandb = wandb.init(
                 project=self._config.wandb_project,
                 group=self._config.name,
@@ -241,9 +252,16 @@ class RunLog:
         """Add a point at `step` to the curve of every number in `measured`."""
         if self._tensorboard is None:
             return
-        values = dict(_numbers(measured))
+        values: dict[str, Any] = dict(_numbers(measured))
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
+        if counts := measured.get("reward_counts"):
+            rewards = [reward for reward, count in counts for _ in range(count)]
+            self._tensorboard.add_histogram("rewards", np.array(rewards), step)
+            if self._wandb is not None:
+                import wandb
+
+                values["rewards"] = wandb.Histogram(rewards)
         self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(values, step=step)
@@ -256,37 +274,24 @@ class RunLog:
         write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _left_s(self, step: int) -> float:
-        """Estimate the seconds of RL left after `step`."""
-        elapsed_s = self.time_s
-        left_s = elapsed_s / step * (self._config.steps - step)
+        """Estimate the seconds of RL left after `step`, at the pace of the last steps.
+
+        Evaluations and saves between these steps count.
+        """
+        pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
+        left_s = pace_s * (self._config.steps - step)
         if self._config.time_limit_s is not None:
-            left_s = min(left_s, self._config.time_limit_s - elapsed_s)
+            left_s = min(left_s, self._config.time_limit_s - self.time_s)
         return max(left_s, 0.0)
-
-    def _line(self, metrics: StepMetrics) -> str:
-        highlights = "  ".join(f"{name} {value}" for name, value in _highlights(metrics))
-        left_s = self._left_s(metrics.step)
-        return f"step {metrics.step}/{self._config.steps}  {highlights}  {left_s:.0f} s left"
-
-    def _panel(self, metrics: StepMetrics) -> Group:
-        highlights = "   ".join(f"{name} [bold]{value}[/]" for name, value in _highlights(metrics))
-        return Group(self._progress, highlights)
-
-
-def _highlights(metrics: StepMetrics) -> list[tuple[str, str]]:
-    """Return the names and formatted values that the progress display shows."""
-    return [
-        ("reward", f"{metrics.reward_mean:.3f}"),
-        ("KL(behaviour, proximal)", f"{metrics.kl_behaviour_proximal_k3:.1e}"),
-        ("tokens/s", f"{metrics.rollout_tokens_per_s:.0f}"),
-        ("version", f"{metrics.weight_version}"),
-    ]
 
 
 def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of nested dicts but `step`, by its path: `evaluation/NAME/Avg@1/mean`."""
+    """Yield every number of nested dicts by its path: `evaluation/NAME/Avg@1/mean`.
+
+    The step and the distribution of rewards are no curves.
+    """
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif value is not None and name != "step":
+        elif value is not None and name not in ("step", "reward_counts"):
             yield prefix + name, float(value)

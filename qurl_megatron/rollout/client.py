@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -40,12 +40,14 @@ class RolloutClient:
         temperature: float,
         max_response_length: int,
         top_p: float = 1.0,
+        answered: Callable[[], None] = lambda: None,
     ) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of `prompts`.
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_response_length: maximum number of sampled tokens.
+            answered: called once for each prompt, when its completions are there.
 
         Raises:
             AdmissionNeeded: nothing can be sampled before servers get the current weights.
@@ -58,7 +60,7 @@ class RolloutClient:
             max_response_length=max_response_length,
             top_p=top_p,
         )
-        return asyncio.run(self._generate(prompts, sampling))
+        return asyncio.run(self._generate(prompts, sampling, answered))
 
     def sampling(
         self,
@@ -96,9 +98,14 @@ class RolloutClient:
         return [self._completion(answer) for answer in answers]
 
     async def _generate(
-        self, prompts: Sequence[Prompt], sampling: dict[str, Any]
+        self, prompts: Sequence[Prompt], sampling: dict[str, Any], answered: Callable[[], None]
     ) -> list[list[Completion]]:
-        groups = asyncio.gather(*(self.group(prompt, sampling) for prompt in prompts))
+        async def ask(prompt: Prompt) -> list[Completion]:
+            completions = await self.group(prompt, sampling)
+            answered()
+            return completions
+
+        groups = asyncio.gather(*map(ask, prompts))
         while not groups.done():
             await asyncio.wait({groups}, timeout=POLL_S)
             if not groups.done() and self.fleet.needs_admission():

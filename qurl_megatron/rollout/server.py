@@ -242,20 +242,28 @@ def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Prelo
 
 
 def wait_ready(
-    servers: Sequence[Server], timeout_s: float, given_up: Callable[[], bool] = lambda: False
+    servers: Sequence[Server],
+    timeout_s: float,
+    given_up: Callable[[], bool] = lambda: False,
+    ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Wait until every server answers, or `given_up` returns True.
+    """Wait until every server answers, or `given_up` returns True; call `ready` for each at once.
 
     Raises:
         ServerFailed: a server died, or did not answer within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    for server in servers:
-        while not given_up() and not answers(server):
-            if not server.alive():
+    waiting = list(servers)
+    while waiting and not given_up():
+        for server in list(waiting):
+            if answers(server):
+                waiting.remove(server)
+                ready(server)
+            elif not server.alive():
                 raise server.failed("died while starting")
-            if time.monotonic() > deadline:
+            elif time.monotonic() > deadline:
                 raise server.failed(f"did not come up in {timeout_s:.0f} s")
+        if waiting:
             time.sleep(POLL_S)
 
 

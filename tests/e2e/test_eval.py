@@ -46,6 +46,8 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: P
     summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
     (named,) = summary["results"].values()
     assert named["Avg@1"]["mean"] == 0.75
+    assert "the server is up after" in done.stderr
+    assert f"{tmp_path / 'problems.jsonl'}: 16 of 16 requests, 0:00 left" in done.stderr
     assert "75.0%" in done.stdout and "Avg@4 sampled" in done.stdout
     answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     assert [answer["question"] for answer in answers] == questions

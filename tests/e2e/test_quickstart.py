@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from e2e.running import QURL, SMALL, Command, curve_steps, metrics_of
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.learner.checkpoint import list_checkpoints
+from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
 
@@ -156,6 +156,24 @@ def test_every_publish_measures_every_weight(finished: Finished) -> None:
     assert 1e-6 < down["weight_quant_error"] < 1e-3 and 0 <= down["code_flip_fraction"] < 1
 
 
+def test_completions_of_every_step_are_kept_with_the_ratio_of_each_token(
+    finished: Finished,
+) -> None:
+    samples = json_lines(finished.run_dir / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4
+    assert [sample["weight_versions"] for sample in samples] == [[1]] * 4 + [[2]] * 4
+    ratios = [ratio for sample in samples for ratio in sample["ratios"]]
+    assert len(ratios) == sum(sample["length"] for sample in samples)
+    assert len(set(ratios)) > 4 and all(0.3 < ratio < 3 for ratio in ratios)
+    assert "Completions: run" in (finished.run_dir / "report" / "index.html").read_text()
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_linked(finished: Finished) -> None:
+    best = finished.run_dir / "checkpoints" / "best"
+    assert best.readlink() == Path("step_000002")
+    assert read_state(best).accuracy == finished.summary["held_out_accuracy_after"]
+
+
 def test_the_final_model_loads_in_transformers(finished: Finished) -> None:
     trained = AutoModelForCausalLM.from_pretrained(finished.run_dir / "final_model")
     assert trained.num_parameters() > 1e6
@@ -168,7 +186,10 @@ def test_the_report_shows_layers_and_evaluations(finished: Finished) -> None:
 
 def test_the_progress_is_printed(finished: Finished) -> None:
     for shown in (
+        "rollout server 1 of 1 is up after",
         "warm-up step 4",
+        "step 2/2",
+        "step 2/2 held-out accuracy",
         "held-out accuracy after",
         "words Avg@2 sampled after",
         "weight versions published",

@@ -1,0 +1,167 @@
+"""What a run shows: lines of 80 columns that can be read after ten hours, on any output."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launch.evaluate import show_progress
+from qurl_megatron.config.schema import Config
+from qurl_megatron.report.console import HEADER_EVERY, LEGEND, RunConsole, hours_minutes
+from qurl_megatron.report.metrics import Evaluation, StepMetrics
+
+STEP: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)} | {
+    "reward_mean": -0.125,
+    "response_length_mean": 32768.0,
+    "response_truncated_fraction": 1.0,
+    "kl_behaviour_proximal_k3": 1.3e-4,
+    "entropy": 0.5,
+    "rollout_tokens_per_s": 123456.7,
+    "memory_bytes": 79 * 2**30,
+    "reward_counts": [(-1.0, 1), (1.0, 1)],
+    "evaluation": None,
+}
+COLUMN = "time step s reward len cut KL entropy tok/s GiB left".split()
+SHOWING = """
+import dataclasses
+from qurl_megatron.config.schema import Config
+from qurl_megatron.report.console import RunConsole
+from qurl_megatron.report.metrics import StepMetrics
+zeros = {field.name: 0 for field in dataclasses.fields(StepMetrics)} | {"reward_counts": [(0, 1)]}
+console = RunConsole(Config(name="first", steps=7), quiet=False)
+console.start([])
+for step in range(1, 8):
+    console.step(StepMetrics(**(zeros | {"step": step})), None, 600)
+console.stop()
+"""
+
+
+def shown(capsys: pytest.CaptureFixture[str], steps: int, **fields: Any) -> list[str]:
+    """Return the lines of a run of 4000 steps that are shown for its first steps."""
+    console = RunConsole(Config(steps=4000), quiet=False)
+    console.start([])
+    for step in range(1, steps + 1):
+        metrics = StepMetrics(**(STEP | fields | {"step": step}))
+        evaluation = Evaluation(0.412) if step == 20 else None
+        console.step(metrics, evaluation, left_s=36_000.0 + step)
+    console.stop()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_step_is_one_line_with_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    *legend, header, line = shown(capsys, 1)
+    assert "\n".join(legend) == LEGEND
+    assert header.split() == COLUMN
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", line.split()[0])
+    expected = "step 1/4000 0.0 -0.125 32768 100% 1.3e-4 0.500 123k 79.0 10:01"
+    assert line.split()[1:] == expected.split()
+    ends = [re.search(rf"(?<!\S){re.escape(name)}(?!\S)", header) for name in COLUMN[2:]]
+    assert all(end and line[end.end() - 1] != " " for end in ends), "columns are aligned"
+    assert all(end and line[end.end() : end.end() + 1] in ("", " ") for end in ends)
+
+
+def test_ten_hours_of_steps_are_lines_of_80_columns_with_a_header_every_25(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = shown(capsys, 1200)
+    assert max(len(line) for line in lines) <= 80
+    headers = [line for line in lines if line.split() == COLUMN]
+    assert len(headers) == 1200 / HEADER_EVERY
+    warning = [line for line in lines if line.startswith(("warning", "  "))]
+    others = len(LEGEND.splitlines()) + len(headers) + len(warning) + 1  # one evaluation
+    assert len(warning) == 2 and len(lines) == 1200 + others
+
+
+def test_an_evaluation_is_shown_below_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, 20)
+    assert "step 20/4000" in lines[-2]
+    assert lines[-1].endswith("step 20/4000 held-out accuracy 41.2%")
+
+
+def test_a_warning_is_shown_at_the_step_that_raises_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, 8)
+    (place,) = [number for number, line in enumerate(lines) if line.startswith("warning")]
+    assert "step 5/4000" in lines[place - 1] and "100% of completions are cut" in lines[place]
+
+
+def test_values_that_are_not_finite_keep_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    _, line = shown(capsys, 1, kl_behaviour_proximal_k3=float("nan"), entropy=float("inf"))[3:5]
+    assert len(line.split()) == len(COLUMN) + 1 and "nan" in line and "inf" in line
+
+
+def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    RunConsole(Config(), quiet=False).say("[bold]/runs/a[/]")
+    assert capsys.readouterr().out == "[bold]/runs/a[/]\n"
+
+
+def on_terminal(**environment: str) -> str:
+    """Return what seven steps write to a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    variables = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    variables |= {"TERM": "xterm-256color", "COLUMNS": "80", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHOWING], stdout=theirs, stderr=subprocess.PIPE, env=variables
+    )
+    os.close(theirs)
+    output = io.BytesIO()
+    while True:
+        try:
+            output.write(os.read(ours, 65536))
+        except OSError:  # the other side is closed
+            break
+    _, errors = process.communicate()
+    os.close(ours)
+    assert process.returncode == 0, errors
+    return output.getvalue().decode()
+
+
+def test_a_terminal_has_a_live_line_and_colours_and_no_color_takes_the_colours() -> None:
+    yellow = "\x1b[33m"
+    coloured, plain = on_terminal(), on_terminal(NO_COLOR="1")
+    for text in (coloured, plain):
+        assert "7/7" in text and "0:10 left, this step for 0:00" in text
+        assert text.count("step 3/7") == 1
+    assert yellow in coloured
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
+
+
+def test_a_terminal_that_cannot_move_its_cursor_has_lines_only() -> None:
+    text = on_terminal(TERM="dumb")
+    assert "step 3/7" in text and "this step for" not in text and "\x1b[2K" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (1, "0:01"), (60, "0:01"), (3599, "1:00"), (90_061, "25:02")]
+)
+def test_durations_are_hours_and_minutes_rounded_up(seconds: float, text: str) -> None:
+    assert hours_minutes(seconds) == text
+
+
+def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
+    file = io.StringIO()
+    console = Console(file=file, highlight=False)
+    with show_progress("[x]/data.jsonl", 25, console) as answered:
+        for _ in range(25):
+            answered()
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("[x]/data.jsonl: 3 of 25 requests, 0:0")
+    assert lines[-1] == "[x]/data.jsonl: 25 of 25 requests, 0:00 left"
+
+
+def test_an_evaluation_shows_a_bar_on_a_terminal() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_interactive=True, force_terminal=True, width=80)
+    with show_progress("data", 3, console) as answered:
+        answered()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert "1/3 requests" in shown and "of 3" not in shown

@@ -1,0 +1,137 @@
+"""A run directory and what it reads can be moved, and the run resumed from any place."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import local, slurm
+from launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.config.yaml_file import load
+from recipe_inputs import write_inputs
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_moved_and_renamed_run_is_resumed_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_new("quickstart", ["name=first", "steps=40"])
+    place, elsewhere = tmp_path / "new place" / "second", tmp_path / "elsewhere"
+    place.parent.mkdir()
+    elsewhere.mkdir()
+    shutil.move("runs/first", place)
+    monkeypatch.chdir(elsewhere)
+    config = prepare_resume(place, ["steps=50"])
+    assert (config.run_dir, config.name, config.steps) == (place, "second", 50)
+    assert config.model == str(place / "model")
+    assert load(place / "config.yaml") == config
+    monkeypatch.chdir(place)
+    assert prepare_resume(Path("."), []).model == str(place / "model")
+    monkeypatch.chdir(place / "model")
+    assert prepare_resume(Path(".."), []).run_dir == place
+
+
+def test_paths_are_kept_as_seen_from_where_the_run_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = write_inputs("grpo", tmp_path)
+    relative = [word.replace(f"{tmp_path}/", "") for word in words]
+    assert relative != words
+    prepare_new("grpo", [*relative, "name=first"])
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = prepare_resume(tmp_path / "runs" / "first", [])
+    assert Path(config.model).parent == Path(config.data).parent == tmp_path
+
+
+def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path: Path) -> None:
+    words = write_inputs("grpo", tmp_path)
+    config = prepare_new("grpo", [*words, "name=first"])
+    (new := tmp_path / "new").mkdir()
+    moved = {"model": config.model, "data": config.data}
+    others = {field: f"{field}={new / Path(path).name}" for field, path in moved.items()}
+    for path in moved.values():
+        copy = shutil.copytree if Path(path).is_dir() else shutil.copy
+        copy(path, new / Path(path).name)
+    for word in others.values():
+        with pytest.raises(ConfigError, match="the run has .*start a new run"):
+            prepare_resume(config.run_dir, [word])
+    shutil.rmtree(config.model)
+    Path(config.data).unlink()
+    assert prepare_resume(config.run_dir, [*others.values()]).model == str(new / "model")
+
+
+def test_a_directory_that_cannot_be_a_runs_name_is_refused(tmp_path: Path) -> None:
+    prepare_new("quickstart", ["name=first"])
+    shutil.move("runs/first", "runs/my run")
+    with pytest.raises(ConfigError, match="^name=my run: a run's name has letters"):
+        prepare_resume(Path("runs/my run"), [])
+
+
+@pytest.mark.parametrize("code", [1, STOPPED_EARLY, 130, 143])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
+    code: int,
+    saved: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = Config(output_dir=str(tmp_path / "my runs"), name="first")
+    (config.run_dir / "checkpoints").mkdir(parents=True)
+    if saved:
+        (config.run_dir / "checkpoints" / "step_000020").mkdir()
+        (config.run_dir / "checkpoints" / "step_000040.partial").mkdir()
+    place = "resume after step 20" if saved else "start again"
+    line = f"to {place}: qurl resume '{tmp_path}/my runs/first'\n"
+
+    def failing(config: Config) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(local, "_run", lambda config: code)
+    assert local.run(config) == code
+    assert capsys.readouterr().err == line
+    monkeypatch.setattr(local, "_run", failing)
+    with pytest.raises(OSError, match="no space left"):
+        local.run(config)
+    assert capsys.readouterr().err == line
+
+
+def test_a_job_continues_an_extended_run_and_not_a_finished_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[int] = []
+
+    def run(config: Config, max_restarts: int) -> int:
+        started.append(config.steps)
+        return 0
+
+    monkeypatch.setattr(slurm, "run", run)
+    words = ["slurm", "run", "quickstart", "name=first"]
+    config = prepare_new("quickstart", ["name=first", "steps=40"])
+    (config.run_dir / "summary.json").write_text('{"steps": 40, "time_s": 9.0}')
+    monkeypatch.setattr(sys, "argv", words)
+    slurm.main()
+    assert started == [] and "runs/first is finished" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*words, "steps=60"])
+    with pytest.raises(SystemExit):
+        slurm.main()
+    assert started == [60]
+
+
+def test_a_complete_run_ends_without_such_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(output_dir=str(tmp_path), name="first")
+    config.run_dir.mkdir()
+    monkeypatch.setattr(local, "_run", lambda config: 0)
+    assert local.run(config) == 0
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,267 @@
+"""Completions kept to be read: which are chosen, what is stored, and how they are shown."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.config.schema import Config
+from qurl_megatron.loop.samples import pick_samples
+from qurl_megatron.report import completions
+from qurl_megatron.report.metrics import Evaluation
+from qurl_megatron.report.record import RunRecord, read_run
+from qurl_megatron.report.run_log import RunLog
+from qurl_megatron.report.samples import (
+    COLUMNS,
+    KINDS,
+    SHOWN_CHARACTERS,
+    SHOWN_TOKENS,
+    Sample,
+    markdown_table,
+)
+from test_metrics import write
+from test_report import write_run
+
+HOSTILE = "</pre><script src='https://example.com/x.js'></script><img src=x onerror=y>&\u202e\x00|*"
+
+
+class Tokenizer:
+    """A tokenizer whose tokens are the letters of the alphabet."""
+
+    def batch_decode(self, batch: list[list[int]]) -> list[str]:
+        return ["".join(chr(97 + token % 26) for token in tokens) for tokens in batch]
+
+
+def group(name: str, rewards: list[float], truncated: tuple[int, ...] = ()) -> RolloutGroup:
+    """Return a group of completions of 2, 3, ... tokens, of which some are cut off."""
+    texts = [f"{name}{index}" for index in range(len(rewards))]
+    made = [
+        Completion(
+            list(range(index + 2)),
+            [-1.0] * (index + 2),
+            text,
+            index in truncated,
+            [3] * (index + 2),
+        )
+        for index, text in enumerate(texts)
+    ]
+    return RolloutGroup(Prompt(name, f"question {name}", "", [7, 8]), made, rewards)
+
+
+def batch_of(groups: list[RolloutGroup], ratios: dict[tuple[int, int], float]) -> TrainBatch:
+    """Return the groups' batch, with these ratios at (row, response token) and 1 elsewhere."""
+    batch = pack(groups, pad_token_id=0)
+    batch.proximal_logprobs = batch.behaviour_logprobs.clone()
+    for (row, token), ratio in ratios.items():
+        batch.proximal_logprobs[row, 2 + token] += math.log(ratio)
+    return batch
+
+
+def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sample]:
+    at = {(int(name[1:].split("_")[0]), int(name.split("_")[1])): r for name, r in ratios.items()}
+    return pick_samples(5, groups, batch_of(groups, at), Tokenizer(), count)
+
+
+GROUPS = [group("a", [0, 0, 0]), group("b", [0, 1, -1], (0, 1)), group("c", [1, 0, 0.5])]
+
+
+def test_one_completion_of_each_kind_is_chosen() -> None:
+    samples = pick(GROUPS, r2_1=1.1, r6_0=0.25)
+    assert [(sample.kind, sample.text) for sample in samples] == [
+        ("highest reward", "b1"),
+        ("lowest reward", "b2"),  # of the same prompt, whose rewards differ most
+        ("cut off", "b0"),
+        ("largest ratio", "c0"),  # 1/4 is further from 1 than 1.1
+    ]
+    best = samples[0]
+    assert (best.step, best.prompt, best.reward, best.length) == (5, "question b", 1, 3)
+    assert best.truncated and best.weight_versions == [3] and best.parts == {}
+    assert best.tokens == ["a", "b", "c"] and best.ratios == [1, 1, 1]
+    assert samples[3].ratios == [0.25, 1]
+
+
+def test_no_completion_is_chosen_twice_and_never_more_than_asked_for() -> None:
+    for count in range(12):
+        chosen = [sample.text for sample in pick(GROUPS, count)]
+        assert len(chosen) == len(set(chosen)) == min(count, 9)
+    assert pick(GROUPS, 6) == [*pick(GROUPS, 6)]  # the same each time
+    assert pick_samples(5, [], batch_of(GROUPS, {}), Tokenizer(), 4) == []
+
+
+def test_without_cut_off_completions_the_other_kinds_fill_the_number() -> None:
+    kinds = [sample.kind for sample in pick([group("a", [0, 1, 0, 0]), group("c", [1, 0])], 4)]
+    assert kinds == ["highest reward", "lowest reward", "largest ratio", "highest reward"]
+
+
+def test_parts_of_a_reward_are_kept() -> None:
+    parts = [{"format": 0.0}, {"format": 1.0}]
+    groups = [RolloutGroup(*vars(group("a", [0, 1])).values())]
+    object.__setattr__(groups[0], "parts", parts)
+    assert [sample.parts for sample in pick(groups, 2)] == [{"format": 1.0}, {"format": 0.0}]
+
+
+def test_a_long_completion_is_stored_without_its_middle() -> None:
+    length = 10 * SHOWN_TOKENS
+    text = "x" * 50_000
+    long = Completion(list(range(length)), [-1.0] * length, text, True, [1] * length)
+    groups = [RolloutGroup(Prompt("p", "q" * 50_000, "", [1, 2]), [long], [0.0])]
+    ratios = {(0, 0): 2.0, (0, SHOWN_TOKENS): 3.0, (0, length - 1): 0.5}
+    (sample,) = pick_samples(1, groups, batch_of(groups, ratios), Tokenizer(), 4)
+    assert sample.length == length
+    assert len(sample.tokens) == len(sample.ratios) == SHOWN_TOKENS
+    assert sample.ratios[0] == 2 and sample.ratios[-1] == 0.5 and 3.0 not in sample.ratios
+    assert "45904 characters left out" in sample.text
+    assert len(sample.text) < SHOWN_CHARACTERS + 50 and len(sample.prompt) < SHOWN_CHARACTERS + 50
+
+
+def sample_of(step: int, kind: str = "cut off", **fields: Any) -> Sample:
+    values: dict[str, Any] = {
+        "prompt": HOSTILE,
+        "text": HOSTILE,
+        "reward": -0.5,
+        "parts": {"for<mat": 1.0},
+        "length": 3,
+        "truncated": True,
+        "weight_versions": [4, 5],
+        "tokens": [HOSTILE, " b", "c"],
+        "ratios": [1.01, 1.5, 0.25],
+    }
+    return Sample(step=step, kind=kind, **(values | fields))
+
+
+def log_of(run_dir: Path, **fields: Any) -> RunLog:
+    log = RunLog(
+        Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields), writes=True
+    )
+    return log
+
+
+def test_samples_after_the_checkpoint_are_dropped_and_tables_are_in_tensorboard(
+    tmp_path: Path,
+) -> None:
+    log = log_of(tmp_path)
+    log.start(Evaluation())
+    for step in (1, 2, 3):
+        write(log, step)
+        log.write_samples([sample_of(step), sample_of(step, "largest ratio")])
+    log.close()
+    log = log_of(tmp_path)
+    log.resume(2, time_s=0.0, before=Evaluation())
+    log.close()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").open()]
+    assert steps == [1, 1, 2, 2]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0}).Reload()
+    (tag,) = events.Tags()["tensors"]
+    assert tag == "samples/text_summary"
+    text = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+    assert text.count("\n") == 3 and "cut off" in text and "<script" not in text
+    rewards = events.Histograms("rewards")[0].histogram_value
+    assert (rewards.num, rewards.min, rewards.max) == (4, 0, 1)
+
+
+def test_samples_are_a_table_of_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR"):  # which the log sets
+        monkeypatch.setenv(name, "")
+    (run_dir := tmp_path / "run").mkdir()
+    log = log_of(run_dir, wandb_project="project")
+    log.start(Evaluation())
+    write(log, 1)
+    log.write_samples([sample_of(1)])
+    log.close()
+    (stored,) = run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    table = json.loads(stored.read_text())
+    assert table["columns"] == list(COLUMNS)
+    assert table["data"][0][:4] == [1, "cut off", -0.5, 3]
+    assert table["data"][0][-1] == HOSTILE
+    assert list((tmp_path / "home").glob("**/*wandb*")) == []
+
+
+def test_a_cell_of_a_markdown_table_has_no_mark_and_no_line_break() -> None:
+    (_, _, line) = markdown_table([sample_of(1, text="a|b\n**c** `d` <e> $f$")]).splitlines()
+    cells = line.split(" | ")
+    assert len(cells) == len(COLUMNS)
+    assert html.unescape(cells[-1]).startswith("a|b<br>**c** `d` <e> $f$")
+    assert not set("*`") & set(line) and "<e>" not in line
+
+
+def record(samples: list[Sample]) -> RunRecord:
+    lines = [json.loads(json.dumps(vars(sample))) for sample in samples]
+    return RunRecord("a run", Config(), [], {}, {}, {}, lines)
+
+
+class Elements(HTMLParser):
+    """A parser of the elements of a page, and of its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
+    page = Elements(completions.section(record([sample_of(1)])))
+    assert set(page.tags) == {
+        "h2", "h3", "p", "span", "div", "section", "b", "details", "summary", "pre",
+    }  # fmt: skip
+    assert {name for name, _ in page.attributes} == {"class", "style", "title", "dir"}
+    assert "</pre><script src='https://example.com/x.js'>" in page.text
+    assert "\u202e" not in page.text and "\x00" not in page.text and "for<mat" in page.text
+
+
+def test_tokens_are_coloured_by_their_ratio() -> None:
+    page = completions.section(record([sample_of(1)]))
+    _, card = page.split('<section class="card">')
+    spans = re.findall(
+        r'<span style="background: rgba\(([^)]*)\)" title="([^"]*)">(.*?)</span>', card
+    )
+    assert spans == [("213, 94, 0, 0.53", "1.5", " b"), ("43, 140, 214, 0.80", "0.25", "c")]
+
+
+def test_each_kind_shows_its_first_middle_and_last_completion() -> None:
+    samples = [sample_of(step, kind) for step in range(1, 8) for kind in KINDS[:2]]
+    page = completions.section(record(samples + [sample_of(9, "cut off")]))
+    rows = page.split("<h3>")[1:]
+    shown = [re.findall(r"<b>step (\d+),", row) for row in rows]
+    assert shown == [["1", "4", "7"], ["1", "4", "7"], ["9"]]
+    assert completions.section(record([])) == ""
+
+
+def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    for line in lines:
+        del line["equal_reward_fraction"]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(run_dir)
+    assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
+
+
+def test_the_log_ratio_of_prompts_and_padding_does_not_count() -> None:
+    groups = [group("a", [0, 1, 0, 0])]
+    batch = batch_of(groups, {(3, 0): 1.5})
+    assert batch.proximal_logprobs is not None
+    batch.proximal_logprobs[2, [0, -1]] = 5.0  # in the prompt, and beyond the end
+    *_, last = pick_samples(1, groups, batch, Tokenizer(), 3)
+    assert (last.kind, last.text, last.ratios[0]) == ("largest ratio", "a3", 1.5)
