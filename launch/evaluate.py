@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
@@ -24,6 +23,7 @@ from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.check import check_model, load_tokenizer
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
@@ -54,7 +54,8 @@ def run(config: EvalConfig) -> None:
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
         validate_server("server", config.server, architecture, length)
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        check_model(model_dir)
+        tokenizer = load_tokenizer(model_dir)
         prompts = {data: _load_prompts(data, config, tokenizer) for data in config.data}
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"

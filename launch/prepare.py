@@ -20,7 +20,7 @@ from types import ModuleType
 from launch.owner import claim
 from launch.placement import place_servers
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 
@@ -50,7 +50,8 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     machine if the whole run is to fit on it; 0 skips that check.
 
     Raises:
-        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
     """
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
@@ -65,9 +66,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        validate(config)
-        place_servers(config, num_gpus)
-        _check_prompts(config)
+        _check(config, num_gpus)
         config.run_dir.mkdir(parents=True)
         if built.exists():
             config.model = str(config.run_dir / "model")
@@ -82,7 +81,8 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
     `num_gpus` is as for `prepare_new`.
 
     Raises:
-        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
@@ -92,9 +92,7 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
         validate_resume(saved, config)
-        validate(config)
-        place_servers(config, num_gpus)
-        _check_prompts(config)
+        _check(config, num_gpus)
         save(config, run_dir / "config.yaml")
     return config
 
@@ -103,7 +101,8 @@ def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
     """Resume the named run, or create it.
 
     Raises:
-        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
     """
     names = [word for word in overrides if word.startswith("name=")]
     if not names:
@@ -129,17 +128,29 @@ def run_exists_error(config: Config) -> ConfigError:
     )
 
 
-def _check_prompts(config: Config) -> None:
-    """Check that the data can be read and used.
+def _check(config: Config, num_gpus: int) -> None:
+    """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Raises:
-        DataError: it cannot.
+        ArchitectureError, ConfigError, DataError: something cannot be used.
     """
-    from transformers import AutoTokenizer
-
     from qurl_megatron.data.prompts import load_prompts
+    from qurl_megatron.model.check import check_model, load_tokenizer
 
-    load_prompts(config, AutoTokenizer.from_pretrained(config.model))
+    validate(config)
+    place_servers(config, num_gpus)
+    check_model(Path(config.model))
+    if config.advantage_estimator == "gae" and config.critic.model:
+        check_model(Path(config.critic.model))
+    prompts = load_prompts(config, load_tokenizer(Path(config.model)))
+    set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
+    available = len(prompts.train) - set_aside
+    if config.rollout.prompts_per_step > available:
+        why = f" after the warm-up set {set_aside} aside" if set_aside else ""
+        raise ConfigError(
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
+            f"{available} problems to train on{why}; a step must not repeat a prompt"
+        )
 
 
 def load_recipe(name: str) -> ModuleType:

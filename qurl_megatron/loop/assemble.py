@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, WeightFormat
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
@@ -26,9 +26,6 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.router import Router
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
-
-# Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
-WARMUP_CHECK_PROBLEMS = 256
 
 
 @dataclass(frozen=True)

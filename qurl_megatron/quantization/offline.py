@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,10 @@ from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.files import partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.check import check_model
 from qurl_megatron.model.huggingface import (
     Progress,
-    Weights,
+    check_finite,
     copy_beside_weights,
     read_config,
     stored_dtype,
@@ -72,7 +74,6 @@ def quantize_directory(
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination cannot be used.
-        quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
     """
 
     def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -181,10 +182,8 @@ def _rewrite(
     `changes` are made to config.json; None removes a field.
     """
     architecture = Architecture.from_directory(source)
-    if "quantization_config" in read_config(source):
-        raise OfflineError(f"{source} is quantized already; give the directory it was made from")
-    files = Weights(source, architecture).files  # refuses missing, unknown or misshapen tensors
-    if destination.exists():
+    files = check_model(source).files
+    if os.path.lexists(destination):  # also a link to nowhere, which a rename would not replace
         raise OfflineError(f"{destination} exists; choose another directory")
     partial = partial_of(destination)
     _create_or_resume(partial, {"source": _fingerprint(source, files), **job})
@@ -254,6 +253,7 @@ def _rewrite_piece(
     with safe_open(source / piece.source_file, "pt") as opened:
         for name in piece.names:
             tensor = opened.get_tensor(name)
+            check_finite(source / piece.source_file, name, tensor)
             for new_name, new_tensor in (
                 rewrite(name, tensor) if name in known else [(name, tensor)]
             ):
