@@ -51,10 +51,10 @@ def run(config: EvalConfig) -> None:
         contextlib.ExitStack() as stack,
     ):
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
+        check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
         validate_server("server", config.server, architecture, length)
-        check_model(model_dir)
         tokenizer = load_tokenizer(model_dir)
         prompts = {data: _load_prompts(data, config, tokenizer) for data in config.data}
         if config.format != "bf16":

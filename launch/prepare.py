@@ -39,7 +39,8 @@ def exit_on_bad_input() -> Iterator[None]:
         print(f"qurl: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"qurl: {error.strerror}: {error.filename}", file=sys.stderr)
+        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        print(f"qurl: {text}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -108,8 +109,7 @@ def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
     if not names:
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
     output_dirs = [word for word in overrides if word.startswith("output_dir=")]
-    output_dir = output_dirs[-1].partition("=")[2] if output_dirs else Config.output_dir
-    run_dir = Path(output_dir) / names[-1].partition("=")[2]
+    run_dir = with_overrides(Config(), names + output_dirs).run_dir
     if not (run_dir / "config.yaml").is_file():
         return prepare_new(recipe, list(overrides))
     others = [word for word in overrides if word not in names + output_dirs]

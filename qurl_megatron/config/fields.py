@@ -114,7 +114,7 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
             yield f"> {bound.gt}"
         elif isinstance(bound, Ge):
             yield f">= {bound.ge}"
-        elif isinstance(bound, Le) and bound.le < LARGEST:
+        elif isinstance(bound, Le) and bound.le < LARGEST:  # type: ignore[operator]
             yield f"<= {bound.le}"
         elif isinstance(bound, Lt):
             yield f"< {bound.lt}"

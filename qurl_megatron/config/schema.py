@@ -26,6 +26,7 @@ Reward = Literal["reasoning_gym", "math", "exact"]
 # overflows later. Each bound is far beyond what a run can use.
 MOST = 10**9  # of anything that is counted: steps, tokens, sequences
 LARGEST = 1e6  # a coefficient; squared it still fits in float32
+Finite = Annotated[float, pydantic.AllowInfNan(False)]
 Count = Annotated[int, Ge(1), Le(MOST)]
 CountOrZero = Annotated[int, Ge(0), Le(MOST)]
 Ranks = Annotated[int, Ge(1), Le(4096)]  # of one parallel dimension; beyond the largest clusters
@@ -33,18 +34,18 @@ Threads = Annotated[int, Ge(1), Le(1024)]  # beyond the cores of a machine
 Sequences = Annotated[int, Ge(1), Le(65536)]  # that a GPU or one prompt has at the same time
 SequencesOrZero = Annotated[int, Ge(0), Le(65536)]
 Seed = Annotated[int, Ge(0), Lt(2**31)]  # numpy, inside SGLang, takes no negative seed
-Positive = Annotated[float, Ge(1e-6), Le(LARGEST)]
-NonNegative = Annotated[float, Ge(0), Le(LARGEST)]
-LearningRate = Annotated[float, Ge(0), Le(1)]  # Adam moves a weight by about this much
-Seconds = Annotated[float, Gt(0), Le(1e8)]  # three years
-Fraction = Annotated[float, Gt(0), Lt(1)]
-FractionOrZero = Annotated[float, Ge(0), Lt(1)]
+Positive = Annotated[Finite, Ge(1e-6), Le(LARGEST)]
+NonNegative = Annotated[Finite, Ge(0), Le(LARGEST)]
+LearningRate = Annotated[Finite, Ge(0), Le(1)]  # Adam moves a weight by about this much
+Seconds = Annotated[Finite, Gt(0), Le(1e8)]  # three years
+Fraction = Annotated[Finite, Gt(0), Lt(1)]
+FractionOrZero = Annotated[Finite, Ge(0), Lt(1)]
 # SGLang takes a temperature below 1e-6 for greedy decoding, and logits divided by one below 0.01
 # overflow in bfloat16. Above 10 every distribution is close to uniform.
-Temperature = Annotated[float, Ge(0.01), Le(10)]
+Temperature = Annotated[Finite, Ge(0.01), Le(10)]
 # Weights and norms times or divided by s must keep their range in float32 and bfloat16.
-Scale = Annotated[float, Ge(0.001), Le(1000)]
-TopP = Annotated[float, Gt(0), Le(1)]
+Scale = Annotated[Finite, Ge(0.001), Le(1000)]
+TopP = Annotated[Finite, Gt(0), Le(1)]
 
 
 def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
@@ -62,8 +63,9 @@ def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
 RunName = Annotated[
     str,
     _matching(
-        r"(\w[\w.+-]*)?",
-        "a run's name has letters, digits and _ . + - only, and begins with a letter, digit or _",
+        r"(\w[\w.+-]{0,199})?",
+        "a run's name has letters, digits and _ . + - only, at most 200, and begins with a letter, "
+        "digit or _",
     ),
 ]
 # A path or another text that goes into files, logs and messages of one line.
@@ -157,7 +159,7 @@ class OptimizerConfig:
     beta2: FractionOrZero = 0.999
     """Adam's decay rate of the squared gradient's running mean."""
 
-    epsilon: Annotated[float, Ge(1e-30), Le(1)] = 1e-8
+    epsilon: Annotated[Finite, Ge(1e-20), Le(1)] = 1e-8
     """Adam's constant in the denominator. It must be a float32 number above 0."""
 
     weight_decay: NonNegative = 0.0
@@ -178,7 +180,7 @@ class ObjectiveConfig:
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9."""
 
-    eps_low: Annotated[float, Ge(0), Le(1)] = 0.2
+    eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
 
     eps_high: NonNegative = 0.28
@@ -223,10 +225,10 @@ class CriticConfig:
     """Clipping range of the value loss: how far from its old prediction a value can move before its
     gradient is clipped."""
 
-    discount: Annotated[float, Gt(0), Le(1)] = 1.0
+    discount: Annotated[Finite, Gt(0), Le(1)] = 1.0
     """Discount factor gamma per token."""
 
-    gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
+    gae_lambda: Annotated[Finite, Ge(0), Le(1)] = 1.0
     """Lambda of generalized advantage estimation."""
 
     def layout(self, learner: LearnerConfig) -> LearnerConfig:
