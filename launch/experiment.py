@@ -256,9 +256,19 @@ def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
 
 
 def _setup_lines(job: Job, executor: run.SlurmExecutor, max_restarts: int | None) -> str:
-    """Return the set-up lines that replace the script's shell with the batch process."""
+    """Return the set-up lines that replace the script's shell with the batch process.
+
+    Raises:
+        ConfigError: the container's image or mounts are malformed.
+    """
     python = "python" if executor.container_image else sys.executable  # the steps' Python
     exports = {"QURL_PYTHON": os.environ.get("QURL_PYTHON", python)}
+    for text in (executor.container_image or "", *executor.container_mounts):
+        if not text.isprintable():
+            raise ConfigError(f"container {text!r}: must not have a line break")
+    for mount in executor.container_mounts:
+        if not re.fullmatch(r"[^:,]+:[^:,]+(:[^:,]+)?", mount):
+            raise ConfigError(f"--container-mounts {mount}: not of the form HOST:CONTAINER")
     if executor.container_image:
         exports["QURL_CONTAINER_IMAGE"] = executor.container_image
         exports["QURL_CONTAINER_MOUNTS"] = ",".join(executor.container_mounts)

@@ -439,6 +439,8 @@ SLURM = rows("""
     --sbatch $(touch_F)=1                          not an sbatch option
     --sbatch qos;touch_F=1                         not an sbatch option
     --sbatch QOS=high                              not an sbatch option
+    --container-mounts /data                       /data: not of the form HOST:CONTAINER
+    --container-mounts /a:/a,:/b                   :/b: not of the form HOST:CONTAINER
     name=a;touch_F;                                a run's name has letters
     name=$(touch_F)                                a run's name has letters
     name=-x                                        a run's name has letters
