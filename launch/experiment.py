@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from launch.disk import check_disk
 from launch.owner import owner_of
 from launch.placement import place_servers, smallest_plan
 from launch.prepare import default_name, prepare_resume_or_new, run_exists_error
@@ -90,8 +91,11 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
             shutil.copy(run_dir / "config.yaml", Path(scratch) / run_dir.name)
         elif run_dir.exists():
             raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-        config = prepare_resume_or_new(recipe, [*overrides, f"output_dir={scratch}"])
+        config = prepare_resume_or_new(
+            recipe, [*overrides, f"output_dir={scratch}"], checks_disk=False
+        )
     config.output_dir = str(run_dir.parent)
+    check_disk(config)
     return Job(recipe, overrides, config)
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from launch.disk import check_disk
 from launch.owner import claim
 from launch.placement import place_servers
 from qurl_megatron.config.overrides import with_overrides
@@ -44,11 +45,14 @@ def exit_on_bad_input() -> Iterator[None]:
         sys.exit(2)
 
 
-def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
+def prepare_new(
+    recipe: str, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
+) -> Config:
     """Create a new run's directory with its config.yaml, and its model if the recipe builds one.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; 0 skips that check.
+    machine if the whole run is to fit on it; 0 skips that check. `checks_disk` is False for a run
+    that will have another directory.
 
     Raises:
         ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
@@ -67,7 +71,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        _check(config, num_gpus)
+        _check(config, num_gpus, checks_disk)
         config.run_dir.mkdir(parents=True)
         if built.exists():
             config.model = str(config.run_dir / "model")
@@ -76,10 +80,12 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     return config
 
 
-def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
+def prepare_resume(
+    run_dir: Path, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
+) -> Config:
     """Apply overrides to an existing run and write them to its config.yaml.
 
-    `num_gpus` is as for `prepare_new`.
+    `num_gpus` and `checks_disk` are as for `prepare_new`.
 
     Raises:
         ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
@@ -93,12 +99,14 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
         validate_resume(saved, config)
-        _check(config, num_gpus)
+        _check(config, num_gpus, checks_disk)
         save(config, run_dir / "config.yaml")
     return config
 
 
-def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
+def prepare_resume_or_new(
+    recipe: str, overrides: Sequence[str], *, checks_disk: bool = True
+) -> Config:
     """Resume the named run, or create it.
 
     Raises:
@@ -111,9 +119,9 @@ def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
     output_dirs = [word for word in overrides if word.startswith("output_dir=")]
     run_dir = with_overrides(Config(), names + output_dirs).run_dir
     if not (run_dir / "config.yaml").is_file():
-        return prepare_new(recipe, list(overrides))
+        return prepare_new(recipe, list(overrides), checks_disk=checks_disk)
     others = [word for word in overrides if word not in names + output_dirs]
-    return prepare_resume(run_dir, others)
+    return prepare_resume(run_dir, others, checks_disk=checks_disk)
 
 
 def default_name(recipe: str) -> str:
@@ -128,7 +136,7 @@ def run_exists_error(config: Config) -> ConfigError:
     )
 
 
-def _check(config: Config, num_gpus: int) -> None:
+def _check(config: Config, num_gpus: int, checks_disk: bool) -> None:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Raises:
@@ -142,6 +150,8 @@ def _check(config: Config, num_gpus: int) -> None:
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
+    if checks_disk:
+        check_disk(config)
     prompts = load_prompts(config, load_tokenizer(Path(config.model)))
     set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     available = len(prompts.train) - set_aside

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.exceptions import TyperException
 
+from launch.disk import check_disk
 from launch.prepare import (
     exit_on_bad_input,
     load_recipe,
@@ -97,6 +98,7 @@ def train(recipe: RecipeName, overrides: Overrides = None) -> None:
 
     with exit_on_bad_input():
         config = prepare_new(recipe, overrides or [], num_gpus())
+        print(f"the run {check_disk(config)}", flush=True)
     sys.exit(local.run(config))
 
 
@@ -111,6 +113,7 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
 
     with exit_on_bad_input():
         config = prepare_resume(run_dir, overrides or [], num_gpus())
+        print(f"the run {check_disk(config)}", flush=True)
     sys.exit(local.run(config))
 
 
@@ -349,6 +352,15 @@ def uaq(
         f"changed by at most {invariance.float32_difference:.2g} in float32, which is rounding, "
         f"and by {invariance.stored_difference:.2g} with weights rounded to their stored dtype."
     )
+    if invariance.rounded_tensors:
+        verb = "are" if undo else "will be, after an undo,"
+        print(
+            f"Of the original, {invariance.exact_tensors} tensors {verb} exact: those that UAQ "
+            f"leaves or scales by a power of two. {invariance.rounded_tensors} {verb} the original "
+            "up to one unit in the last place of the stored dtype."
+        )
+    else:
+        print("Every scale is a power of two: an undo gives back the original, bit for bit.")
 
 
 @app.command("plan")

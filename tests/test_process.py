@@ -39,3 +39,35 @@ def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Pat
     log = tmp_path / "log"
     log.write_bytes(b"first\n" + b"x" * 9999 + b"\n\xff last\n")
     assert tail(log, 2).splitlines() == ["x" * LOG_LINE_LENGTH, "\N{REPLACEMENT CHARACTER} last"]
+
+
+def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_path: Path) -> None:
+    """Two ranks meet as in a run; the second connects through the address of the first."""
+    program = (
+        "import os, sys, psutil, torch.distributed as dist\n"
+        "from qurl_megatron.process import bind_stores\n"
+        "bind_stores(); bind_stores()\n"
+        "dist.init_process_group('gloo', rank=int(sys.argv[1]), world_size=2)\n"
+        "listening = {c.laddr.ip for c in psutil.Process().net_connections('inet')\n"
+        "             if c.status == 'LISTEN'}\n"
+        "dist.barrier()\n"
+        "print(sorted(listening))"
+    )
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    shown = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert shown[0] == "['127.0.0.1']"
+    assert set(shown) <= {"['127.0.0.1']", "[]"}
