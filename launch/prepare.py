@@ -7,6 +7,7 @@ either.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import shutil
 import sys
@@ -122,6 +123,17 @@ def prepare_resume_or_new(
         return prepare_new(recipe, list(overrides), checks_disk=checks_disk)
     others = [word for word in overrides if word not in names + output_dirs]
     return prepare_resume(run_dir, others, checks_disk=checks_disk)
+
+
+def warn_of_pickles(directory: Path) -> None:
+    """Print a line if a run or a checkpoint belongs to another user, who chose what it runs."""
+    user = directory.stat().st_uid if directory.exists() else 0
+    if user not in (0, os.getuid()):
+        print(
+            f"qurl: {directory} belongs to user {user}: its checkpoints hold pickles, which can run "
+            "any program when they are read; go on only if you trust that user",
+            file=sys.stderr,
+        )
 
 
 def default_name(recipe: str) -> str:

@@ -20,6 +20,7 @@ from launch.prepare import (
     prepare_new,
     prepare_resume,
     recipe_names,
+    warn_of_pickles,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
     from qurl_megatron.device import num_gpus
 
     with exit_on_bad_input():
+        warn_of_pickles(run_dir)
         config = prepare_resume(run_dir, overrides or [], num_gpus())
         print(f"the run {check_disk(config)}", flush=True)
     sys.exit(local.run(config))
@@ -243,6 +245,7 @@ def export(
     with exit_on_bad_input(), progress_bar("exporting") as progress:
         from qurl_megatron.weight_sync.export import export_checkpoint
 
+        warn_of_pickles(checkpoint)
         export_checkpoint(checkpoint, destination, progress)
     print(f"{destination} is ready")
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from qurl_megatron.process import LOG_LINE_LENGTH, PORTS, free_port, start_ticks, tail
+from qurl_megatron.process import LOG_LINE_LENGTH, PORTS, _listen, free_port, start_ticks, tail
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_and_from_a_dead_one() -> None:
@@ -71,3 +72,27 @@ def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_pat
     shown = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
     assert shown[0] == "['127.0.0.1']"
     assert set(shown) <= {"['127.0.0.1']", "[]"}
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "listens"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("localhost", "127.0.0.1", True),
+        ("node1", "127.0.1.1", False),  # as Debian writes a node's own name
+        ("node2", "203.0.113.7", False),  # an address of no machine, so not of this one
+    ],
+)
+def test_an_address_that_others_cannot_use_is_left_to_torch(
+    host: str, address: str, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    descriptor = _listen(host, port)
+    assert (descriptor is not None) == listens
+    if descriptor is not None:
+        with socket.socket(fileno=descriptor) as listening:
+            assert listening.getsockname() == (address, port)
+            with pytest.raises(OSError, match="in use"):
+                _listen(host, port)
