@@ -26,6 +26,7 @@ nemo_run takes seconds to import and reads NEMORUN_HOME on import; `launch` sets
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -94,8 +95,9 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
         config = prepare_resume_or_new(
             recipe, [*overrides, f"output_dir={scratch}"], checks_disk=False
         )
+        # Within this block, because a model that the recipe builds is in the scratch directory.
+        check_disk(dataclasses.replace(config, output_dir=str(run_dir.parent)))
     config.output_dir = str(run_dir.parent)
-    check_disk(config)
     return Job(recipe, overrides, config)
 
 

@@ -130,8 +130,8 @@ def warn_of_pickles(directory: Path) -> None:
     user = directory.stat().st_uid if directory.exists() else 0
     if user not in (0, os.getuid()):
         print(
-            f"qurl: {directory} belongs to user {user}: its checkpoints hold pickles, which can run "
-            "any program when they are read; go on only if you trust that user",
+            f"qurl: {directory} belongs to user {user}: its checkpoints hold pickles, which can "
+            "run any program when they are read; go on only if you trust that user",
             file=sys.stderr,
         )
 

@@ -57,6 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "runs" / "owned").mkdir()
     yaml_file.save(config, home / "runs" / "owned" / "config.yaml")
     (home / "link").symlink_to("nowhere")
+    (home / "linked.partial").symlink_to("model")
     return home
 
 
@@ -300,7 +301,7 @@ FIELDS = rows(r"""
     output_dir=a;b                          a directory's name must not begin with -
     output_dir=a\nb                         a directory's name must not begin with -
     output_dir=problems.jsonl               directory
-    output_dir=/proc/nowhere                No such file or directory
+    output_dir=/proc/nowhere                and has 0 GB free
     stepz=1                                 did you mean steps
     rollout=1                               rollout: no such field
     rollout.server=1                        rollout.server: no such field
@@ -375,6 +376,8 @@ COMMANDS = rows("""
     quantize model runs                            runs exists; choose another directory
     quantize model model                           model exists; choose another directory
     quantize model link                            link exists; choose another directory
+    quantize model linked                          linked.partial is a link, and may lead elsewhere
+    uaq model linked                               linked.partial is a link, and may lead elsewhere
     quantize model out --format int3               formats are bf16, int8
     quantize model out --format fp8-block          blocks are 128 wide
     quantize quantized out                         is quantized already

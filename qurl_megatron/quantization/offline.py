@@ -202,6 +202,8 @@ def _rewrite(
     if os.path.lexists(destination):  # also a link to nowhere, which a rename would not replace
         raise OfflineError(f"{destination} exists; choose another directory")
     partial = partial_of(destination)
+    if partial.is_symlink():
+        raise OfflineError(f"{partial} is a link, and may lead elsewhere; remove it first")
     # An upper bound for a quantized copy, which the files of an interrupted call count towards.
     needed = weights.num_bytes - sum(path.stat().st_size for path in partial.glob("*.safetensors"))
     if free_bytes(partial) < needed:
