@@ -53,16 +53,18 @@ def bind_stores() -> None:
             is_master: bool = False,
             **options: Any,
         ) -> None:
-            if is_master and options.get("master_listen_fd") is None:
-                options["master_listen_fd"] = _listen(host_name, port)
+            listening = _listen(host_name, port) if is_master else None
+            if listening is not None:
+                port = listening.getsockname()[1]  # port 0 asks for any
+                options["master_listen_fd"] = listening.detach()
             super().__init__(host_name, port, world_size, is_master, **options)
 
     if dist.TCPStore.__name__ != Store.__name__:
         dist.TCPStore = rendezvous.TCPStore = Store  # type: ignore
 
 
-def _listen(host: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens on one address of this machine.
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on one address of this machine.
 
     None lets torch listen on all addresses: if the host's name is that of no address here, and if
     it is that of loopback here only, as Debian writes it into /etc/hosts.
@@ -81,7 +83,7 @@ def _listen(host: str, port: int) -> int | None:
             return None
         raise
     listening.listen(socket.SOMAXCONN)
-    return listening.detach()
+    return listening
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
