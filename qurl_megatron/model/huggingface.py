@@ -137,6 +137,8 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
     Raises:
         ArchitectureError: it does.
     """
+    if not tensor.numel():  # a rank of a small vocabulary has no row of it
+        return
     smallest, largest = torch.aminmax(tensor)  # NaN if any value is
     if not (torch.isfinite(smallest) and torch.isfinite(largest)):
         where = (~torch.isfinite(tensor)).nonzero()[0].tolist()
