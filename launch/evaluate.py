@@ -22,7 +22,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
@@ -35,6 +34,7 @@ from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.check import check_model, load_tokenizer
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import hours_minutes
 from qurl_megatron.rollout.client import RolloutClient
@@ -71,11 +71,12 @@ def run(config: EvalConfig) -> None:
         contextlib.ExitStack() as stack,
     ):
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
+        check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
         validate_server("server", config.server, architecture, length)
         check_options({"server": config.server})
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = load_tokenizer(model_dir)
         prompts = {data: _load_prompts(data, config, reward, tokenizer) for data in config.data}
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"

@@ -16,8 +16,9 @@ shell, and the lines after it never run.
     with experiment("sweep", jobs, executor) as sweep:
         sweep.run(detach=True)
 
-No user input reaches a shell unquoted. nemo-run quotes neither the path of a job's script nor line
-breaks in sbatch options, so unsafe paths and options are refused.
+No user input reaches a shell unquoted. nemo-run quotes neither the path of a job's script, nor line
+breaks in sbatch options, nor the values of `env_vars`. So unsafe paths and options are refused, and
+the values are quoted here.
 
 nemo_run takes seconds to import and reads NEMORUN_HOME on import; `launch` sets that first.
 """
@@ -25,6 +26,7 @@ nemo_run takes seconds to import and reads NEMORUN_HOME on import; `launch` sets
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -40,9 +42,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from launch.disk import check_disk
+from launch.owner import owner_of
 from launch.placement import place_servers, smallest_plan
 from launch.prepare import default_name, prepare_resume_or_new, run_exists_error
 from launch.slurm import signal_lead_s
+from launch.status import slurm_jobs
 from qurl_megatron import device
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
@@ -51,6 +56,8 @@ if TYPE_CHECKING:
     import nemo_run as run
 
 GPUS_PER_NODE = 8  # unless the executor sets it
+# Of sbatch: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s, or no limit.
+_TIME = r"\d{1,7}(:\d{1,2}){0,2}|\d{1,4}-\d{1,2}(:\d{1,2}){0,2}|infinite|unlimited"
 
 
 @dataclass(frozen=True)
@@ -77,15 +84,19 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
     if not given.get("name"):
         given["name"] = default_name(recipe)
         overrides.append(f"name={given['name']}")
-    with_overrides(Config(), [f"name={given['name']}"])  # refuse an unsafe name before using it
-    run_dir = Path(given.get("output_dir", Config.output_dir)) / given["name"]
+    place = [f"{field}={given[field]}" for field in ("name", "output_dir") if field in given]
+    run_dir = with_overrides(Config(), place).run_dir  # refuses unsafe names before they are used
     with tempfile.TemporaryDirectory() as scratch:
         if (run_dir / "config.yaml").is_file():
             (Path(scratch) / run_dir.name).mkdir()
             shutil.copy(run_dir / "config.yaml", Path(scratch) / run_dir.name)
         elif run_dir.exists():
             raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-        config = prepare_resume_or_new(recipe, [*overrides, f"output_dir={scratch}"])
+        config = prepare_resume_or_new(
+            recipe, [*overrides, f"output_dir={scratch}"], checks_disk=False
+        )
+        # Within this block, because a model that the recipe builds is in the scratch directory.
+        check_disk(dataclasses.replace(config, output_dir=str(run_dir.parent)))
     config.output_dir = str(run_dir.parent)
     return Job(recipe, overrides, config)
 
@@ -169,6 +180,8 @@ def _executors_for(
 
     if not isinstance(executor, run.SlurmExecutor):
         return [executor]
+    if "dependency" not in (executor.additional_parameters or {}):
+        _check_unused(job.run_dir)
     gpus = executor.gpus_per_node or GPUS_PER_NODE
     plans = smallest_plan(job.config, gpus)
     groups = [(len(nodes), max(node.gpus for node in nodes)) for nodes in plans]
@@ -189,11 +202,27 @@ def _executors_for(
         }
         part.setup_lines = _setup_lines(job, executor, max_restarts)
         part.container_image, part.container_mounts = None, []
+        part.env_vars = {name: shlex.quote(str(value)) for name, value in part.env_vars.items()}
         part.packager = run.Packager()  # copy nothing: the package is on the cluster
         part.poll_estimated_start_time = False
         _check_script(job, part)
         parts.append(part)
     return parts
+
+
+def _check_unused(run_dir: Path) -> None:
+    """Check that no launcher works on a run and no job of it waits or runs.
+
+    Raises:
+        ConfigError: another job would be refused when it starts; the message names the first.
+    """
+    others = [owner_of(run_dir), *slurm_jobs(run_dir)]
+    other = next((name for name in others if name), None)
+    if other:
+        raise ConfigError(
+            f"{run_dir}: {other} works on this run; wait for it to end, or give "
+            "--sbatch dependency=afterany:JOB"
+        )
 
 
 def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
@@ -210,8 +239,19 @@ def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
     for name, value in options.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
             raise ConfigError(f"--sbatch {name}={value}: not an sbatch option, such as qos=high")
-        if "\n" in str(value):
-            raise ConfigError(f"{name}={value!r}: an sbatch option must not have a line break")
+        if not str(value).isprintable():
+            raise ConfigError(
+                f"{name}={value!r}: an sbatch option must not have a line break or another control "
+                "character"
+            )
+    time = options.get("time")
+    if time and not re.fullmatch(_TIME, str(time), re.IGNORECASE):
+        raise ConfigError(
+            f"time={time}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
+        )
+    for name in executor.env_vars:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"env_vars {name}: not the name of an environment variable")
     home = executor.tunnel.job_dir or get_nemorun_home()
     if home != shlex.quote(home):
         raise ConfigError(
@@ -226,9 +266,19 @@ def _check_script(job: Job, executor: run.SlurmExecutor) -> None:
 
 
 def _setup_lines(job: Job, executor: run.SlurmExecutor, max_restarts: int | None) -> str:
-    """Return the set-up lines that replace the script's shell with the batch process."""
+    """Return the set-up lines that replace the script's shell with the batch process.
+
+    Raises:
+        ConfigError: the container's image or mounts are malformed.
+    """
     python = "python" if executor.container_image else sys.executable  # the steps' Python
     exports = {"QURL_PYTHON": os.environ.get("QURL_PYTHON", python)}
+    for text in (executor.container_image or "", *executor.container_mounts):
+        if not text.isprintable():
+            raise ConfigError(f"container {text!r}: must not have a line break")
+    for mount in executor.container_mounts:
+        if not re.fullmatch(r"[^:,]+:[^:,]+(:[^:,]+)?", mount):
+            raise ConfigError(f"--container-mounts {mount}: not of the form HOST:CONTAINER")
     if executor.container_image:
         exports["QURL_CONTAINER_IMAGE"] = executor.container_image
         exports["QURL_CONTAINER_MOUNTS"] = ",".join(executor.container_mounts)

@@ -32,48 +32,59 @@ def claim(run_dir: Path) -> TextIO:
         ConfigError: another launcher is the owner.
     """
     file = (run_dir / FILE_NAME).open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = False
-    except BlockingIOError:
-        taken = True
-    except OSError:  # the file system has no flock
-        taken = _runs_here(_read(file))
-    if taken:
-        owner = _read(file)
+    owner = _holder(file, fcntl.LOCK_EX)
+    if owner:
         file.close()
-        name = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        raise ConfigError(f"{run_dir}: {name} works on this run; wait for it to end, or stop it")
+        raise ConfigError(f"{run_dir}: {owner} works on this run; wait for it to end, or stop it")
     pid = os.getpid()
-    owner = {"host": socket.gethostname(), "pid": pid, "start_ticks": start_ticks(pid)}
+    record = {"host": socket.gethostname(), "pid": pid, "start_ticks": start_ticks(pid)}
     file.truncate(0)
-    file.write(json.dumps(owner) + "\n")
+    file.write(json.dumps(record) + "\n")
     file.flush()
     return file
 
 
-def is_owned(run_dir: Path) -> bool:
-    """Return True if a launcher that this machine can detect works in a run directory."""
+def owner_of(run_dir: Path) -> str:
+    """Return `process PID on HOST` of the launcher that works in a run directory.
+
+    The text is empty if this machine can detect none.
+    """
     try:
         with (run_dir / FILE_NAME).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
+            return _holder(file, fcntl.LOCK_SH)
     except FileNotFoundError:
-        return False
+        return ""
+
+
+def is_owned(run_dir: Path) -> bool:
+    """Return True if a launcher that this machine can detect works in a run directory."""
+    return bool(owner_of(run_dir))
+
+
+def _holder(file: TextIO, lock: int) -> str:
+    """Take a lock of an owner's file; return an empty text, or who has the lock already."""
+    try:
+        fcntl.flock(file, lock | fcntl.LOCK_NB)
+        return ""
     except BlockingIOError:
-        return True
+        taken = True
     except OSError:  # the file system has no flock
-        with (run_dir / FILE_NAME).open() as file:
-            return _runs_here(_read(file))
+        taken = _runs_here(_read(file))
+    if not taken:
+        return ""
+    owner = _read(file)
+    return f"process {owner['pid']} on {owner['host']}" if owner else "another process"
 
 
 def _read(file: TextIO) -> dict[str, Any]:
     """Return the recorded owner, or {} if it is not written completely."""
     file.seek(0)
     try:
-        return dict(json.loads(file.read()))
+        owner = json.loads(file.read())
     except ValueError:
         return {}
+    is_whole = isinstance(owner, dict) and owner.keys() >= {"host", "pid", "start_ticks"}
+    return owner if is_whole else {}
 
 
 def _runs_here(owner: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ either.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import shutil
 import sys
@@ -17,10 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from launch.disk import check_disk
 from launch.owner import claim
 from launch.placement import place_servers
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.problems import REASONING_GYM
@@ -42,18 +44,23 @@ def exit_on_bad_input() -> Iterator[None]:
         print(f"qurl: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"qurl: {error.strerror}: {error.filename}", file=sys.stderr)
+        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        print(f"qurl: {text}", file=sys.stderr)
         sys.exit(2)
 
 
-def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
+def prepare_new(
+    recipe: str, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
+) -> Config:
     """Create a new run's directory with its config.yaml, and its model if the recipe builds one.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; 0 skips that check.
+    machine if the whole run is to fit on it; 0 skips that check. `checks_disk` is False for a run
+    that will have another directory.
 
     Raises:
-        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
     """
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
@@ -69,10 +76,7 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        validate(config)
-        _check_server_options(config)
-        place_servers(config, num_gpus)
-        _check_reward_and_prompts(config)
+        _check(config, num_gpus, checks_disk)
         config.run_dir.mkdir(parents=True)
         if built.exists():
             config.model = str(config.run_dir / "model")
@@ -82,14 +86,18 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     return config
 
 
-def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
+def prepare_resume(
+    run_dir: Path, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
+) -> Config:
     """Apply overrides to an existing run and write them to its config.yaml.
 
     The run's directory may have been moved or renamed. An override may give the new place of a
-    model or of data that is no longer where it was. `num_gpus` is as for `prepare_new`.
+    model or of data that is no longer where it was. `num_gpus` and `checks_disk` are as for
+    `prepare_new`.
 
     Raises:
-        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
@@ -107,30 +115,40 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
-        validate(config)
-        _check_server_options(config)
-        place_servers(config, num_gpus)
-        _check_reward_and_prompts(config)
+        _check(config, num_gpus, checks_disk)
         save(config, run_dir / "config.yaml")
     return config
 
 
-def prepare_resume_or_new(recipe: str, overrides: Sequence[str]) -> Config:
+def prepare_resume_or_new(
+    recipe: str, overrides: Sequence[str], *, checks_disk: bool = True
+) -> Config:
     """Resume the named run, or create it.
 
     Raises:
-        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
     """
     names = [word for word in overrides if word.startswith("name=")]
     if not names:
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
     output_dirs = [word for word in overrides if word.startswith("output_dir=")]
-    output_dir = output_dirs[-1].partition("=")[2] if output_dirs else Config.output_dir
-    run_dir = Path(output_dir) / names[-1].partition("=")[2]
+    run_dir = with_overrides(Config(), names + output_dirs).run_dir
     if not (run_dir / "config.yaml").is_file():
-        return prepare_new(recipe, list(overrides))
+        return prepare_new(recipe, list(overrides), checks_disk=checks_disk)
     others = [word for word in overrides if word not in names + output_dirs]
-    return prepare_resume(run_dir, others)
+    return prepare_resume(run_dir, others, checks_disk=checks_disk)
+
+
+def warn_of_pickles(directory: Path) -> None:
+    """Print a line if a run or a checkpoint belongs to another user, who chose what it runs."""
+    user = directory.stat().st_uid if directory.exists() else 0
+    if user not in (0, os.getuid()):
+        print(
+            f"qurl: {directory} belongs to user {user}: its checkpoints hold pickles, which can "
+            "run any program when they are read; go on only if you trust that user",
+            file=sys.stderr,
+        )
 
 
 def _make_paths_absolute(config: Config) -> None:
@@ -180,32 +198,38 @@ def run_exists_error(config: Config) -> ConfigError:
     )
 
 
-def _check_server_options(config: Config) -> None:
-    """Check that SGLang takes the options of the servers.
+def _check(config: Config, num_gpus: int, checks_disk: bool) -> None:
+    """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Raises:
-        ConfigError: it does not.
+        ArchitectureError, ConfigError, DataError: something cannot be used.
     """
+    from qurl_megatron.data.prompts import load_prompts
+    from qurl_megatron.data.scoring import check_reward
+    from qurl_megatron.model.check import check_model, load_tokenizer
+
+    validate(config)
     check_options(
         {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
     )
-
-
-def _check_reward_and_prompts(config: Config) -> None:
-    """Check that the reward can be loaded, and that the data can be read and scored.
-
-    Raises:
-        ConfigError, DataError: they cannot.
-    """
-    from transformers import AutoTokenizer
-
-    from qurl_megatron.data.prompts import load_prompts
-    from qurl_megatron.data.scoring import check_reward
-
+    place_servers(config, num_gpus)
     check_reward(config)
-    prompts = load_prompts(config, AutoTokenizer.from_pretrained(config.model))
+    check_model(Path(config.model))
+    if config.advantage_estimator == "gae" and config.critic.model:
+        check_model(Path(config.critic.model))
+    if checks_disk:
+        check_disk(config)
+    prompts = load_prompts(config, load_tokenizer(Path(config.model)))
     for note in prompts.notes:
         print(f"qurl: {note}", file=sys.stderr)
+    set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
+    available = len(prompts.train) - set_aside
+    if config.rollout.prompts_per_step > available:
+        why = f" after the warm-up set {set_aside} aside" if set_aside else ""
+        raise ConfigError(
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
+            f"{available} problems to train on{why}; a step must not repeat a prompt"
+        )
 
 
 def load_recipe(name: str) -> ModuleType:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.exceptions import TyperException
 
+from launch.disk import check_disk
 from launch.prepare import (
     exit_on_bad_input,
     load_recipe,
     prepare_new,
     prepare_resume,
     recipe_names,
+    warn_of_pickles,
 )
 
 if TYPE_CHECKING:
@@ -96,6 +99,7 @@ def train(recipe: RecipeName, overrides: Overrides = None) -> None:
 
     with exit_on_bad_input():
         config = prepare_new(recipe, overrides or [], num_gpus())
+        print(f"the run {check_disk(config)}", flush=True)
     sys.exit(local.run(config))
 
 
@@ -109,7 +113,9 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
     from qurl_megatron.device import num_gpus
 
     with exit_on_bad_input():
+        warn_of_pickles(run_dir)
         config = prepare_resume(run_dir, overrides or [], num_gpus())
+        print(f"the run {check_disk(config)}", flush=True)
     sys.exit(local.run(config))
 
 
@@ -134,7 +140,7 @@ def launch(
         str | None, typer.Option(help="Time limit of each job, such as 04:00:00.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Number of GPUs per node. Default: 8.")
+        int | None, typer.Option(min=1, max=128, help="Number of GPUs per node. Default: 8.")
     ] = None,
     heterogeneous: Annotated[
         bool,
@@ -154,7 +160,8 @@ def launch(
         str | None, typer.Option(help="Mounts of the container: HOST:CONTAINER,HOST:CONTAINER.")
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(help="How often a job may be requeued. Default: 20.")
+        int | None,
+        typer.Option(min=0, max=10_000, help="How often a job may be requeued. Default: 20."),
     ] = None,
 ) -> None:
     """Run a recipe, or a sweep over it, with nemo-run: on this machine or as Slurm jobs.
@@ -214,7 +221,9 @@ def status(
 @app.command()
 def logs(
     run_dir: RunDir,
-    lines: Annotated[int, typer.Option(help="Number of lines of each log.")] = 20,
+    lines: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Number of lines of each log.")
+    ] = 20,
 ) -> None:
     """Show the last lines of the newest logs of a run's job, servers and learner ranks."""
     from launch.status import newest_logs
@@ -236,6 +245,7 @@ def export(
     with exit_on_bad_input(), progress_bar("exporting") as progress:
         from qurl_megatron.weight_sync.export import export_checkpoint
 
+        warn_of_pickles(checkpoint)
         export_checkpoint(checkpoint, destination, progress)
     print(f"{destination} is ready")
 
@@ -327,21 +337,33 @@ def uaq(
     Then print how much the model's logits changed.
     """
     from qurl_megatron.config.schema import ConfigError, UaqConfig
+    from qurl_megatron.config.tree import from_tree
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
     title = "undoing UAQ" if undo else f"scaling by {scale}"
     with exit_on_bad_input(), progress_bar(title) as progress:
-        if not 0 < scale < float("inf"):
-            raise ConfigError(f"--scale {scale}: must be a positive finite number")
+        try:
+            config = from_tree(UaqConfig, {"scale": scale})
+        except ConfigError as error:
+            raise ConfigError(f"--{error}") from None
         if undo:
             invariance = unscale_directory(source, destination, progress)
         else:
-            invariance = scale_directory(source, destination, UaqConfig(scale), progress)
+            invariance = scale_directory(source, destination, config, progress)
     print(
         f"{destination} is ready. The largest logit is {invariance.largest_logit:.3g}. Logits "
         f"changed by at most {invariance.float32_difference:.2g} in float32, which is rounding, "
         f"and by {invariance.stored_difference:.2g} with weights rounded to their stored dtype."
     )
+    if invariance.rounded_tensors:
+        verb = "are" if undo else "will be, after an undo,"
+        print(
+            f"Of the original, {invariance.exact_tensors} tensors {verb} exact: those that UAQ "
+            f"leaves or scales by a power of two. {invariance.rounded_tensors} {verb} the original "
+            "up to one unit in the last place of the stored dtype."
+        )
+    else:
+        print("Every scale is a power of two: an undo gives back the original, bit for bit.")
 
 
 @app.command("plan")
@@ -355,7 +377,8 @@ def plan_command(
     ],
     overrides: Overrides = None,
     gpus: Annotated[
-        int, typer.Option(min=2, help="Number of H100s of learner and servers together.")
+        int,
+        typer.Option(min=2, max=16_384, help="Number of H100s of learner and servers together."),
     ] = 64,
     mean_prompt: Annotated[
         float | None,
@@ -389,12 +412,19 @@ def plan_command(
     """
     with exit_on_bad_input():
         from qurl_megatron.cli_plan import print_plan
+        from qurl_megatron.config.schema import ConfigError
         from qurl_megatron.planning.memory import Savings
         from qurl_megatron.planning.plan import plan_or_suggest
         from qurl_megatron.planning.step_time import Workload
 
         architecture, config, has_layout = _plan_input(subject, overrides or [])
         half = Workload.half(config)
+        for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
+            longest = getattr(config.rollout, f"max_{name}_length")
+            if mean is not None and not 1 <= mean <= longest:
+                raise ConfigError(
+                    f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
+                )
         plan = plan_or_suggest(
             architecture,
             config,
@@ -459,4 +489,11 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
 
 
 def main() -> None:
-    app()
+    """Run the command. A wrong option, like any wrong input, ends it with one line and code 2."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except TyperException as error:
+        message = error.format_message()
+        if message:  # without a command, the help has been printed
+            print(f"qurl: {message.removesuffix('.')}; see qurl --help", file=sys.stderr)
+        sys.exit(2)

@@ -19,6 +19,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.process import bind_stores
+
 T = TypeVar("T")
 
 
@@ -140,6 +142,12 @@ def initialize_distributed(timeout_s: float = 1800.0) -> None:
     """
     if accelerator() == "cuda":
         torch.cuda.set_device(device())
+    bind_stores()
+    if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+        # Without these, gloo resolves the hostname, which may not be reachable, and gloo and NCCL
+        # listen on an address that other machines reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     arguments: dict[str, Any] = {}
     if world_size() == 1:
         arguments = {"store": dist.HashStore()}
@@ -150,9 +158,6 @@ def initialize_distributed(timeout_s: float = 1800.0) -> None:
                 f"{world_size()} ranks but {' and '.join(missing)} not set; "
                 "start the ranks with `qurl train`, torchrun or the sbatch script"
             )
-        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
-            # Without this, gloo resolves the hostname, which may not be reachable.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         communication_backend(),
         rank=rank(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,21 @@ def rename_whole(unfinished: Path, path: Path) -> None:
     sync(unfinished)
     os.replace(unfinished, path)
     sync(path.parent)
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space of the file system that a path is on, or will be on when it is made.
+
+    A quota may leave less to this user.
+    """
+    path = path.absolute()
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    return shutil.disk_usage(existing).free
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return a size for a message, such as `1.5 GB`."""
+    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def sync(path: Path) -> None:

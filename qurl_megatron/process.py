@@ -1,13 +1,16 @@
-"""Helpers for child processes: free ports, the ends of logs, and ending with the parent."""
+"""Helpers for child processes: ports, the ends of logs, and ending with the parent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import importlib
 import secrets
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
@@ -28,6 +31,59 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # on all addresses
             return port
+
+
+def bind_stores() -> None:
+    """Let torch's stores in this process listen on the address that they are reached at only.
+
+    A `torch.distributed.TCPStore` listens on all addresses of a machine, and answers everybody who
+    connects. Those of a run on one machine then listen on loopback.
+    """
+    import torch.distributed as dist
+
+    # torch.distributed.rendezvous is a function of this module, which hides it.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+
+    class Store(dist.TCPStore):
+        def __init__(
+            self,
+            host_name: str,
+            port: int,
+            world_size: int | None = None,
+            is_master: bool = False,
+            **options: Any,
+        ) -> None:
+            listening = _listen(host_name, port) if is_master else None
+            if listening is not None:
+                port = listening.getsockname()[1]  # port 0 asks for any
+                options["master_listen_fd"] = listening.detach()
+            super().__init__(host_name, port, world_size, is_master, **options)
+
+    if dist.TCPStore.__name__ != Store.__name__:
+        dist.TCPStore = rendezvous.TCPStore = Store  # type: ignore
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on one address of this machine.
+
+    None lets torch listen on all addresses: if the host's name is that of no address here, and if
+    it is that of loopback here only, as Debian writes it into /etc/hosts.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    is_name = not host.startswith("127.") and host != "localhost"
+    if is_name and str(address[0]).startswith("127."):
+        return None
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    listening.listen(socket.SOMAXCONN)
+    return listening
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:

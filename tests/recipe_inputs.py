@@ -15,10 +15,11 @@ import recipes
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+ROWS = 700  # more than any recipe takes in a step, with some held out
 PROBLEM = {"question": "What is 2 + 2?", "answer": "4"}
 
 
-def good_problems(count: int = 40) -> list[str]:
+def good_problems(count: int = ROWS) -> list[str]:
     return [json.dumps({**PROBLEM, "question": f"What is {n} + 2?"}) for n in range(count)]
 
 
@@ -33,17 +34,17 @@ def verl_row(n: int) -> dict[str, Any]:
 def write_data(recipe: str, directory: Path) -> list[str]:
     """Write training and evaluation files in the recipe's format; return their overrides."""
     if recipe == "dapo_aime":
-        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+        for name, rows in {"train": range(ROWS), "test": range(ROWS, ROWS + 4)}.items():
             table = pa.Table.from_pylist([verl_row(n) for n in rows])
             pq.write_table(table, directory / f"{name}.parquet")
         files = ["train.parquet", "test.parquet"]
     elif recipe == "deepscaler_grpo":
-        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+        for name, rows in {"train": range(ROWS), "test": range(ROWS, ROWS + 4)}.items():
             problems = [{"problem": f"What is {n} + 2?", "answer": f"{n + 2}"} for n in rows]
             (directory / f"{name}.json").write_text(json.dumps(problems))
         files = ["train.json", "test.json"]
     elif recipe == "gsm8k_ppo":
-        for name, rows in {"train": range(40), "test": range(40, 44)}.items():
+        for name, rows in {"train": range(ROWS), "test": range(ROWS, ROWS + 4)}.items():
             problems = [
                 {"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"}
                 for n in rows

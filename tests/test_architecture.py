@@ -182,7 +182,8 @@ def test_indivisible_intermediate_channels_and_tiny_vocabularies_are_refused(
     with pytest.raises(ArchitectureError, match="82 intermediate channels"):
         Architecture.from_directory(write_config(tmp_path, intermediate_size=82)).check_layout(4, 1)
     with pytest.raises(ArchitectureError, match="vocabulary of 5"):
-        Architecture.from_directory(write_config(tmp_path, vocab_size=5)).check_layout(4, 1)
+        tiny = write_config(tmp_path, vocab_size=5, eos_token_id=1)
+        Architecture.from_directory(tiny).check_layout(4, 1)
 
 
 def test_several_ranks_may_share_a_key_value_head(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,8 @@ from qurl_megatron.learner.checkpoint import (
     read_config,
     read_state,
 )
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.memory import checkpoint_bytes
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -114,6 +119,12 @@ def test_a_resumed_learner_repeats_the_steps_of_an_uninterrupted_one(
     logprobs = torch.load(tmp_path / "logprobs.pt")
     assert names(tmp_path) == ["step_000002", "step_000003"]  # the oldest is removed
     assert read_state(checkpoints / "step_000002").prompts == {"position": 2}
+    # The estimate of the disk that a checkpoint takes: no more than it does, and no less by far.
+    config = config_of(tmp_path, dtype, (2,))
+    config.advantage_estimator = "gae"
+    estimate = checkpoint_bytes(Architecture.from_directory(tmp_path / "model"), config)
+    files = (checkpoints / "step_000002" / "megatron").iterdir()
+    assert 0.9 < sum(path.stat().st_size for path in files) / estimate < 1.2
     shutil.rmtree(checkpoints / "step_000003")
     resumed, _ = run_ranks(train, 2, tmp_path, dtype, (2,), range(3, 4))
     assert resumed == uninterrupted[-4:]
@@ -223,3 +234,41 @@ def test_an_interrupted_save_is_refused_by_name(tmp_path: Path) -> None:
         (partial / name).mkdir(parents=True)
     with pytest.raises(CheckpointError, match="it was left by an interrupted save"):
         read_config(partial)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a run's directory on a file system of its own, with 4 MB."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(run_dir)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
+    yield run_dir
+    subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
+
+
+def train_until_full(directory: Path, *, foresee: bool) -> str:
+    """Train and save every step until the disk is full; return the message."""
+    from qurl_megatron.learner import checkpoint
+
+    if not foresee:  # as if another program filled the disk while a checkpoint is written
+        checkpoint.Checkpoints._check_space = lambda self, step: None  # type: ignore[method-assign]
+    try:
+        train(directory, "float32", (1,), range(1, 9))
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    raise AssertionError("the disk was not full")
+
+
+@pytest.mark.parametrize("foresee", [True, False], ids=["before a save", "during a save"])
+def test_a_full_disk_is_named_with_the_last_whole_checkpoint(
+    small_disk: Path, foresee: bool
+) -> None:
+    build_tiny_model(small_disk.parent / "model")
+    (message,) = run_ranks(partial(train_until_full, foresee=foresee), 1, small_disk.parent)
+    newest = list_checkpoints(small_disk)[-1]
+    assert "the disk is full" in message
+    assert f"the last whole one is {newest}" in message
+    assert read_state(newest).step >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import evaluate
-from launch.prepare import prepare_new
+from launch.prepare import prepare_new, warn_of_pickles
 from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
@@ -145,6 +146,19 @@ def test_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     prepare_new("grpo", words)
     with pytest.raises(ConfigError, match="exists; choose another"):
         prepare_new("grpo", words)
+
+
+def test_a_run_of_another_user_is_resumed_with_a_warning_of_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path.stat().st_uid
+    warn_of_pickles(tmp_path)
+    warn_of_pickles(tmp_path / "nowhere")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    os.chown(tmp_path, own or 4242, -1)
+    warn_of_pickles(tmp_path)
+    assert f"belongs to user {own or 4242}: its checkpoints hold pickles" in capsys.readouterr().err
 
 
 def qurl(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:

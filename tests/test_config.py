@@ -141,11 +141,17 @@ def test_saved_configuration_loads_back_equal(tmp_path: Path) -> None:
         ("rollout.server.threads.x=1", "no such field"),
         ("steps=many", "steps=many: input should be a valid integer"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
-        ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
+        (
+            "rollout.temperature=0",
+            "rollout.temperature=0: input should be greater than or equal to 0.01",
+        ),
         ("rollout.completions_per_prompt=0", "greater than or equal to 1"),
         ("evaluation.held_out_fraction=1", "should be less than 1"),
         ("objective.objective=ppo", "'naive', 'on_policy', 'decoupled', 'tis' or 'acr'"),
-        ("quantization.uaq.scale=inf", "quantization.uaq.scale=inf: input should be less than inf"),
+        (
+            "quantization.uaq.scale=inf",
+            "quantization.uaq.scale=inf: input should be a finite number",
+        ),
         ("quantization.uaq.layer_scales.two=1.5", "layer_scales.two: input should be a valid int"),
         ("rollout.stages.4=12", "rollout.stages.4=12: input should be a dictionary or an instance"),
         ("rollout.stages.4={max_response_length: 12}", "rollout.stages.4.completions_per_prompt"),
@@ -469,13 +475,13 @@ def test_description_of_a_field_says_what_it_accepts() -> None:
     fields = {field.path: field for field in describe(Config)}
     assert fields["steps"].type == "int >= 1"
     assert fields["evaluation.top_p"].type == "float > 0 and <= 1"
-    assert (
-        fields["quantization.uaq.scale"].type == "float > 0"
-    )  # the bound below infinity is left out
+    assert fields["quantization.uaq.scale"].type == "float >= 0.001 and <= 1000"
+    assert fields["optimizer.weight_decay"].type == "float >= 0"  # nobody meets its upper bound
     assert fields["time_limit_s"].type == "float > 0 or null"
     assert fields["learner.dtype"].type == '"float32" | "bfloat16"'
     assert fields["rollout.stages"].type == (
-        "{int >= 2: {max_response_length: int >= 1, completions_per_prompt: int >= 1}, ...}"
+        "{int >= 2: {max_response_length: int >= 1, completions_per_prompt: int >= 1 "
+        "and <= 65536}, ...}"
     )
     assert fields["optimizer.learning_rate"].default == "1e-06"
     assert fields["critic.optimizer.learning_rate"].default == "1e-05"  # not OptimizerConfig's own

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -143,6 +144,51 @@ def test_a_job_script_passes_every_word_to_the_run_as_it_was_given(
     assert shown.stdout.split("\0") == ["quickstart", *words, "/d;touch x:/d", ""]
     assert shown.stderr == ""
     assert list(Path.cwd().iterdir()) == [Path.cwd() / data]  # nothing was touched
+
+
+def test_a_run_on_this_machine_gets_every_word_of_a_sweep_as_it_was_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The scripts' last lines are run by bash, with `printf` in place of `qurl`."""
+    values = ["""a $(touch x)`touch x`;"'&|""", "-rf *", "b > x"]
+    for value in values:
+        Path(value + ".jsonl").write_text('{"question": "1 + 3?", "answer": "4"}\n')
+    before = sorted(Path.cwd().iterdir())
+    words = ["reward=exact", "name=first"]
+    sweep = "evaluation.data.test=" + ",".join(f"{value}.jsonl" for value in values)
+    experiment.launch("quickstart", words, [sweep], dry_run=True)
+    commands = re.findall(r"^exec \S+ train (.+)$", capsys.readouterr().out, re.MULTILINE)
+    seen = []
+    for command in commands:
+        shell = ["bash", "-c", f"printf '%s\\0' {command}"]
+        seen.append(subprocess.run(shell, capture_output=True, text=True).stdout.split("\0")[:-1])
+    assert sorted(line[:4] for line in seen) == sorted(
+        ["quickstart", *words, f"evaluation.data.test={value}.jsonl"] for value in values
+    )
+    assert all(re.fullmatch(r"name=[\w.+-]+", line[4]) for line in seen)
+    assert sorted(Path.cwd().iterdir()) == before  # nothing was touched
+
+
+def test_the_environment_of_an_executor_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"account": "a", "env_vars": {"WHERE": "$(touch x) b"}}
+    experiment.launch("quickstart", ["name=first"], slurm_options=options, dry_run=True)
+    (line,) = re.findall(r"^export WHERE=.+$", capsys.readouterr().out, re.MULTILINE)
+    shown = subprocess.run(["bash", "-c", f'{line}; printf %s "$WHERE"'], capture_output=True)
+    assert shown.stdout == b"$(touch x) b"
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_job_of_a_run_that_is_owned_is_refused_unless_it_waits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prepare_new("quickstart", ["name=first"])
+    options: dict[str, Any] = {"account": "a"}
+    with claim(Path("runs/first")):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
+            experiment.launch("quickstart", ["name=first"], slurm_options=options, dry_run=True)
+        options["additional_parameters"] = {"dependency": "afterany:7"}
+        experiment.launch("quickstart", ["name=first"], slurm_options=options, dry_run=True)
+    assert "#SBATCH --dependency=afterany:7" in capsys.readouterr().out
 
 
 def test_a_sweep_has_a_named_run_for_each_combination(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
+from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model
 
@@ -178,7 +179,7 @@ def test_a_full_disk_leaves_no_directory_that_looks_complete(
         (["quantize", "SOURCE", "out", "--format", "int3"], "int8, int4, fp8, fp8-tensor"),
         (["quantize", "SOURCE", "SOURCE"], "exists; choose another"),
         (["uaq", "SOURCE", "out", "--undo"], "is not scaled"),
-        (["uaq", "SOURCE", "out", "--scale", "0"], "--scale 0.0: must be a positive"),
+        (["uaq", "SOURCE", "out", "--scale", "0"], "--scale=0.0: input should be greater"),
     ],
 )
 def test_bad_arguments_give_one_line(
@@ -203,7 +204,7 @@ def test_nan_is_an_error_that_names_the_tensor(source: Path, tmp_path: Path) -> 
         if DOWN in tensors:
             tensors[DOWN][3, 4] = torch.nan
             save_file(tensors, file)
-    with pytest.raises(quantize.NonFiniteWeight, match=rf"{DOWN}: row 3"):
+    with pytest.raises(ArchitectureError, match=rf"'{DOWN}' holds nan at \[3, 4\]"):
         offline.quantize_directory(source, tmp_path / "out", "int8", no_progress)
     assert not (tmp_path / "out").exists()
 
@@ -228,12 +229,17 @@ def test_undo_is_exact_for_powers_of_two_and_within_a_bf16_rounding_otherwise(
     source: Path, tmp_path: Path, scale: float, ulps: int
 ) -> None:
     offline.scale_directory(source, tmp_path / "scaled", UaqConfig(scale), no_progress)
-    offline.unscale_directory(tmp_path / "scaled", tmp_path / "back", no_progress)
+    told = offline.unscale_directory(tmp_path / "scaled", tmp_path / "back", no_progress)
     back = tensors_of(tmp_path / "back")
-    changed = 0
+    changed, rounded = 0, set()
     for name, tensor in tensors_of(source).items():
         steps = tensor.view(torch.int16).int() - back[name].view(torch.int16).int()
         assert steps.abs().max() <= ulps, name
         changed += int(steps.count_nonzero())
+        rounded |= {name} if steps.any() else set()
+    # What the command tells is right: two norms, and q, k, v, gate and up, of each of two layers.
+    assert told.rounded_tensors == (2 * 7 if ulps else 0)
+    assert told.exact_tensors + told.rounded_tensors == len(back)
+    assert len(rounded) <= told.rounded_tensors
     assert (changed > 0) == (ulps > 0)
     assert "qurl_uaq" not in json.loads((tmp_path / "back" / "config.json").read_text())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launch import local, slurm
-from launch.owner import FILE_NAME, claim
+from launch.owner import FILE_NAME, claim, owner_of
 from qurl_megatron import cli
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import save
@@ -100,3 +100,25 @@ def test_without_flock_a_recorded_process_is_the_owner_while_it_runs_on_this_hos
         other.kill()
     (tmp_path / FILE_NAME).write_text(json.dumps(record))
     claim(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        json.dumps({"host": "another", "pid": 1, "start_ticks": 2}),
+        json.dumps({"host": socket.gethostname(), "pid": 1, "start_ticks": -1}),
+        json.dumps([1]),
+        "{",
+        "",
+    ],
+    ids=["another host", "an earlier process", "a list", "cut off", "empty"],
+)
+def test_a_record_without_its_lock_is_stale_whatever_it_says(tmp_path: Path, record: str) -> None:
+    (tmp_path / FILE_NAME).write_text(record)
+    assert owner_of(tmp_path) == ""
+    with claim(tmp_path):
+        assert owner_of(tmp_path) == f"process {os.getpid()} on {socket.gethostname()}"
+        (tmp_path / FILE_NAME).write_text(record)  # a spoilt record does not free a lock
+        with pytest.raises(ConfigError, match="works on this run"):
+            claim(tmp_path)
+    assert owner_of(tmp_path) == ""

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from qurl_megatron.process import LOG_LINE_LENGTH, PORTS, free_port, start_ticks, tail
+from qurl_megatron.process import LOG_LINE_LENGTH, PORTS, _listen, free_port, start_ticks, tail
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_and_from_a_dead_one() -> None:
@@ -39,3 +40,64 @@ def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Pat
     log = tmp_path / "log"
     log.write_bytes(b"first\n" + b"x" * 9999 + b"\n\xff last\n")
     assert tail(log, 2).splitlines() == ["x" * LOG_LINE_LENGTH, "\N{REPLACEMENT CHARACTER} last"]
+
+
+def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_path: Path) -> None:
+    """Two ranks meet as in a run; the second connects through the address of the first."""
+    program = (
+        "import os, sys, psutil, torch.distributed as dist\n"
+        "from qurl_megatron.process import bind_stores\n"
+        "bind_stores(); bind_stores()\n"
+        "dist.init_process_group('gloo', rank=int(sys.argv[1]), world_size=2)\n"
+        "listening = {c.laddr.ip for c in psutil.Process().net_connections('inet')\n"
+        "             if c.status == 'LISTEN'}\n"
+        "dist.barrier()\n"
+        "store = dist.TCPStore('127.0.0.1', 0, 1, is_master=True, wait_for_workers=False)\n"
+        "other = dist.TCPStore('127.0.0.1', store.port, 1, wait_for_workers=False)\n"
+        "store.set('key', 'value')\n"
+        "assert other.get('key') == b'value'\n"
+        "listening |= {c.laddr.ip for c in psutil.Process().net_connections('inet')\n"
+        "              if c.status == 'LISTEN'}\n"
+        "print(sorted(listening))"
+    )
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    shown = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert shown == ["['127.0.0.1']"] * 2
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "listens"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("localhost", "127.0.0.1", True),
+        ("node1", "127.0.1.1", False),  # as Debian writes a node's own name
+        ("node2", "203.0.113.7", False),  # an address of no machine, so not of this one
+    ],
+)
+def test_an_address_that_others_cannot_use_is_left_to_torch(
+    host: str, address: str, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    listening = _listen(host, port)
+    assert (listening is not None) == listens
+    if listening is not None:
+        with listening:
+            assert listening.getsockname() == (address, port)
+            with pytest.raises(OSError, match="in use"):
+                _listen(host, port)

@@ -98,7 +98,7 @@ def config(functions: Path, name: str, timeout_s: float = 10) -> Config:
 
 
 def scores(config: Config, *texts: str) -> list[Score]:
-    completions = [Completion([1], [0.0], text, False, 1) for text in texts]
+    completions = [Completion([1], [0.0], text, False, [1]) for text in texts]
     with Scorer(config, workers=1) as scorer:
         return scorer.submit(PROMPT, completions).result(timeout=60)
 

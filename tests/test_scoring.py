@@ -28,7 +28,7 @@ def prompt(answer: str = "42") -> Prompt:
 
 
 def completions(*texts: str) -> list[Completion]:
-    return [Completion([1], [0.0], text, False, 1) for text in texts]
+    return [Completion([1], [0.0], text, False, [1]) for text in texts]
 
 
 def accuracies(scores: Sequence[Score]) -> list[float]:

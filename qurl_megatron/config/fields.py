@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import json
-import math
 import textwrap
 import types
 import typing
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+
+from qurl_megatron.config.schema import LARGEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +108,13 @@ def type_name(hint: Any) -> str:
 
 
 def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the bounds in words, without upper bounds that nobody meets."""
     for bound in metadata:
         if isinstance(bound, Gt):
             yield f"> {bound.gt}"
         elif isinstance(bound, Ge):
             yield f">= {bound.ge}"
-        elif isinstance(bound, Le):
+        elif isinstance(bound, Le) and bound.le < LARGEST:  # type: ignore[operator]
             yield f"<= {bound.le}"
-        elif isinstance(bound, Lt) and bound.lt != math.inf:
+        elif isinstance(bound, Lt):
             yield f"< {bound.lt}"

@@ -9,7 +9,6 @@ editor, `qurl config` and the documentation all show the same text.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -27,14 +26,30 @@ VerifierName = Literal[
 ]
 VERIFIER_NAMES: tuple[str, ...] = get_args(VerifierName)
 
-Count = Annotated[int, Ge(1)]
-CountOrZero = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0), Lt(math.inf)]
-NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
-Finite = Annotated[float, Gt(-math.inf), Lt(math.inf)]
-Fraction = Annotated[float, Gt(0), Lt(1)]
-FractionOrZero = Annotated[float, Ge(0), Lt(1)]
-TopP = Annotated[float, Gt(0), Le(1)]
+# Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
+# overflows later. Each bound is far beyond what a run can use.
+MOST = 10**9  # of anything that is counted: steps, tokens, sequences
+LARGEST = 1e6  # a coefficient; squared it still fits in float32
+Finite = Annotated[float, pydantic.AllowInfNan(False)]
+Count = Annotated[int, Ge(1), Le(MOST)]
+CountOrZero = Annotated[int, Ge(0), Le(MOST)]
+Ranks = Annotated[int, Ge(1), Le(4096)]  # of one parallel dimension; beyond the largest clusters
+Threads = Annotated[int, Ge(1), Le(1024)]  # beyond the cores of a machine
+Sequences = Annotated[int, Ge(1), Le(65536)]  # that a GPU or one prompt has at the same time
+SequencesOrZero = Annotated[int, Ge(0), Le(65536)]
+Seed = Annotated[int, Ge(0), Lt(2**31)]  # numpy, inside SGLang, takes no negative seed
+Positive = Annotated[Finite, Ge(1e-6), Le(LARGEST)]
+NonNegative = Annotated[Finite, Ge(0), Le(LARGEST)]
+LearningRate = Annotated[Finite, Ge(0), Le(1)]  # Adam moves a weight by about this much
+Seconds = Annotated[Finite, Gt(0), Le(1e8)]  # three years
+Fraction = Annotated[Finite, Gt(0), Lt(1)]
+FractionOrZero = Annotated[Finite, Ge(0), Lt(1)]
+# SGLang takes a temperature below 1e-6 for greedy decoding, and logits divided by one below 0.01
+# overflow in bfloat16. Above 10 every distribution is close to uniform.
+Temperature = Annotated[Finite, Ge(0.01), Le(10)]
+# Weights and norms times or divided by s must keep their range in float32 and bfloat16.
+Scale = Annotated[Finite, Ge(0.001), Le(1000)]
+TopP = Annotated[Finite, Gt(0), Le(1)]
 
 
 def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
@@ -52,9 +67,14 @@ def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
 RunName = Annotated[
     str,
     _matching(
-        r"(\w[\w.+-]*)?",
-        "a run's name has letters, digits and _ . + - only, and begins with a letter, digit or _",
+        r"(\w[\w.+-]{0,199})?",
+        "a run's name has letters, digits and _ . + - only, at most 200, and begins with a letter, "
+        "digit or _",
     ),
+]
+# A path or another text that goes into files, logs and messages of one line.
+Text = Annotated[
+    str, _matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
 ]
 Directory = Annotated[
     str,
@@ -101,16 +121,16 @@ class ConfigError(ValueError):
 class LearnerConfig:
     """The full-precision policy that Megatron-core trains."""
 
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Ranks = 1
     """Number of tensor-parallel ranks; they share every layer."""
 
-    pipeline_parallel_size: Count = 1
+    pipeline_parallel_size: Ranks = 1
     """Number of pipeline stages; each holds some of the layers."""
 
-    data_parallel_size: Count = 1
+    data_parallel_size: Ranks = 1
     """Number of data-parallel replicas of the model; each trains on its share of a batch."""
 
-    virtual_pipeline_parallel_size: Count = 1
+    virtual_pipeline_parallel_size: Ranks = 1
     """Number of virtual stages per pipeline stage; more of them shorten the pipeline bubble. 1: no
     virtual stages."""
 
@@ -121,10 +141,10 @@ class LearnerConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the forward and backward pass. Master weights are always float32."""
 
-    micro_batch_size: Count = 8
+    micro_batch_size: Sequences = 8
     """Number of sequences in one forward pass."""
 
-    threads_per_rank: Count = 1
+    threads_per_rank: Threads = 1
     """Number of CPU threads of each learner process."""
 
     recompute_activations: bool = False
@@ -141,20 +161,20 @@ class LearnerConfig:
 class OptimizerConfig:
     """Megatron's Adam with its scheduler and gradient clipping."""
 
-    learning_rate: NonNegative = 1e-6
+    learning_rate: LearningRate = 1e-6
     """Learning rate after warm-up, where it stays constant."""
 
     warmup_steps: CountOrZero = 0
     """Number of optimizer steps over which the learning rate rises from 0. 0 disables."""
 
-    beta1: float = 0.9
-    """Adam's decay rate of the gradient's running mean, from 0 to less than 1."""
+    beta1: FractionOrZero = 0.9
+    """Adam's decay rate of the gradient's running mean."""
 
-    beta2: float = 0.999
-    """Adam's decay rate of the squared gradient's running mean, from 0 to less than 1."""
+    beta2: FractionOrZero = 0.999
+    """Adam's decay rate of the squared gradient's running mean."""
 
-    epsilon: float = 1e-8
-    """Adam's constant in the denominator."""
+    epsilon: Annotated[Finite, Ge(1e-20), Le(1)] = 1e-8
+    """Adam's constant in the denominator. It must be a float32 number above 0."""
 
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay. 0 disables."""
@@ -174,7 +194,7 @@ class ObjectiveConfig:
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9."""
 
-    eps_low: NonNegative = 0.2
+    eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
 
     eps_high: NonNegative = 0.28
@@ -201,13 +221,13 @@ class CriticConfig:
     ranks divided by the critic's tensor and pipeline sizes.
     """
 
-    model: str = ""
+    model: Text = ""
     """Hugging Face directory that the critic starts from. Empty: the policy's."""
 
-    tensor_parallel_size: Count | None = None
+    tensor_parallel_size: Ranks | None = None
     """Number of tensor-parallel ranks. None: the policy's."""
 
-    pipeline_parallel_size: Count | None = None
+    pipeline_parallel_size: Ranks | None = None
     """Number of pipeline stages. None: the policy's."""
 
     optimizer: OptimizerConfig = dataclasses.field(
@@ -219,10 +239,10 @@ class CriticConfig:
     """Clipping range of the value loss: how far from its old prediction a value can move before its
     gradient is clipped."""
 
-    discount: Annotated[float, Gt(0), Le(1)] = 1.0
+    discount: Annotated[Finite, Gt(0), Le(1)] = 1.0
     """Discount factor gamma per token."""
 
-    gae_lambda: Annotated[float, Ge(0), Le(1)] = 1.0
+    gae_lambda: Annotated[Finite, Ge(0), Le(1)] = 1.0
     """Lambda of generalized advantage estimation."""
 
     def layout(self, learner: LearnerConfig) -> LearnerConfig:
@@ -249,10 +269,10 @@ class CriticConfig:
 class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load."""
 
-    scale: Positive = 1.5
+    scale: Scale = 1.5
     """Scale s that the weights are divided by. 1 leaves them as they are."""
 
-    layer_scales: dict[int, Positive] = dataclasses.field(default_factory=dict)
+    layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
 
     through_value: bool = False
@@ -274,7 +294,7 @@ class QuantizationConfig:
     uaq: UaqConfig = dataclasses.field(default_factory=UaqConfig)
     """Update-aware quantization."""
 
-    bucket_bytes: Annotated[int, Ge(1024 * 1024)] = 512 * 1024 * 1024
+    bucket_bytes: Annotated[int, Ge(1024 * 1024), Le(1024**4)] = 512 * 1024 * 1024
     """Maximum number of bytes in one weight transfer to the servers. A weight larger than that
     travels alone."""
 
@@ -283,23 +303,23 @@ class QuantizationConfig:
 class ServerConfig:
     """One SGLang server."""
 
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Ranks = 1
     """Number of GPUs (without GPUs: processes) that share the model."""
 
     mem_fraction_static: Fraction = 0.85
     """Fraction of a GPU's free memory, at start, for weights and KV cache."""
 
-    max_running_requests: Count = 256
+    max_running_requests: Sequences = 256
     """Maximum number of sequences decoded at once."""
 
     max_total_tokens: Count | None = None
     """Size of the KV cache, in tokens. None: as many as fit in the memory."""
 
-    threads: Count = 1
+    threads: Threads = 1
     """Number of CPU threads of each process without a GPU. More than the machine has free slows
     everything down."""
 
-    start_timeout_s: Positive = 600.0
+    start_timeout_s: Seconds = 600.0
     """Maximum time to start, in seconds."""
 
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
@@ -314,7 +334,7 @@ class StageConfig:
     max_response_length: Count
     """Maximum response length, in tokens."""
 
-    completions_per_prompt: Count
+    completions_per_prompt: Sequences
     """Number of responses to each prompt."""
 
 
@@ -325,10 +345,10 @@ class RolloutConfig:
     prompts_per_step: Count = 64
     """Number of prompts in one rollout step."""
 
-    completions_per_prompt: Count = 8
+    completions_per_prompt: Sequences = 8
     """Number of responses to each prompt: GRPO's group size."""
 
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature in training."""
 
     top_p: float = 1.0
@@ -351,11 +371,13 @@ class RolloutConfig:
     """Number of tokens before `max_response_length` over which the reward falls linearly by 1
     (DAPO's soft overlong punishment). 0 disables."""
 
-    stages: dict[Annotated[int, Ge(2)], StageConfig] = dataclasses.field(default_factory=dict)
+    stages: dict[Annotated[int, Ge(2), Le(MOST)], StageConfig] = dataclasses.field(
+        default_factory=dict
+    )
     """Later stages of training, by their first step. Weights, optimizer and position in the data
     carry over."""
 
-    servers: Count = 1
+    servers: Annotated[int, Ge(1), Le(512)] = 1
     """Number of server replicas. They hold the same weights and share the prompts."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
@@ -408,7 +430,7 @@ class WarmupConfig:
     batch_size: Count = 128
     """Number of sequences in one supervised step."""
 
-    learning_rate: NonNegative = 2e-3
+    learning_rate: LearningRate = 2e-3
     """Learning rate of the supervised steps."""
 
     check_every_steps: Count = 10
@@ -430,14 +452,14 @@ class EvaluationConfig:
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
     none."""
 
-    data: dict[DataName, str] = dataclasses.field(default_factory=dict)
+    data: dict[DataName, Text] = dataclasses.field(default_factory=dict)
     """Data files to evaluate on, by the name they are reported under; each value has the form of
     the run's `data`."""
 
-    k: CountOrZero = 0
+    k: SequencesOrZero = 0
     """Number of answers sampled to each problem of these files, for Avg@k. 0: Avg@1 only."""
 
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of the answers for Avg@k."""
 
     top_p: TopP = 1.0
@@ -477,10 +499,10 @@ class CheckpointConfig:
 class Config:
     """A training run."""
 
-    model: str = ""
+    model: Text = ""
     """Hugging Face directory: config.json, tokenizer files and safetensors."""
 
-    data: str = ""
+    data: Text = ""
     """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR or DIR:SPLIT),
     or reasoning_gym:TASK."""
 
@@ -499,16 +521,16 @@ class Config:
     output_dir: Directory = "runs"
     """Directory that holds the directories of runs."""
 
-    wandb_project: str = ""
+    wandb_project: Text = ""
     """Weights & Biases project that receives every metric. Empty: none."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of generated problems, data order, sampling, and a recipe-built model's weights."""
 
     steps: Count = 100
     """Number of rollout steps."""
 
-    time_limit_s: Positive | None = None
+    time_limit_s: Seconds | None = None
     """Maximum time of RL, in seconds. The run ends after the step that exceeds it. None: no
     limit."""
 
@@ -553,7 +575,7 @@ class Config:
     """Reward a response that is partly right by its share between `reward_wrong` and
     `reward_right`. Only reasoning_gym's scorers give such credit; otherwise it counts as wrong."""
 
-    reward_timeout_s: Positive = 60.0
+    reward_timeout_s: Seconds = 60.0
     """Maximum time of one call of a reward function of your own, in seconds. Built-in verifiers
     have 3 seconds of CPU time."""
 
@@ -573,3 +595,5 @@ class Config:
 
 
 HELD_OUT = "held_out"  # reserved name: evaluation on held-out problems of the run's own data
+# Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
+WARMUP_CHECK_PROBLEMS = 256

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from qurl_megatron.config.fields import field_docs
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.tree import from_tree
 
 _WIDTH = 100
@@ -27,9 +27,16 @@ def load(path: Path) -> Config:
     """Return the configuration in a YAML file.
 
     Raises:
-        ConfigError: a value that its field does not accept.
+        ConfigError: it is not YAML, or has a value that its field does not accept.
     """
-    return from_tree(Config, yaml.safe_load(path.read_text()))
+    try:
+        tree = yaml.safe_load(path.read_text())
+        return from_tree(Config, tree)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not readable as YAML ({reason})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def commented_yaml(config: Config) -> str:

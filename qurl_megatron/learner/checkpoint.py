@@ -19,6 +19,9 @@ the newest ones.
 RUN/checkpoints.jsonl has one line per complete checkpoint: its step, and the seconds it took to
 write.
 
+Megatron's files hold pickles, which run code when they are read. Resume and export only checkpoints
+that you trust as you trust a program. `qurl eval` of an exported directory reads safetensors only.
+
 The learner has no dropout and so no random state. The RunState holds the order of prompts.
 """
 
@@ -37,10 +40,12 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -51,7 +56,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from qurl_megatron.config import yaml_file
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.device import from_rank_zero
-from qurl_megatron.files import PARTIAL, partial_of, rename_whole, sync
+from qurl_megatron.files import (
+    PARTIAL,
+    free_bytes,
+    gigabytes,
+    partial_of,
+    rename_whole,
+    sync,
+)
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
@@ -59,6 +71,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights
 from qurl_megatron.model.weight_map import Rule
+from qurl_megatron.planning.memory import checkpoint_bytes
 from qurl_megatron.process import die_with_parent
 
 BEST = "best"
@@ -96,6 +109,7 @@ class Checkpoints:
         self._critic = critic
         self._directory = config.run_dir / "checkpoints"
         self._latest_accuracy: float | None = None  # of the last save; on global rank 0
+        self._bytes = checkpoint_bytes(learner.architecture, config)
         self._queue = AsyncCallsQueue(persistent=False)
         # Megatron would start this manager itself, and it would outlive a rank that is killed.
         self._manager = SyncManager(ctx=multiprocessing.get_context("fork"))
@@ -131,6 +145,9 @@ class Checkpoints:
         """Wait for an earlier save, then start to save in background processes.
 
         Only global rank 0 uses `state`.
+
+        Raises:
+            CheckpointError: the earlier save failed, or the disk has too little space.
         """
         self.poll(wait=True)
         checkpoint = self._directory / f"step_{state.step:06}"
@@ -161,10 +178,23 @@ class Checkpoints:
         """Complete a save if every rank has written its shards; with `wait`, wait for them.
 
         Raises:
-            megatron.core.dist_checkpointing.core.CheckpointingException: writing failed.
+            CheckpointError: writing failed; the message names the last whole checkpoint.
         """
-        with megatron_runtime():
-            self._queue.maybe_finalize_async_calls(blocking=wait)
+        try:
+            with megatron_runtime():
+                self._queue.maybe_finalize_async_calls(blocking=wait)
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            # torch's writer does not always pass on that there was no space.
+            full = free_bytes(self._directory) < self._bytes
+            reason = "the disk is full" if full else " ".join(str(error).split())[-500:]
+            raise CheckpointError(
+                f"a checkpoint was not written: {reason}; {self._last()}"
+            ) from error
+
+    def _last(self) -> str:
+        """Return a text that names the last whole checkpoint."""
+        newest = self.newest()
+        return f"the last whole one is {newest}" if newest else "there is no earlier one"
 
     def close(self) -> None:
         """Abort a save that is not complete; keep all complete checkpoints."""
@@ -183,11 +213,20 @@ class Checkpoints:
         self._latest_accuracy = state.accuracy
         for leftover in self._directory.glob("*" + PARTIAL):
             shutil.rmtree(leftover)
+        self._check_space(state.step)
         (partial / "megatron").mkdir(parents=True)
         (partial / "model").mkdir()
         copy_beside_weights(Path(self._config.model), partial / "model")
         yaml_file.save(self._config, partial / "config.yaml")
         (partial / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+
+    def _check_space(self, step: int) -> None:
+        free = free_bytes(self._directory)
+        if free < self._bytes:
+            raise CheckpointError(
+                f"step {step} was not saved: the disk is full: {gigabytes(free)} are free, a "
+                f"checkpoint takes {gigabytes(self._bytes)}; {self._last()}"
+            )
 
     def _complete(self, partial: Path, checkpoint: Path) -> None:
         sync(partial / "megatron")

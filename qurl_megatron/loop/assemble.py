@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, WeightFormat
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
@@ -32,9 +32,6 @@ from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
-
-# Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
-WARMUP_CHECK_PROBLEMS = 256
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,14 @@ from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import (
     Count,
     CountOrZero,
-    Positive,
+    Directory,
     RewardName,
+    Seconds,
+    Seed,
+    SequencesOrZero,
     ServerConfig,
+    Temperature,
+    Text,
     TopP,
     WeightFormat,
 )
@@ -36,16 +41,16 @@ from qurl_megatron.rollout.client import RolloutClient
 class EvalConfig:
     """The settings of `qurl eval`."""
 
-    model: str = ""
+    model: Text = ""
     """Hugging Face directory, or a checkpoint of a run."""
-    data: list[str] = dataclasses.field(default_factory=list)
+    data: list[Text] = dataclasses.field(default_factory=list)
     """Files, dataset directories or reasoning_gym:TASK, each measured separately."""
     reward: RewardName = "math"
     """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
     reward function that gives no such number, of the reward itself."""
-    k: CountOrZero = 0
+    k: SequencesOrZero = 0
     """Number of sampled answers per problem. 0: Avg@1 only."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of the sampled answers; Avg@1 is greedy."""
     top_p: TopP = 1.0
     """Probability mass that nucleus sampling keeps, in the sampled answers."""
@@ -55,13 +60,13 @@ class EvalConfig:
     """Maximum prompt length in tokens; a longer prompt is refused."""
     max_response_length: Count = 1024
     """Maximum response length in tokens."""
-    output: str = "eval"
+    output: Directory = "eval"
     """Directory of the results; it must not exist."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of sampling, and of reasoning-gym's problems."""
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The SGLang server that answers."""
-    reward_timeout_s: Positive = 60.0
+    reward_timeout_s: Seconds = 60.0
     """Maximum time of one call of a reward function of your own, in seconds."""
     scoring_workers: CountOrZero = 0
     """Number of processes that score answers. 0: a quarter of the cores, from 1 to 16."""

@@ -10,6 +10,7 @@ Divisibility rules live here and nowhere else: `check_layout` for the learner's 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,13 @@ class _FamilyTraits:
     family: Family
     qkv_bias: bool
     qk_norm: bool
+    head_dim: int | None = None  # what transformers assumes; None: hidden size / attention heads
 
 
 # Extend this table for a new dense architecture. Its weights must fit `weight_map.RULES`.
 SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
     "Qwen2ForCausalLM": _FamilyTraits("qwen2", qkv_bias=True, qk_norm=False),
-    "Qwen3ForCausalLM": _FamilyTraits("qwen3", qkv_bias=False, qk_norm=True),
+    "Qwen3ForCausalLM": _FamilyTraits("qwen3", qkv_bias=False, qk_norm=True, head_dim=128),
     "LlamaForCausalLM": _FamilyTraits("llama", qkv_bias=False, qk_norm=False),
 }
 
@@ -85,61 +87,42 @@ class Architecture:
                 f"model directory '{directory}' does not exist; give a Hugging Face directory "
                 "with config.json, tokenizer and safetensors"
             )
-        config_file = directory / "config.json"
-        if not config_file.is_file():
+        file = directory / "config.json"
+        if not file.is_file():
             raise ArchitectureError(
                 f"'{directory}' has no config.json; give a Hugging Face model directory"
             )
-        config = _read_json(config_file)
-
-        def field(name: str) -> Any:
-            if config.get(name) is None:
-                raise ArchitectureError(f"{config_file} has no '{name}'")
-            return config[name]
-
-        names = config.get("architectures") or ["(none)"]
-        traits = SUPPORTED_ARCHITECTURES.get(names[0])
-        if traits is None:
+        config = read_json(file)
+        traits = _traits(config, file)
+        num_layers = _size(config, "num_hidden_layers", file)
+        _check_features(config, num_layers, file)
+        num_heads = _size(config, "num_attention_heads", file)
+        num_key_value_heads = _size(config, "num_key_value_heads", file, num_heads)
+        if num_heads % num_key_value_heads:
             raise ArchitectureError(
-                f"{config_file}: architecture '{names[0]}' is not supported; supported are "
-                f"{', '.join(SUPPORTED_ARCHITECTURES)} "
-                "(to add one, extend qurl_megatron.model.architecture.SUPPORTED_ARCHITECTURES)"
+                f"{file}: {num_heads} attention heads do not divide into groups over "
+                f"{num_key_value_heads} key-value heads"
             )
-        for name in ("attention_bias", "mlp_bias"):
-            if config.get(name):
-                raise ArchitectureError(
-                    f"{config_file}: '{name}' must be false; true is not supported"
-                )
-        if config.get("hidden_act", "silu") != "silu":
-            raise ArchitectureError(
-                f"{config_file}: hidden_act '{config['hidden_act']}' is not supported, only 'silu'"
-            )
-        num_layers = field("num_hidden_layers")
-        if _uses_sliding_window(config, num_layers):
-            raise ArchitectureError(
-                f"{config_file}: sliding window attention is not supported; "
-                "only full attention is (use_sliding_window false)"
-            )
-        rope_theta, rope_scaling = _rope(config, config_file)
-        num_heads = field("num_attention_heads")
-        hidden_size = field("hidden_size")
+        hidden_size = _size(config, "hidden_size", file)
+        vocab_size = _size(config, "vocab_size", file)
+        rope_theta, rope_scaling = _rope(config, file)
         return cls(
             family=traits.family,
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=field("intermediate_size"),
+            intermediate_size=_size(config, "intermediate_size", file),
             num_attention_heads=num_heads,
-            num_key_value_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
-            vocab_size=field("vocab_size"),
+            num_key_value_heads=num_key_value_heads,
+            head_dim=_head_dim(config, file, traits, hidden_size, num_heads),
+            vocab_size=vocab_size,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=traits.qkv_bias,
             qk_norm=traits.qk_norm,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive(config, "rms_norm_eps", file, 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            max_position_embeddings=field("max_position_embeddings"),
-            eos_token_ids=_eos_token_ids(config, directory / "generation_config.json"),
+            max_position_embeddings=_size(config, "max_position_embeddings", file),
+            eos_token_ids=_eos_token_ids(config, directory, vocab_size),
         )
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
@@ -283,11 +266,79 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ArchitectureError: the file cannot be read as JSON, or holds something else.
+    """
     try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ArchitectureError(f"{file} is not JSON: {error}") from None
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        reason = " ".join(str(error).split())
+        raise ArchitectureError(f"{file} is not JSON: {reason}") from None
+    if not isinstance(content, dict):
+        raise ArchitectureError(f"{file} holds no JSON object, but {type(content).__name__}")
+    return content
+
+
+def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
+    """Return a field that is a size; `default` stands for a missing one, None for none."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise ArchitectureError(f"{file} has no '{name}'")
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ArchitectureError(f"{file}: '{name}' must be a positive integer, not {value!r:.80}")
+    return value
+
+
+def _positive(fields: dict[str, Any], name: str, file: Path, default: float) -> float:
+    """Return a field that is a positive number; `default` stands for a missing one."""
+    value = default if fields.get(name) is None else fields[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise ArchitectureError(f"{file}: '{name}' must be a positive number, not {value!r:.80}")
+    return float(value)
+
+
+def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "(none)"
+    traits = SUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if traits is None:
+        raise ArchitectureError(
+            f"{file}: architecture '{name}' is not supported; supported are "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)} "
+            "(to add one, extend qurl_megatron.model.architecture.SUPPORTED_ARCHITECTURES)"
+        )
+    if config.get("model_type", traits.family) != traits.family:
+        raise ArchitectureError(
+            f"{file}: model_type '{config['model_type']}' is not that of {name}, "
+            f"'{traits.family}'; transformers and SGLang would build different models"
+        )
+    return traits
+
+
+def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None:
+    """Check that the model needs nothing that the learner lacks."""
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            raise ArchitectureError(f"{file}: '{name}' must be false; true is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ArchitectureError(
+            f"{file}: hidden_act '{config['hidden_act']}' is not supported, only 'silu'"
+        )
+    layer_types = config.get("layer_types")
+    if _uses_sliding_window(config, num_layers):
+        raise ArchitectureError(
+            f"{file}: sliding window attention is not supported; "
+            "only full attention is (use_sliding_window false)"
+        )
+    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
+        raise ArchitectureError(
+            f"{file}: 'layer_types' must be 'full_attention' for each of the {num_layers} layers"
+        )
 
 
 def _uses_sliding_window(config: dict[str, Any], num_layers: int) -> bool:
@@ -297,35 +348,104 @@ def _uses_sliding_window(config: dict[str, Any], num_layers: int) -> bool:
     return bool(
         config.get("use_sliding_window")
         and config.get("sliding_window") is not None
-        and config.get("max_window_layers", 0) < num_layers
+        and (config.get("max_window_layers") or 0) < num_layers
     )
 
 
-def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling | None]:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
+def _head_dim(
+    config: dict[str, Any], file: Path, traits: _FamilyTraits, hidden_size: int, num_heads: int
+) -> int:
+    """Return the channels of an attention head, by the rules of transformers."""
+    if config.get("head_dim", 0) is None and traits.family != "llama":
+        # transformers then has no number: it refuses the file, or builds no attention.
+        raise ArchitectureError(f"{file}: 'head_dim' is null; give the number, or leave it out")
+    head_dim = _size(config, "head_dim", file, traits.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
         raise ArchitectureError(
-            f"{file}: rope scaling must be 'default' or 'llama3'; '{kind}' is not supported"
+            f"{file}: attention heads of {head_dim} channels; rotary positions need an even number"
         )
-    try:
-        return theta, Llama3RopeScaling(
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ArchitectureError(f"{file}: llama3 rope scaling has no {error}") from None
+    return head_dim
 
 
-def _eos_token_ids(config: dict[str, Any], generation_file: Path) -> tuple[int, ...]:
-    ids = config.get("eos_token_id")
+def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling | None]:
+    """Return the rotary base and scaling, from the spelling of transformers 5 or an earlier one.
+
+    transformers and SGLang read the two spellings with different precedence, so a file that has
+    both must say the same in both.
+    """
+    given = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(fields, dict) for fields in given):
+        raise ArchitectureError(f"{file}: rope_parameters and rope_scaling must be objects")
+    named = [fields for fields in given if fields]
+    thetas = {
+        _positive(fields, "rope_theta", file, 10000.0)
+        for fields in [*named, config]
+        if fields.get("rope_theta") is not None
+    }
+    if len(thetas) > 1:
+        raise ArchitectureError(f"{file}: 'rope_theta' is given as {sorted(thetas)}; give one")
+    theta = thetas.pop() if thetas else 10000.0
+    scalings = [_rope_scaling(fields, file) for fields in named] or [None]
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise ArchitectureError(f"{file}: rope_parameters and rope_scaling differ; give one")
+    if config.get("partial_rotary_factor") not in (None, 1):
+        raise ArchitectureError(f"{file}: partial_rotary_factor is not supported, only 1")
+    return theta, scalings[0]
+
+
+def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | None:
+    """Return the scaling that one object of config.json describes; None: plain rotary positions.
+
+    Raises:
+        ArchitectureError: it describes another kind, or has fields of another kind, such as YaRN's
+            under the name `default`.
+    """
+    kinds = {str(fields[name]) for name in ("rope_type", "type") if fields.get(name)} or {"default"}
+    other = sorted(kinds - {"default", "llama3"})
+    if other:
+        raise ArchitectureError(
+            f"{file}: rope scaling must be 'default' or 'llama3'; '{other[0]}' is not supported"
+        )
+    if len(kinds) > 1:
+        raise ArchitectureError(f"{file}: rope scaling is both 'default' and 'llama3'; give one")
+    kind = kinds.pop()
+    scaling_fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
+    allowed = {"rope_type", "type", "rope_theta", *(scaling_fields if kind == "llama3" else ())}
+    unknown = sorted(
+        name
+        for name, value in fields.items()
+        if name not in allowed
+        and value is not None
+        and not (name in ("factor", "partial_rotary_factor") and value == 1)  # changes nothing
+    )
+    if unknown:
+        raise ArchitectureError(
+            f"{file}: rope scaling '{kind}' has no field '{unknown[0]}'; it would be ignored, and "
+            "the model's positions would be wrong"
+        )
+    if kind == "default":
+        return None
+    missing = [name for name in scaling_fields if fields.get(name) is None]
+    if missing:
+        raise ArchitectureError(f"{file}: llama3 rope scaling has no '{missing[0]}'")
+    values = {name: _positive(fields, name, file, 0.0) for name in scaling_fields}
+    if values["low_freq_factor"] >= values["high_freq_factor"]:
+        raise ArchitectureError(f"{file}: low_freq_factor must be less than high_freq_factor")
+    positions = int(values.pop("original_max_position_embeddings"))
+    return Llama3RopeScaling(**values, original_max_position_embeddings=positions)
+
+
+def _eos_token_ids(config: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
+    file, ids = directory / "config.json", config.get("eos_token_id")
+    generation_file = directory / "generation_config.json"
     if generation_file.is_file():
-        ids = _read_json(generation_file).get("eos_token_id") or ids
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+        given = read_json(generation_file).get("eos_token_id")
+        file, ids = (generation_file, given) if given is not None else (file, ids)
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    for token in listed:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ArchitectureError(
+                f"{file}: eos_token_id {token!r:.80} is not a token of the vocabulary, 0 to "
+                f"{vocab_size - 1}"
+            )
+    return tuple(listed)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.architecture import Architecture, ArchitectureError, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = ("BF16", "F16", "F32")  # of stored weights, as safetensors spells them
 
 Progress = Callable[[int, int], None]
 """A callback that receives (bytes done, bytes in total) while a directory is written."""
@@ -33,18 +35,21 @@ class Weights:
         """
         self._directory = Path(directory)
         self._architecture = architecture
-        files = self._files_by_tensor()
-        self._open: dict[str, Any] = {}
-        for file in sorted(set(files.values())):
-            if not (self._directory / file).is_file():
-                raise ArchitectureError(f"'{directory}' lacks {file}, which its index names")
-            self._open[file] = safe_open(self._directory / file, "pt")
-        self._file_of = files
-        self.files = sorted(set(files.values()))
+        self._file_of = self._files_by_tensor()
+        self.files = sorted(set(self._file_of.values()))
+        self._open = {file: self._opened(file) for file in self.files}
+        for file in self.files:
+            named = {name for name, where in self._file_of.items() if where == file}
+            absent = named - set(self._open[file].keys())
+            if absent:
+                raise ArchitectureError(
+                    f"'{directory}' lacks tensor '{min(absent)}': {INDEX_FILE} places it in "
+                    f"{file}, which does not have it"
+                )
 
         expected = weight_map.hugging_face_names(architecture)
-        stored = {name for name in files if not self._is_redundant(name)}
-        for problem, names in (("lacks", expected - stored), ("has unknown", stored - expected)):
+        given = {name for name in self._file_of if not self._is_redundant(name)}
+        for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 raise ArchitectureError(
@@ -55,7 +60,13 @@ class Weights:
             rule, layer = weight_map.find_hugging_face(name)
             hf_tensor = rule.tensors[rule.hugging_face_names(layer).index(name)]
             expected_shape = list(weight_map.full_shape(hf_tensor, architecture))
-            stored_shape = list(self._stored(name).get_shape())
+            stored = self._stored(name)
+            if stored.get_dtype() not in _DTYPES:
+                raise ArchitectureError(
+                    f"'{directory}' has tensor '{name}' in {stored.get_dtype()}; weights must be "
+                    f"in {', '.join(_DTYPES)}, not quantized"
+                )
+            stored_shape = list(stored.get_shape())
             if stored_shape != expected_shape:
                 raise ArchitectureError(
                     f"'{directory}' has tensor '{name}' of shape {stored_shape}; "
@@ -65,15 +76,36 @@ class Weights:
     def _files_by_tensor(self) -> dict[str, str]:
         index = self._directory / INDEX_FILE
         if index.is_file():
-            return json.loads(index.read_text())["weight_map"]
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not files:
+                raise ArchitectureError(f"{index} has no 'weight_map' of tensors to files")
+            for file in files.values():
+                # Files are written under the same names, so a name must not lead elsewhere.
+                if not isinstance(file, str) or not re.fullmatch(r"[^/\x00]+\.safetensors", file):
+                    raise ArchitectureError(
+                        f"{index} names {file!r:.80}; files must be *.safetensors beside the index"
+                    )
+            return files
         single = self._directory / "model.safetensors"
         if not single.is_file():
             raise ArchitectureError(
                 f"'{self._directory}' has neither model.safetensors "
                 "nor model.safetensors.index.json"
             )
-        with safe_open(single, "pt") as file:
-            return dict.fromkeys(file.keys(), single.name)
+        return dict.fromkeys(self._opened(single.name).keys(), single.name)
+
+    def _opened(self, file: str) -> Any:
+        """Open a file, which reads and checks its header, and that it has all bytes of its data."""
+        path = self._directory / file
+        if not path.is_file():
+            raise ArchitectureError(f"'{self._directory}' lacks {file}, which its index names")
+        try:
+            return safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ArchitectureError(
+                f"{path} is not a whole safetensors file ({' '.join(str(error).split())}); "
+                "download or copy it again"
+            ) from None
 
     def _is_redundant(self, name: str) -> bool:
         """Return True for a tensor that some checkpoints store although others determine it."""
@@ -84,8 +116,36 @@ class Weights:
         return self._open[self._file_of[name]].get_slice(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Return the tensor `name` at `index`, in its stored dtype; only this part is read."""
-        return self._stored(name)[index]
+        """Return the tensor `name` at `index`, in its stored dtype; only this part is read.
+
+        Raises:
+            ArchitectureError: it holds NaN or infinity.
+        """
+        tensor = self._stored(name)[index]
+        check_finite(self._directory / self._file_of[name], name, tensor)
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files, in bytes."""
+        return sum((self._directory / file).stat().st_size for file in self.files)
+
+
+def check_finite(file: Path, name: str, tensor: Tensor) -> None:
+    """Check that a tensor of a file holds neither NaN nor infinity.
+
+    Raises:
+        ArchitectureError: it does.
+    """
+    if not tensor.numel():  # a rank of a small vocabulary has no row of it
+        return
+    smallest, largest = torch.aminmax(tensor)  # NaN if any value is
+    if not (torch.isfinite(smallest) and torch.isfinite(largest)):
+        where = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        raise ArchitectureError(
+            f"{file}: tensor '{name}' holds {float(tensor[tuple(where)])} at {where}; the model is "
+            "spoilt, take an earlier one"
+        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -95,13 +155,22 @@ def read_config(directory: Path) -> dict[str, Any]:
         ArchitectureError: the file is missing, broken, or of an unsupported architecture.
     """
     Architecture.from_directory(directory)
-    return json.loads((directory / "config.json").read_text())
+    return read_json(directory / "config.json")
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of the weights according to `config.json`; bfloat16 if it names none."""
+    """Return the dtype of the weights according to `config.json`; bfloat16 if it names none.
+
+    Raises:
+        ArchitectureError: it names no dtype of weights that can be trained.
+    """
     config = read_config(directory)
-    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ArchitectureError(
+            f"{directory / 'config.json'}: dtype {name!r:.80} must be bfloat16, float16 or float32"
+        )
+    return getattr(torch, name)
 
 
 def copy_beside_weights(source: Path, destination: Path) -> None:

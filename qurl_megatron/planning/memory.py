@@ -98,6 +98,17 @@ def num_parameters(architecture: Architecture) -> int:
     )
 
 
+def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
+    """Return the size of a run's checkpoint on disk.
+
+    A value of the policy, and of PPO's critic, takes 4 B of float32 master and 8 B of Adam's
+    moments; a bfloat16 model is saved beside its masters.
+    """
+    per_value = 12 if config.learner.dtype == "float32" else 14
+    models = 2 if config.advantage_estimator == "gae" else 1
+    return models * per_value * num_parameters(architecture)
+
+
 @functools.cache
 def num_linear_weights(architecture: Architecture) -> int:
     """Return the weights in the linear layers of all blocks, without the output layer."""

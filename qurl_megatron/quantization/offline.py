@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
-from qurl_megatron.files import partial_of, rename_whole, write_whole
+from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.check import check_model
 from qurl_megatron.model.huggingface import (
     Progress,
-    Weights,
+    check_finite,
     copy_beside_weights,
     read_config,
     stored_dtype,
@@ -55,11 +57,16 @@ class OfflineError(ValueError):
 
 @dataclass(frozen=True)
 class Invariance:
-    """Differences between a scaled and the unscaled model's logits, over random tokens."""
+    """Differences between a scaled and the unscaled model's logits, over random tokens.
+
+    And how much of the original an undo can give back.
+    """
 
     largest_logit: float  # magnitude, of the unscaled model
     float32_difference: float  # largest, with weights scaled in float32
     stored_difference: float  # largest, with the scaled weights rounded to the stored dtype
+    exact_tensors: int  # that stay as they are, or are scaled by a power of two
+    rounded_tensors: int  # that are scaled by another number, and rounded to the stored dtype
 
 
 def quantize_directory(
@@ -72,7 +79,6 @@ def quantize_directory(
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination cannot be used.
-        quantize.NonFiniteWeight: a weight holds NaN or infinity; the message names it.
     """
 
     def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -145,6 +151,12 @@ def _scale(
     return _compare_logits(source, transform)
 
 
+def _is_exact(name: str, transform: uaq.Transform) -> bool:
+    """Return True if a tensor is scaled by a power of two, or not at all: no bit is lost."""
+    factor = float(transform(name, torch.ones(())))
+    return math.frexp(factor)[0] == 0.5
+
+
 @torch.no_grad()
 def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
     """Compare the logits of the model in `source` before and after `transform`."""
@@ -157,14 +169,18 @@ def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
     before = model(tokens).logits
     for name, parameter in model.named_parameters():
         parameter.copy_(transform(name, parameter))
-    exact = model(tokens).logits
+    scaled = model(tokens).logits
     for parameter in model.parameters():
         parameter.copy_(parameter.to(stored))
     rounded = model(tokens).logits
+    names = weight_map.hugging_face_names(Architecture.from_directory(source))
+    exact = sum(_is_exact(name, transform) for name in names)
     return Invariance(
         float(before.abs().max()),
-        float((exact - before).abs().max()),
+        float((scaled - before).abs().max()),
         float((rounded - before).abs().max()),
+        exact_tensors=exact,
+        rounded_tensors=len(names) - exact,
     )
 
 
@@ -181,12 +197,20 @@ def _rewrite(
     `changes` are made to config.json; None removes a field.
     """
     architecture = Architecture.from_directory(source)
-    if "quantization_config" in read_config(source):
-        raise OfflineError(f"{source} is quantized already; give the directory it was made from")
-    files = Weights(source, architecture).files  # refuses missing, unknown or misshapen tensors
-    if destination.exists():
+    weights = check_model(source)
+    files = weights.files
+    if os.path.lexists(destination):  # also a link to nowhere, which a rename would not replace
         raise OfflineError(f"{destination} exists; choose another directory")
     partial = partial_of(destination)
+    if partial.is_symlink():
+        raise OfflineError(f"{partial} is a link, and may lead elsewhere; remove it first")
+    # An upper bound for a quantized copy, which the files of an interrupted call count towards.
+    needed = weights.num_bytes - sum(path.stat().st_size for path in partial.glob("*.safetensors"))
+    if free_bytes(partial) < needed:
+        raise OfflineError(
+            f"{destination}: needs up to {gigabytes(needed)} of disk, and has "
+            f"{gigabytes(free_bytes(partial))} free"
+        )
     _create_or_resume(partial, {"source": _fingerprint(source, files), **job})
 
     known = weight_map.hugging_face_names(architecture)
@@ -254,6 +278,7 @@ def _rewrite_piece(
     with safe_open(source / piece.source_file, "pt") as opened:
         for name in piece.names:
             tensor = opened.get_tensor(name)
+            check_finite(source / piece.source_file, name, tensor)
             for new_name, new_tensor in (
                 rewrite(name, tensor) if name in known else [(name, tensor)]
             ):

@@ -180,6 +180,9 @@ def start_server(
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
+    if host == LOOPBACK:
+        # Its process groups are on this machine too, and need not listen elsewhere.
+        additions |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if device.accelerator() == "cpu":
         # Without sleep-on-idle the scheduler polls and takes a core from the learner. On a CPU
         # float32 logits are faster than bfloat16 ones, and more exact.

@@ -23,8 +23,10 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices
 
+    from qurl_megatron.process import bind_stores
     from qurl_megatron.sglang_plugin import linear, platform, receive, verify, versions
 
+    bind_stores()
     configs = {
         config.get_name(): config
         for config in (linear.Int8Config, linear.Fp8Config, linear.Fp8BlockConfig)

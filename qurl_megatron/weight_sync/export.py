@@ -7,6 +7,7 @@ The directory is written as `<name>.partial` and renamed when it is complete.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
-from qurl_megatron.files import partial_of, rename_whole
+from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights, stored_dtype, write_index
+from qurl_megatron.planning.memory import num_parameters
 from qurl_megatron.quantization import uaq
 from qurl_megatron.weight_sync.reshard import Converter
 
@@ -51,8 +54,15 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         CheckpointError: `checkpoint` is not a checkpoint, or `destination` exists; one line.
     """
     config = checkpoints.read_config(checkpoint)
-    if destination.exists():
+    if os.path.lexists(destination):
         raise checkpoints.CheckpointError(f"{destination} exists; choose another directory")
+    model = checkpoint / "model"
+    values = num_parameters(Architecture.from_directory(model))
+    needed, free = values * stored_dtype(model).itemsize, free_bytes(destination)
+    if free < needed:
+        raise checkpoints.CheckpointError(
+            f"{destination}: needs {gigabytes(needed)} of disk, and has {gigabytes(free)} free"
+        )
     partial = _create_partial(destination)
     writer = _Writer(checkpoint / "model", partial, config.quantization.uaq)
     for layer in checkpoints.read_masters(checkpoint, progress):

@@ -1,0 +1,39 @@
+"""The disk space that a run needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.files import PARTIAL, free_bytes, gigabytes
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.huggingface import stored_dtype
+from qurl_megatron.planning.memory import checkpoint_bytes, num_parameters
+
+
+def check_disk(config: Config) -> str:
+    """Return one line about what a run will still write and what is free.
+
+    At the same time the disk holds the checkpoints that are kept, one that is being written, and
+    the final model. Logs and samples are small beside them and are not counted.
+
+    Raises:
+        ConfigError: less is free.
+    """
+    model = Path(config.model)
+    architecture = Architecture.from_directory(model)
+    each = checkpoint_bytes(architecture, config)
+    final = num_parameters(architecture) * stored_dtype(model).itemsize
+    saves = config.checkpoint.every_steps > 0
+    written = [
+        path for path in (config.run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
+    ]
+    count = max(1, config.checkpoint.keep_last + 1 - len(written)) if saves else 0
+    needed, free = count * each + final, free_bytes(config.run_dir)
+    need = f"{gigabytes(needed)} of disk for {count} checkpoints and the final model"
+    if free < needed:
+        raise ConfigError(
+            f"output_dir={config.output_dir}: needs {need}, and has {gigabytes(free)} free; free "
+            "some, give another directory, or lower checkpoint.keep_last"
+        )
+    return f"needs up to {need}; {gigabytes(free)} are free"
