@@ -95,7 +95,7 @@ class Run:
             self.say_stopped_early()
 
     def say_stopped_early(self) -> None:
-        """Wait until the last checkpoint is written, and say so; the launcher says how to resume."""
+        """Wait until the last checkpoint is written; the launcher says how to resume."""
         self.checkpoints.poll(wait=True)
         self.log.say(f"stopped early after step {self.log.steps_done}, with a checkpoint")
 
