@@ -26,8 +26,10 @@ def test_options_are_given_by_name_and_keep_their_yaml_types(tmp_path: Path) -> 
         "enable_mixed_chunk": True,
     }
     assert command_line(options) == [
-        "--kv-cache-dtype=fp8_e4m3",
-        "--chunked-prefill-size=-1",
+        "--kv-cache-dtype",
+        "fp8_e4m3",
+        "--chunked-prefill-size",
+        "-1",
         "--enable-mixed-chunk",
     ]
     assert command_line({"enable_mixed_chunk": False}) == []

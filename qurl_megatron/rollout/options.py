@@ -30,7 +30,7 @@ def command_line(options: Mapping[str, object]) -> list[str]:
         if value is True:
             words.append(flag)
         elif value is not False:
-            words.append(f"{flag}={value}")  # one word, so a value can begin with a minus sign
+            words += [flag, str(value)]  # SGLang does not find --config=FILE in one word
     return words
 
 
@@ -89,7 +89,7 @@ def _error(
     if is_flag != isinstance(value, bool):
         return "takes true or false" if is_flag else "takes a value, not true or false"
     try:
-        parser.parse_args(["--model-path=unused", *command_line({name: value})])
+        parser.parse_args(["--model-path", "unused", *command_line({name: value})])
     except argparse.ArgumentError as error:
         return str(error.message)
     return None
