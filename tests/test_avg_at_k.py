@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import Config
+from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.loop.avg_at_k import (
     Answer,
     Average,
@@ -21,7 +23,7 @@ from qurl_megatron.loop.avg_at_k import (
 
 
 def make_result(greedy: float, *sampled: float) -> ProblemResult:
-    answers = [Answer("", reward, False, False) for reward in (greedy, *sampled)]
+    answers = [Answer("", reward, False, False, reward, "") for reward in (greedy, *sampled)]
     return ProblemResult("question", "answer", answers[0], answers[1:])
 
 
@@ -66,7 +68,8 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     tmp_path: Path,
 ) -> None:
     client: Any = ScriptedClient("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
-    results = measure(client, [PROMPT], "math", 64, k=4, temperature=0.6, top_p=0.95)
+    with Scorer(Config(reward="math", reward_wrong=-1), workers=1) as scorer:
+        results = measure(client, scorer.submit, [PROMPT], 64, k=4, temperature=0.6, top_p=0.95)
     greedy, sampled = client.settings
     assert (greedy["completions_per_prompt"], greedy["temperature"]) == (1, 0.0)
     assert (sampled["completions_per_prompt"], sampled["temperature"]) == (4, 0.6)
@@ -75,11 +78,14 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     assert (by_name["Avg@1"].mean, by_name["Avg@4 sampled"].mean) == (1.0, 0.25)
     write_answers(results, tmp_path / "answers.jsonl")
     (line,) = (json.loads(line) for line in (tmp_path / "answers.jsonl").open())
-    assert [a["reward"] for a in line["sampled"]] == [1, 0, 0, 0]
+    assert [a["reward"] for a in line["sampled"]] == [1, -1, -1, -1]
+    assert [a["accuracy"] for a in line["sampled"]] == [1, 0, 0, 0]
     assert [a["verifier_failed"] for a in line["sampled"]] == [False, False, True, False]
+    assert [a["failure"][:12] for a in line["sampled"]] == ["", "", "SympifyError", ""]
 
 
 def test_k_of_0_generates_only_a_greedy_answer() -> None:
     client: Any = ScriptedClient()
-    (result,) = measure(client, [PROMPT], "exact", 64)
+    with Scorer(Config(reward="exact"), workers=1) as scorer:
+        (result,) = measure(client, scorer.submit, [PROMPT], 64)
     assert len(client.settings) == 1 and result.sampled == [] and result.greedy.reward == 1

@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import reasoning_gym
 
-from qurl_megatron.data.problems import DataError, read_problems
-from qurl_megatron.data.rewards import score
+from qurl_megatron.config.schema import Config
+from qurl_megatron.data.problems import DataError, find_unverifiable, read_problems
+from qurl_megatron.data.reward_types import Question
+from qurl_megatron.data.verifiers import VERIFIERS
 
 
 def write(path: Path, *lines: Any) -> str:
@@ -36,7 +38,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         {"prompt": "2 + 2?", "answer": 4, "level": "easy"},
         {"problem": "caf\u00e9\u2028au lait?", "answer": "yes", "metadata": {"source": "menu"}},
     )
-    problems = read_problems(data, {}, "exact")
+    problems = read_problems(data, {})
     assert [(p.question, p.answer, p.metadata) for p in problems] == [
         ("1 + 1?", "2", {}),
         ("2 + 2?", "4", {}),
@@ -72,7 +74,7 @@ def test_broken_line_is_refused_and_its_number_is_named(
 ) -> None:
     data = write(tmp_path / "a.jsonl", GOOD, {"question": "2 + 2?", "answer": "4"}, bad)
     with pytest.raises(DataError, match=re.escape(message)) as refusal:
-        read_problems(data, {}, "exact")
+        read_problems(data, {})
     assert "a.jsonl" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -92,7 +94,7 @@ def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
         (write(tmp_path / "a.jsonl", GOOD), {"size": 3}, "data_options.size"),
     ]:
         with pytest.raises(DataError, match=re.escape(message)):
-            read_problems(data, options, "exact")
+            read_problems(data, options)
 
 
 CHAT = [{"role": "user", "content": "3 + 3?"}]
@@ -131,24 +133,25 @@ def test_published_file_formats_are_read_and_scored(
         ".jsonl": lambda: write(path, row, row),
         ".json": lambda: write(path, [row, row]),
     }[suffix]()
-    (problem,) = read_problems(data, {}, "math")
+    (problem,) = read_problems(data, {})
     assert (problem.question, problem.messages[-1]["content"]) == (question, question)
-    assert score("math", right, problem) == (1.0, False)
-    assert score("math", wrong, problem) == (0.0, False)
+    math = VERIFIERS["math"]()
+    assert math.credit(right, Question.of(problem)) == 1
+    assert math.credit(wrong, Question.of(problem)) == 0
 
 
 def test_broken_parquet_row_is_refused_and_its_number_is_named(tmp_path: Path) -> None:
     data = write_parquet(tmp_path / "a.parquet", GOOD, {"question": "2 + 2?"}, GOOD)
     with pytest.raises(DataError, match=r"a\.parquet row 2: answer is missing or empty"):
-        read_problems(data, {}, "exact")
+        read_problems(data, {})
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=r"a\.parquet: not readable as parquet") as refusal:
-        read_problems(data, {}, "exact")
+        read_problems(data, {})
     assert "\n" not in str(refusal.value)
 
 
 def questions(data: str) -> list[str]:
-    return [problem.question for problem in read_problems(data, {}, "exact")]
+    return [problem.question for problem in read_problems(data, {})]
 
 
 def numbered(*numbers: int) -> list[dict[str, str]]:
@@ -217,7 +220,7 @@ def test_reading_a_directory_leaves_no_files_and_uses_no_network(tmp_path: Path)
         "def refuse(*_): raise AssertionError('a connection was made')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from qurl_megatron.data.problems import read_problems\n"
-        f"print(len(read_problems({str(data)!r}, {{}}, 'exact')))\n"
+        f"print(len(read_problems({str(data)!r}, {{}})))\n"
     )
     environment = {"HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(scratch)}
     done = subprocess.run(
@@ -237,12 +240,13 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
 ) -> None:
     entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
     data = write(tmp_path / "a.jsonl", entry, GOOD)
+    config = Config(reward="reasoning_gym")
     with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
-        read_problems(data, {}, "reasoning_gym")
+        find_unverifiable(read_problems(data, {}), config)
     stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
     data = write(tmp_path / "b.jsonl", stripped)
     with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
-        read_problems(data, {}, "reasoning_gym")
+        find_unverifiable(read_problems(data, {}), config)
 
 
 SPELL_BACKWARD = "reasoning_gym:spell_backward"
@@ -250,7 +254,7 @@ SHORT_WORDS = {"min_word_len": 3, "max_word_len": 8}
 
 
 def test_task_is_generated_with_its_options_and_without_repeated_questions() -> None:
-    problems = read_problems(SPELL_BACKWARD, {**SHORT_WORDS, "size": 3000}, "reasoning_gym")
+    problems = read_problems(SPELL_BACKWARD, {**SHORT_WORDS, "size": 3000})
     assert len({problem.question for problem in problems}) == len(problems)
     assert 2900 < len(problems) < 3000  # 3,000 draws out of 88,186 words repeat about 50
     for problem in problems:
@@ -261,7 +265,7 @@ def test_task_is_generated_with_its_options_and_without_repeated_questions() -> 
 def test_seed_alone_decides_which_problems_are_generated() -> None:
     def generated(seed: int, options: dict[str, int]) -> list[str]:
         options = {"size": 50, **options}
-        return [p.question for p in read_problems(SPELL_BACKWARD, options, "exact", seed=seed)]
+        return [p.question for p in read_problems(SPELL_BACKWARD, options, seed=seed)]
 
     assert generated(0, {}) == generated(0, {}) != generated(1, {})
     assert generated(1, {"seed": 0}) == generated(0, {})  # data_options override the seed
@@ -280,5 +284,5 @@ def test_unknown_task_or_option_is_refused_in_one_line(
     data: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as refusal:
-        read_problems(data, options, "reasoning_gym")
+        read_problems(data, options)
     assert "\n" not in str(refusal.value)

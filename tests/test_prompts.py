@@ -14,7 +14,8 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import DataError, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
-from qurl_megatron.data.rewards import score
+from qurl_megatron.data.reward_types import Question
+from qurl_megatron.data.verifiers import VERIFIERS
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
 CHAT = [{"role": "user", "content": "3 + 3?"}]
@@ -92,7 +93,7 @@ def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None
     tests = write_jsonl(tmp_path / "b.jsonl", *seen, *numbered(1000))
     config = Config(data=data, reward="exact")
     config.evaluation.data = {"b": tests}
-    train, held_out, files = load_prompts(config, character_tokenizer())
+    train, held_out, files, _ = load_prompts(config, character_tokenizer())
     assert len(files["b"]) == 51
     assert 0 < len(train) < 10 and held_out
     assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
@@ -106,22 +107,47 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
     data = write_jsonl(tmp_path / "chain_sum.jsonl", *entries)
     config = Config(data=data, reward="reasoning_gym")
     config.rollout.max_prompt_length = 256
-    prompts, held_out, _ = load_prompts(config, character_tokenizer())
+    prompts, held_out, *_ = load_prompts(config, character_tokenizer())
     assert len(prompts) + len(held_out) == len({entry["question"] for entry in entries}) >= 500
+    credit = VERIFIERS["reasoning_gym"]().credit
     for prompt in prompts + held_out:
         right = f"I add.\n<answer>{prompt.answer}</answer>"
-        assert score("reasoning_gym", right, prompt) == (1.0, False)
-        assert score("reasoning_gym", f"{prompt.answer}1", prompt) == (0.0, False)
+        assert credit(right, Question.of(prompt)) == 1
+        assert credit(f"{prompt.answer}1", Question.of(prompt)) < 1
 
 
 def test_held_out_fraction_0_trains_on_everything(tmp_path: Path) -> None:
     config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
     config.evaluation.held_out_fraction = 0.0
-    assert [len(part) for part in load_prompts(config, character_tokenizer())] == [60, 0, 0]
+    train, held_out, *_ = load_prompts(config, character_tokenizer())
+    assert (len(train), len(held_out)) == (60, 0)
+
+
+def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named(
+    tmp_path: Path,
+) -> None:
+    bad = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(("\\int", "2x+3y="))]
+    data = write_jsonl(tmp_path / "a.jsonl", *numbered(*range(50)), *bad)
+    tests = write_jsonl(tmp_path / "b.jsonl", {"question": "b?", "answer": "1"}, bad[0])
+    config = Config(data=data, reward="math")
+    config.evaluation.held_out_fraction = 0.0
+    config.evaluation.data = {"b": tests}
+    train, _, files, notes = load_prompts(config, character_tokenizer())
+    assert len(train) == 50 and len(files["b"]) == 2
+    assert notes == [
+        f"{data}: 2 of 52 problems are left out, because reward math cannot compare their answers; "
+        f"the first is {data} line 51: the answer '\\\\int' cannot be read as LaTeX",
+        f"{tests}: 1 of 2 problems stay in, and only their very text is right, because reward math "
+        "cannot compare their answers; "
+        f"the first is {tests} line 2: the answer '\\\\int' cannot be read as LaTeX",
+    ]
+    config.data = write_jsonl(tmp_path / "c.jsonl", *bad)
+    with pytest.raises(DataError, match="c.jsonl line 1: .*cannot be read as LaTeX"):
+        load_prompts(config, character_tokenizer())
 
 
 def test_question_is_tokenized_unchanged_without_a_chat_template(tmp_path: Path) -> None:
-    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {}, "exact")
+    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {})
     [prompt] = tokenize(problems, character_tokenizer(), max_prompt_length=6)
     assert prompt.token_ids == [ord(character) for character in "1 + 1?"]
     assert (prompt.question, prompt.answer, prompt.metadata) == ("1 + 1?", "2", {})
@@ -133,7 +159,7 @@ def test_chat_template_makes_the_question_a_user_turn_and_opens_the_assistants(
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     user = tokenizer.convert_tokens_to_ids("<user>")
     assistant = tokenizer.convert_tokens_to_ids("<assistant>")
-    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {}, "exact")
+    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {})
     [prompt] = tokenize(problems, tokenizer, max_prompt_length=8)
     assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
 
@@ -142,9 +168,7 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     tokenizer.add_tokens(["<system>"], special_tokens=True)
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
-    problems = read_problems(
-        write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {}, "math"
-    )
+    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {})
     alone, after_system = tokenize(problems, tokenizer, max_prompt_length=100)
     texts = ["".join(tokenizer.convert_ids_to_tokens(p.token_ids)) for p in (alone, after_system)]
     assert texts == ["<user>3 + 3?<assistant>", "<system>Be brief.<user>3 + 3?<assistant>"]
@@ -154,7 +178,7 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
 def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
     data = write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
-    problems = read_problems(data, {}, "math")
+    problems = read_problems(data, {})
     with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
         tokenize(problems, character_tokenizer(), max_prompt_length=100)
     (alone,) = tokenize(problems[:1], character_tokenizer(), max_prompt_length=100)
@@ -166,7 +190,7 @@ def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> No
 
 def test_too_long_prompt_is_refused_and_its_line_and_length_are_named(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
-    problems = read_problems(data, {}, "exact")
+    problems = read_problems(data, {})
     with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
         tokenize(problems, character_tokenizer(), max_prompt_length=39)
     assert len(tokenize(problems, character_tokenizer(), max_prompt_length=40)) == 2

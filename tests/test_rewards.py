@@ -1,159 +1,124 @@
-"""Rewards: real verifiers, from the text of a completion to 0 or 1."""
+"""Rewards: from a verifier's credit to a number on the scale of the run."""
 
-import json
-import signal
-import threading
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from __future__ import annotations
+
+import statistics
 
 import pytest
 import reasoning_gym
 
-from qurl_megatron.data import rewards
-from qurl_megatron.data.rewards import Score, score, unverifiable
-
-RIGHT, WRONG, FAILED = Score(1.0, False), Score(0.0, False), Score(0.0, True)
-
-
-@dataclass(frozen=True)
-class Problem:
-    answer: str
-    metadata: dict[str, Any] = field(default_factory=dict)
+from qurl_megatron.algorithm.advantages import grpo_advantages, soft_overlong_penalty
+from qurl_megatron.algorithm.score import Score, mean_parts
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
+from qurl_megatron.data.reward_types import Question, RewardSettings
+from qurl_megatron.data.rewards import load
+from qurl_megatron.data.verifiers import VERIFIERS
+from recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 
 
-def spell_backward(word: str) -> Problem:
-    return Problem(word[::-1], {"source_dataset": "spell_backward", "word": word})
+def settings(
+    reward: str, right: float = 1, wrong: float = 0, partial: bool = False
+) -> RewardSettings:
+    return RewardSettings(reward, right, wrong, partial, timeout_s=1)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("rats", RIGHT),
-        (" rats\n", RIGHT),
-        ("Let me see.\n<answer> rats </answer>", RIGHT),
-        ("<answer>star</answer> no: <answer>rats</answer>", RIGHT),
-        ("<answer>star</answer> rats", WRONG),
-        ("the answer is rats", WRONG),
-        ("", WRONG),
-    ],
-)
-def test_reasoning_gym_scores_the_last_answer_tag_or_the_whole_text(
-    text: str, expected: Score
-) -> None:
-    assert score("reasoning_gym", text, spell_backward("star")) == expected
+def score(settings: RewardSettings, text: str, question: Question) -> Score:
+    (only,) = load(settings).score([text], question)
+    return only
+
+
+YES = Question("Yes or no?", "yes", {})
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(1, 0), (1, -1), (0.7, 0.2)])
+def test_right_and_wrong_responses_get_the_rewards_of_the_run(right: float, wrong: float) -> None:
+    scale = settings("exact", right, wrong)
+    assert score(scale, "yes", YES) == Score(right, {"accuracy": 1}, "")
+    assert score(scale, "no", YES) == Score(wrong, {"accuracy": 0}, "")
+    assert scale.failed("it broke") == Score(wrong, {"accuracy": 0}, "it broke")
 
 
 @pytest.mark.parametrize(
-    ("text", "partial_credit"), [("euqarux", 0.85), ("euqarupx", 0.99)], ids=str
+    ("text", "credit"), [("euqarux", 0.85), ("euqarupx", 0.99), ("euqarup", 1)], ids=str
 )
-def test_partial_credit_of_reasoning_gym_counts_as_0(text: str, partial_credit: float) -> None:
-    problem = spell_backward("puraque")
+def test_partial_credit_counts_only_if_the_run_asks_for_it(text: str, credit: float) -> None:
+    problem = Question("Spell puraque backward", "euqarup", {"source_dataset": "spell_backward"})
     scorer = reasoning_gym.get_score_answer_fn("spell_backward")
-    assert partial_credit < scorer(text, {"answer": problem.answer}) < 1
-    assert score("reasoning_gym", text, problem) == WRONG
+    exact_credit = scorer(text, {"answer": "euqarup"})
+    assert exact_credit >= credit
+    is_right = float(exact_credit == 1)
+    whole = score(settings("reasoning_gym", right=1, wrong=-1), text, problem)
+    partial = score(settings("reasoning_gym", right=1, wrong=-1, partial=True), text, problem)
+    assert whole == Score(2 * is_right - 1, {"accuracy": is_right}, "")
+    assert partial.value == pytest.approx(2 * exact_credit - 1, abs=1e-12)
+    assert partial.parts == {"accuracy": is_right}
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "countdown", "sudoku", "word_ladder"])
-def test_reasoning_gym_scores_entries_of_its_tasks_by_metadata(task: str) -> None:
-    entry = reasoning_gym.create_dataset(task, size=1, seed=0)[0]
-    problem = Problem(entry["answer"], json.loads(json.dumps(entry["metadata"])))
-    assert score("reasoning_gym", entry["answer"], problem) == RIGHT
-    assert score("reasoning_gym", "no idea", problem).value == 0
+def test_verifier_that_raises_scores_as_wrong_and_says_why() -> None:
+    without_fields = Question("", "4", {"source_dataset": "sudoku"})  # its scorer needs the grid
+    failed = score(settings("reasoning_gym", wrong=-1), "4", without_fields)
+    assert failed == Score(-1, {"accuracy": 0}, "KeyError: 'solution'")
 
 
-@pytest.mark.parametrize(
-    ("gold", "text", "expected"),
-    [
-        ("42", "so it is \\boxed{42}.", RIGHT),
-        ("42", "so it is 42.", RIGHT),
-        ("42", "so it is \\boxed{24}.", WRONG),
-        ("42", "no idea", WRONG),
-        ("42", "", WRONG),
-        ("72", "I had 5. The answer is \\boxed{72}; I used 3 apples.", RIGHT),
-        ("1,000", "$1000$", RIGHT),
-        ("\\frac{1}{2}", "\\boxed{0.5}", RIGHT),
-        ("\\frac{1}{2}", "\\boxed{2}", WRONG),
-        ("x^2+1", "$1 + x^2$", RIGHT),
-        ("\\$18", "She pays $18$.", RIGHT),
-        ("The answer is \\boxed{7}", "\\boxed{7}", RIGHT),
-        ("$\\frac{3}{4}$", "\\boxed{3/4}", RIGHT),
-        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "\\boxed{72}", RIGHT),
-        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "\\boxed{24}", WRONG),
-        ("He walks 2 km.\n#### 1,200", "#### 1200", RIGHT),
-        ("####", "\\boxed{1}", FAILED),  # the right answer is empty
-    ],
-)
-def test_math_scores_as_math_verify_does(gold: str, text: str, expected: Score) -> None:
-    assert score("math", text, Problem(gold)) == expected
+def test_recipes_have_the_scale_and_the_verifier_of_their_source() -> None:
+    found = {
+        recipe.__name__: (config.reward, config.reward_wrong, config.reward_right)
+        for recipe in (dapo_aime, deepscaler_grpo, gsm8k_ppo)
+        for config in [recipe.recipe()]
+    }
+    assert found == {
+        "recipes.dapo_aime": ("dapo", -1, 1),
+        "recipes.deepscaler_grpo": ("deepscaler", 0, 1),
+        "recipes.gsm8k_ppo": ("gsm8k", 0, 1),
+    }
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("yes", RIGHT), (" yes\n", RIGHT), ("Yes", WRONG), ("yes!", WRONG)]
-)
-def test_exact_ignores_surrounding_whitespace_only(text: str, expected: Score) -> None:
-    assert score("exact", text, Problem("yes ")) == expected
+def penalized_advantages(config: Config, group: list[tuple[bool, int]]) -> list[float]:
+    """Return the advantages of responses, each given as whether it is right and its length."""
+    rollout = config.rollout
+    rewards = [
+        (config.reward_right if is_right else config.reward_wrong)
+        + soft_overlong_penalty(length, rollout.max_response_length, rollout.soft_overlong_tokens)
+        for is_right, length in group
+    ]
+    (advantages,) = grpo_advantages([rewards])
+    return advantages
 
 
-def test_verifier_that_times_out_scores_0_and_is_marked_as_failed() -> None:
-    score("math", "1", Problem("1"))  # imports math-verify
-    start = time.monotonic()
-    assert score("math", "\\boxed{9^{9^{9^9}}}", Problem("42"), timeout_s=0.3) == FAILED
-    assert time.monotonic() - start < 2
+def test_a_right_answer_of_full_length_beats_a_wrong_short_one_as_in_dapo() -> None:
+    config = dapo_aime.recipe()
+    full = config.rollout.max_response_length
+    # Rewards 1 - 1 and -1: mean -0.5, standard deviation sqrt(0.5).
+    assert penalized_advantages(config, [(True, full), (False, 10)]) == pytest.approx(
+        [0.5**0.5, -(0.5**0.5)], abs=1e-5
+    )
+    # Rewards 0, 1, -1, -1: mean -1/4, deviations 1/4, 5/4, -3/4, -3/4, variance (44/16) / 3.
+    deviation = statistics.stdev([0, 1, -1, -1])
+    assert deviation == pytest.approx((44 / 48) ** 0.5)
+    group = [(True, full), (True, 10), (False, 10), (False, 10)]
+    assert penalized_advantages(config, group) == pytest.approx(
+        [0.25 / deviation, 1.25 / deviation, -0.75 / deviation, -0.75 / deviation], abs=1e-5
+    )
+    config.reward_wrong = 0.0  # rewards 1 - 1 and 0: the right answer would gain nothing
+    assert penalized_advantages(config, [(True, full), (False, 10)]) == [0, 0]
 
 
-def test_time_limit_restores_the_alarm_and_its_handler() -> None:
-    before = signal.getsignal(signal.SIGALRM)
-    score("math", "\\boxed{1}", Problem("1"))
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGALRM) is before
+def test_every_verifier_that_a_configuration_can_name_exists() -> None:
+    assert set(VERIFIERS) == set(VERIFIER_NAMES)
 
 
-def test_verifier_that_raises_scores_0_and_is_marked_as_failed() -> None:
-    without_fields = Problem("4", {"source_dataset": "sudoku"})  # its scorer needs the puzzle
-    assert score("reasoning_gym", "4", without_fields) == FAILED
+@pytest.mark.parametrize("reward", [*VERIFIER_NAMES, "judge.py:reward", "pkg.judge:reward"])
+def test_verifiers_and_functions_are_accepted(reward: str) -> None:
+    assert with_overrides(Config(), [f"reward={reward}"]).reward == reward
 
 
-def test_scoring_off_the_main_thread_is_refused() -> None:
-    raised: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            score("math", "1", Problem("1"))
-        except RuntimeError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(raised) == 1 and "main thread" in str(raised[0])
+@pytest.mark.parametrize("reward", ["bleu", "", "judge.py", "judge.py:", "judge.py:1x", ":f"])
+def test_unknown_reward_is_refused_with_the_valid_ones(reward: str) -> None:
+    with pytest.raises(ConfigError, match="math, gsm8k.*FILE.py:NAME or MODULE:NAME"):
+        with_overrides(Config(), [f"reward={reward}"])
 
 
-def test_unknown_reward_is_named_with_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match="'bleu'.*reasoning_gym, math, exact"):
-        score("bleu", "1", Problem("1"))
-
-
-def test_unverifiable_problem_is_recognized() -> None:
-    assert unverifiable("reasoning_gym", spell_backward("star")) == ""
-    assert unverifiable("exact", Problem("anything")) == ""
-    assert "no metadata.source_dataset" in unverifiable("reasoning_gym", Problem("4"))
-    unknown = Problem("4", {"source_dataset": "chess"})
-    assert "'chess' is not a reasoning_gym task" in unverifiable("reasoning_gym", unknown)
-    countdown = Problem("4", {"source_dataset": "countdown"})
-    assert "countdown does not accept" in unverifiable("reasoning_gym", countdown)
-
-
-def test_entry_that_json_changed_is_recognized_as_unverifiable() -> None:
-    entry = reasoning_gym.create_dataset("rearc", size=1, seed=0)[0]
-    fresh = Problem(entry["answer"], entry["metadata"])
-    assert unverifiable("reasoning_gym", fresh) == ""
-    read_back = Problem(entry["answer"], json.loads(json.dumps(entry["metadata"])))
-    assert "rearc does not accept" in unverifiable("reasoning_gym", read_back)
-
-
-def test_verifier_libraries_are_not_imported_with_the_module() -> None:
-    source = rewards.__file__
-    with open(source) as file:
-        imports = [line for line in file if line.startswith(("import ", "from "))]
-    assert not any("reasoning_gym" in line or "math_verify" in line for line in imports)
+def test_parts_are_averaged_over_the_scores_that_have_them() -> None:
+    scores = [Score(1, {"style": 0.5, "length": 3}, ""), Score(0, {"style": 1.0}, "")]
+    assert mean_parts([*scores, Score(0, {}, "timed out")]) == {"style": 0.75, "length": 3}

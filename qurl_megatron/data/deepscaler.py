@@ -26,6 +26,10 @@ _BRACKETS = "()[]"
 _FUNCTIONS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp min max".split()
 )
+_LAYOUT = (  # commands that leave their argument as it is
+    "text textbf textit textrm mathrm mathbf mathit mathsf mathcal mathbb operatorname overline"
+    " left right big Big bigl bigr Bigl Bigr displaystyle textstyle mbox quad qquad boxed"
+).split()
 _SYMBOLS = {"pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "pm": "±"} | {
     name: name for name in _FUNCTIONS
 }
@@ -134,9 +138,11 @@ def math_normal_form(answer: str) -> str:
     left, _, right = text.partition("=")
     if text.count("=") == 1 and len(left) <= 2:  # "k = 5"
         text = right
-    if text.endswith(("\\sqrt", "\\frac")):
+    if "" in text.split("\\sqrt")[1:]:  # a root without an argument
         return original
-    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text, flags=re.DOTALL).replace(" ", "")
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    if "" in text.split("\\frac")[1:]:
+        return original
     text = _with_braces_in_fractions(text)
     if text == "0.5":
         return "\\frac{1}{2}"
@@ -210,17 +216,18 @@ def _render_one(tokens: list[str]) -> str:
     if token == "\\frac":
         return f"{_argument(tokens)}/{_argument(tokens)}"
     if token == "\\sqrt":
-        if tokens and tokens[-1] == "[":  # the index of a root is not kept
-            while tokens and tokens.pop() != "]":
-                pass
-        return f"sqrt({_argument(tokens)})"
+        index = ""
+        if tokens and tokens[-1] == "[":
+            while tokens and (token := tokens.pop()) != "]":
+                index += token
+        return f"{'root' + index[1:] if index else 'sqrt'}({_argument(tokens)})"
     if not token.startswith("\\"):
         return (
             "" if token in "}$" else {"×": "*", "·": "*", "√": "sqrt", "π": "pi"}.get(token, token)
         )
     name = token[1:]
     if name.isalpha():
-        return _SYMBOLS.get(name) or _greek(name)
+        return "" if name in _LAYOUT else _SYMBOLS.get(name) or _greek(name) or token
     return name if name in "{}%$#&_" else " "
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qurl_megatron.algorithm.score import TIMED_OUT, Score
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.data.reward_types import Question, RewardSettings
 
 REWARD = "reward"
@@ -106,12 +106,13 @@ class RewardFunction:
 
         return await asyncio.gather(*map(one, texts))
 
-    def _limited(self, call: Awaitable[Any]) -> Awaitable[Any]:
-        return asyncio.wait_for(call, self._settings.timeout_s)
+    async def _limited(self, call: Awaitable[Any]) -> Any:
+        async with asyncio.timeout(self._settings.timeout_s):
+            return await call
 
     def _failed(self, error: BaseException) -> Score:
         if isinstance(error, TimeoutError):
-            return self._settings.failed(f"{TIMED_OUT} after {self._settings.timeout_s:g} s")
+            return self._settings.timed_out()
         return self._settings.failed(f"{type(error).__name__}: {error}")
 
     def _scores(self, results: Any, count: int) -> list[Score]:

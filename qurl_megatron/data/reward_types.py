@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from qurl_megatron.algorithm.score import ACCURACY, Score
+from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Score
 from qurl_megatron.config.schema import VERIFIER_NAMES
 
 MAX_FAILURE_LENGTH = 300
@@ -57,7 +57,16 @@ class RewardSettings(NamedTuple):
     def failed(self, reason: str) -> Score:
         """Return the score of a completion whose verifier failed: that of a wrong one."""
         parts = {} if self.is_own_function else {ACCURACY: 0.0}
-        return Score(self.wrong, parts, " ".join(reason.split())[:MAX_FAILURE_LENGTH])
+        return Score(self.wrong, parts, one_line(reason))
+
+    def timed_out(self) -> Score:
+        """Return the score of a completion whose reward function took too long."""
+        return self.failed(f"{TIMED_OUT} after {self.timeout_s:g} s")
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line of bounded length."""
+    return " ".join(text.split())[:MAX_FAILURE_LENGTH]
 
 
 class Reward(Protocol):

@@ -216,17 +216,22 @@ class _Worker:
             while len(scores) < len(items):
                 if not self._connection.poll(limit_s):
                     self.kill()
+                    return scores + self._lost(self._settings.timed_out(), items[len(scores) :])
                 scores.append(self._connection.recv())
         except (EOFError, OSError):
-            self.is_dead = True
-            num_lost = len(items) - len(scores) if self._loaded.whole_groups else 1
-            scores += [self._settings.failed(self._end())] * num_lost
+            return scores + self._lost(self._settings.failed(self._end()), items[len(scores) :])
         return scores
 
     def kill(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.wait()
+
+    def _lost(self, score: Score, items: list[Item]) -> list[Score]:
+        """Return the scores of those of the open items that the process has died of."""
+        assert self._loaded is not None
+        self.is_dead = True
+        return [score] * (len(items) if self._loaded.whole_groups else 1)
 
     def _end(self) -> str:
         """Say why the process ended."""

@@ -12,7 +12,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.data.reward_types import Item, Loaded, Reward
+from qurl_megatron.data.reward_types import Item, Loaded, Reward, one_line
 from qurl_megatron.data.rewards import load
 from qurl_megatron.process import LAUNCHER_SIGNALS, die_with_parent
 
@@ -22,7 +22,8 @@ def serve(connection: Connection) -> None:
     try:
         reward = load(connection.recv())
     except (Exception, SystemExit) as error:
-        connection.send(Loaded(f"{type(error).__name__}: {error}", whole_groups=False))
+        reason = one_line(f"{type(error).__name__}: {error}")
+        connection.send(Loaded(reason, whole_groups=False))
         return
     connection.send(Loaded("", reward.whole_groups))
     while True:

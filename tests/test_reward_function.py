@@ -1,0 +1,292 @@
+"""Reward functions of a user's own, called by the processes that score."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from launch.prepare import prepare_new
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.yaml_file import load
+from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.scoring import Scorer, check_reward
+
+DOCS = Path(__file__).parents[1] / "docs"
+PROMPT = Prompt("0", "How many?", "42", [10], {"level": 3})
+
+FUNCTIONS = """
+import asyncio, time
+
+def number(completion, problem):
+    return len(completion)
+
+def parts(completion, problem):
+    is_right = completion == problem.answer
+    return {"reward": 0.5, "accuracy": is_right, "level": problem.metadata["level"]}
+
+def batch(completions, problem):
+    best = max(completions)
+    return [float(text == best) for text in completions]
+
+async def waits(completion, problem):
+    await asyncio.sleep(1)
+    return {"reward": float(completion), "words": 1}
+
+async def batch_waits(completions, problem):
+    await asyncio.sleep(0.01)
+    return list(range(len(completions)))
+
+class Judge:
+    async def __call__(self, completion, problem):
+        return 7
+
+judge = Judge()
+
+def moody(completion, problem):
+    if completion == "raise":
+        raise KeyError("mood")
+    if completion == "exit":
+        raise SystemExit("bye")
+    if completion == "hang":
+        while True:
+            time.sleep(0.01)
+    bad = {"text": "one", "nan": float("nan"), "none": None, "dict": {"score": 1}}
+    return bad.get(completion, 1.5)
+
+async def moody_async(completion, problem):
+    if completion == "hang":
+        await asyncio.sleep(60)
+    return moody(completion, problem)
+
+def short_batch(completions, problem):
+    return [1.0]
+
+def hung_batch(completions, problem):
+    time.sleep(60)
+
+def prints(completion, problem):
+    print("a line of the user's")
+    return 0
+
+three = 3
+
+def one_parameter(completion):
+    return 1
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def config(functions: Path, name: str, timeout_s: float = 10) -> Config:
+    return Config(reward=f"{functions}:{name}", reward_wrong=-1, reward_timeout_s=timeout_s)
+
+
+def scores(config: Config, *texts: str) -> list[Score]:
+    completions = [Completion([1], [0.0], text, False, 1) for text in texts]
+    with Scorer(config, workers=1) as scorer:
+        return scorer.submit(PROMPT, completions).result(timeout=60)
+
+
+def test_a_function_returns_a_number_or_named_numbers(functions: Path) -> None:
+    assert scores(config(functions, "number"), "ab", "") == [Score(2, {}, ""), Score(0, {}, "")]
+    right, wrong = scores(config(functions, "parts"), "42", "41")
+    assert right == Score(0.5, {"accuracy": 1, "level": 3}, "")
+    assert (right.accuracy, wrong.accuracy) == (1, 0)
+    assert scores(config(functions, "number"), "ab")[0].accuracy == 2  # no part of that name
+
+
+def test_a_batch_function_gets_all_responses_to_a_problem(functions: Path) -> None:
+    assert [s.value for s in scores(config(functions, "batch"), "a", "c", "b")] == [0, 1, 0]
+    assert [s.value for s in scores(config(functions, "batch_waits"), "a", "b")] == [0, 1]
+
+
+def test_responses_to_a_problem_wait_at_the_same_time(functions: Path) -> None:
+    texts = [f"{n}" for n in range(20)]
+    begin = time.monotonic()
+    found = scores(config(functions, "waits"), *texts)
+    assert time.monotonic() - begin < 10  # one after the other they take 20 s
+    assert found == [Score(n, {"words": 1}, "") for n in range(20)]
+    assert scores(config(functions, "judge"), "a") == [Score(7, {}, "")]
+
+
+@pytest.mark.parametrize("name", ["moody", "moody_async"])
+def test_a_call_that_fails_costs_its_own_response_and_says_why(functions: Path, name: str) -> None:
+    texts = ["good", "raise", "exit", "text", "nan", "none", "dict", "hang", "good"]
+    found = scores(config(functions, name, timeout_s=1), *texts)
+    assert [score.value for score in found] == [1.5, -1, -1, -1, -1, -1, -1, -1, 1.5]
+    assert [score.failure for score in found] == [
+        "",
+        "KeyError: 'mood'",
+        "SystemExit: bye",
+        "TypeError: it returned 'one'; expected a number",
+        "ValueError: it returned nan; expected a finite number",
+        "TypeError: it returned None; expected a number",
+        "TypeError: it returned {'score': 1}, which has no \"reward\"",
+        "timed out after 1 s",
+        "",
+    ]
+    assert [score.timed_out for score in found] == [text == "hang" for text in texts]
+    assert all(score.parts == {} for score in found)
+
+
+def test_a_batch_that_fails_costs_its_group(functions: Path) -> None:
+    short = scores(config(functions, "short_batch"), "a", "b")
+    assert (
+        short == [Score(-1, {}, "TypeError: it returned [1.0]; expected a list of 2 rewards")] * 2
+    )
+    hung = scores(config(functions, "hung_batch", timeout_s=0.5), "a", "b")
+    assert hung == [Score(-1, {}, "timed out after 0.5 s")] * 2
+
+
+def test_what_a_function_prints_goes_to_the_error_output(
+    functions: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scores(config(functions, "prints"), "a")
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "a line of the user's\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "has no function none"),
+        ("three", "TypeError: a int, which cannot be called"),
+        ("one_parameter", r"its parameters are \(completion\); expected \(completion, problem\)"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused(functions: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward={functions}:{name}: .*{message}") as refusal:
+        check_reward(config(functions, name))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def reward(:", "SyntaxError"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        ("import os; os._exit(3)", "the process that scores ended with code 3 while it loaded"),
+        ("import sys; sys.exit('no')", "SystemExit: no"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_in_one_line(
+    source: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        check_reward(Config(reward=f"{tmp_path / 'mine.py'}:reward"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_run_with_a_broken_reward_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = ["name=run", f"output_dir={tmp_path}", "reward=none.py:reward"]
+    with pytest.raises(ConfigError, match=r"reward=/.*none.py:reward: .*none.py: no such file"):
+        prepare_new("quickstart", words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_path_of_the_file_is_stored_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import neighbour\nreward = neighbour.reward\n")
+    (tmp_path / "neighbour.py").write_text("def reward(completion, problem):\n    return 3\n")
+    words = ["name=run", f"output_dir={tmp_path}", "data_options.size=100", "warmup.max_steps=0"]
+    created = prepare_new("quickstart", [*words, "reward=mine.py:reward"])
+    saved = load(created.run_dir / "config.yaml")
+    assert saved.reward == f"{tmp_path / 'mine.py'}:reward"
+    monkeypatch.chdir("/")
+    assert scores(saved, "a") == [Score(3, {}, "")]
+
+
+def test_only_the_path_of_a_file_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("math") == "math"
+    assert absolute("package.judge:reward") == "package.judge:reward"
+    assert absolute("a/judge.py:reward") == f"{tmp_path}/a/judge.py:reward"
+    assert absolute("/a/judge.py:reward") == "/a/judge.py:reward"
+
+
+def test_a_module_is_found_in_the_directory_where_the_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "judge.py").write_text("def reward(completion, problem): return 3\n")
+    script = (
+        "from qurl_megatron.config.schema import Config\n"
+        "from qurl_megatron.data.scoring import check_reward\n"
+        "check_reward(Config(reward='mine.judge:reward'))\n"
+        "print('loaded')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "loaded\n", done.stderr
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers as OpenAI's interface does: YES if the response it is shown has a 42."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        shown = body["messages"][0]["content"]
+        assert self.path == "/v1/chat/completions"
+        assert "Question: How many?\nRight answer: 42\n" in shown
+        verdict = "YES" if "Response: 42" in shown else "NO"
+        answer = json.dumps({"choices": [{"message": {"content": verdict}}]}).encode()
+        self.send_response(500 if "Response: broken" in shown else 200)
+        self.send_header("Content-Length", f"{len(answer)}")
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def judge_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / "reward.md").read_text(), flags=re.DOTALL)
+
+
+def test_the_documented_judge_runs_against_a_server(judge_url: str, tmp_path: Path) -> None:
+    (source,) = [example for example in examples() if "# judge.py" in example]
+    assert "http://127.0.0.1:8001" in source
+    (tmp_path / "judge.py").write_text(source.replace("http://127.0.0.1:8001", judge_url))
+    right, wrong, broken = scores(
+        Config(reward=f"{tmp_path / 'judge.py'}:reward"), "42 of them", "41", "broken"
+    )
+    assert right == Score(1, {"accuracy": 1, "words": 3}, "")
+    assert wrong == Score(0, {"accuracy": 0, "words": 1}, "")
+    assert broken.value == 0 and "500 Internal Server Error" in broken.failure
+
+
+def test_the_documented_function_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(examples()[0])
+    (score,) = scores(Config(reward=f"{tmp_path / 'mine.py'}:reward"), "It is 42")
+    assert score == Score(1 - 0.003, {"accuracy": 1, "words": 3}, "")

@@ -1,0 +1,195 @@
+"""The processes that score: each verifier's verdicts, and what happens when one hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.data import scoring
+from qurl_megatron.data.scoring import RewardError, Scorer, check_reward, unverifiable
+from qurl_megatron.process import start_ticks
+
+TOO_SLOW = "\\boxed{9^{9^{9^9}}}"
+
+
+def prompt(answer: str = "42") -> Prompt:
+    return Prompt("0", "How many?", answer, [10])
+
+
+def completions(*texts: str) -> list[Completion]:
+    return [Completion([1], [0.0], text, False, 1) for text in texts]
+
+
+def accuracies(scores: Sequence[Score]) -> list[float]:
+    return [score.accuracy for score in scores]
+
+
+def test_a_hung_verifier_costs_its_own_completion_only() -> None:
+    texts = ["\\boxed{42}", "\\boxed{41}", TOO_SLOW, "9" * 100_000, "\\boxed{42}", "42"]
+    begin = time.monotonic()
+    with Scorer(Config(reward="math"), workers=2) as scorer:
+        futures = [scorer.submit(prompt(), completions(*texts)) for _ in range(2)]
+        for future in futures:
+            scores = future.result(timeout=120)
+            assert accuracies(scores) == [1, 0, 0, 0, 1, 1]
+            assert [score.timed_out for score in scores] == [
+                False,
+                False,
+                True,
+                False,
+                False,
+                False,
+            ]
+            assert scores[2].failure == "timed out after 3 s of CPU time"
+            assert scores[3].failure.startswith("SympifyError") and len(scores[3].failure) <= 300
+            assert not any(scores[row].failure for row in (0, 1, 4, 5))
+    assert time.monotonic() - begin < 100
+
+
+def test_the_limit_of_a_verifier_is_cpu_time() -> None:
+    """A worker that is stopped for longer than the limit has used no CPU time."""
+    with Scorer(Config(reward="math"), workers=1) as scorer:
+        scorer.wait_ready()
+        (worker,) = children(os.getpid())
+        os.kill(worker, signal.SIGSTOP)
+        future = scorer.submit(prompt(), completions("\\boxed{42}"))
+        time.sleep(scoring.VERIFIER_CPU_LIMIT_S + 1)
+        assert not future.done()
+        os.kill(worker, signal.SIGCONT)
+        assert accuracies(future.result(timeout=60)) == [1]
+
+
+def test_groups_are_scored_while_the_caller_does_other_work() -> None:
+    with Scorer(Config(reward="exact"), workers=2) as scorer:
+        futures = [scorer.submit(prompt(f"{n}"), completions(f"{n}", "no")) for n in range(200)]
+        assert [accuracies(future.result(timeout=60)) for future in futures] == [[1, 0]] * 200
+
+
+def test_a_worker_that_dies_costs_one_completion_and_is_replaced() -> None:
+    with Scorer(Config(reward="exact"), workers=1) as scorer:
+        scorer.wait_ready()
+        (worker,) = children(os.getpid())
+        os.kill(worker, signal.SIGKILL)
+        scores = scorer.submit(prompt(), completions("42", "42", "41")).result(timeout=60)
+        assert accuracies(scores) == [0, 1, 0]
+        assert scores[0].failure == "the process that scores ended with code -9"
+        assert not scores[0].timed_out and not scores[1].failure
+
+
+def children(pid: int) -> list[int]:
+    """Return the scoring processes that a process has started."""
+    done = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", f"{pid}"], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in done.stdout.splitlines() if scoring.WORKER in line]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(start_ticks(pid) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def test_closing_ends_the_workers_and_cancels_what_is_not_done() -> None:
+    scorer = Scorer(Config(reward="math"), workers=2)
+    scorer.wait_ready()
+    workers = children(os.getpid())
+    assert len(workers) == 2
+    futures = [scorer.submit(prompt(), completions(TOO_SLOW)) for _ in range(4)]
+    scorer.close()
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(timeout=0)
+    wait_until_gone(workers)
+
+
+def test_workers_die_with_a_process_that_is_killed() -> None:
+    script = (
+        "from qurl_megatron.config.schema import Config\n"
+        "from qurl_megatron.data.scoring import Scorer\n"
+        "from tests.test_scoring import *\n"
+        "scorer = Scorer(Config(reward='math'), workers=2)\n"
+        "scorer.wait_ready()\n"
+        "scorer.submit(prompt(), completions(TOO_SLOW))\n"
+        "print('started', flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "started\n"
+        workers = children(owner.pid)
+        assert len(workers) == 2
+        owner.kill()
+        owner.wait()
+        wait_until_gone(workers)
+
+
+def test_workers_outlive_the_signals_that_stop_a_run() -> None:
+    with Scorer(Config(reward="exact"), workers=1) as scorer:
+        scorer.wait_ready()
+        (worker,) = children(os.getpid())
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(worker, number)
+        scores = scorer.submit(prompt(), completions("42")).result(timeout=60)
+        assert scores == [Score(1, {"accuracy": 1}, "")]
+
+
+def test_unreadable_answers_are_found_among_many() -> None:
+    answers = [f"\\frac{{{n}}}{{7}}" for n in range(1, 200)]
+    answers[20], answers[150] = "2x+3y=", "\\int"
+    reasons = unverifiable(Config(reward="math"), [prompt(answer) for answer in answers])
+    assert [row for row, reason in enumerate(reasons) if reason] == [20, 150]
+    assert reasons[20] == "the answer '2x+3y=' cannot be read as LaTeX"
+
+
+def test_an_answer_that_the_verifier_hangs_on_is_unverifiable_and_costs_no_other() -> None:
+    answers = ["\\frac12", "9^{9^{9^9}}-9^{9^{9^8}}+\\sqrt{2^{9^9}}", "\\frac13"]
+    first, slow, last = unverifiable(Config(reward="math"), [prompt(answer) for answer in answers])
+    assert (first, last) == ("", "")
+    assert slow == "" or slow.startswith("timed out")  # it is read, or costs only itself
+
+
+def test_plain_answers_are_checked_without_starting_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(scoring, "Scorer", start)
+    problems = [prompt(f"{n}") for n in range(40_000)]
+    begin = time.monotonic()
+    assert not any(unverifiable(Config(reward="math"), problems))
+    assert time.monotonic() - begin < 5
+    with pytest.raises(AssertionError, match="a process was started"):
+        unverifiable(Config(reward="math"), [prompt("x")])
+
+
+def test_reward_that_cannot_be_loaded_fails_every_future(tmp_path: Path) -> None:
+    config = Config(reward=f"{tmp_path / 'none.py'}:reward")
+    with Scorer(config, workers=2) as scorer:
+        futures = [scorer.submit(prompt(), completions("42")) for _ in range(4)]
+        for future in futures:
+            with pytest.raises(RewardError, match="none.py: no such file"):
+                future.result(timeout=60)
+    with pytest.raises(ConfigError, match=r"reward=.*none.py:reward: .*none.py: no such file"):
+        check_reward(config)
+
+
+def test_built_in_rewards_are_not_loaded_to_be_checked() -> None:
+    begin = time.monotonic()
+    check_reward(Config(reward="math"))
+    assert time.monotonic() - begin < 0.1

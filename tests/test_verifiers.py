@@ -1,0 +1,269 @@
+"""Verifiers against cases worked by hand from the rules of their sources."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from qurl_megatron.data.reward_types import Question
+from qurl_megatron.data.verifiers import VERIFIERS, Verifier, is_plain
+
+RIGHT, WRONG = 1.0, 0.0
+
+
+@functools.cache
+def verifier(name: str) -> Verifier:
+    return VERIFIERS[name]()
+
+
+def question(answer: str, **metadata: Any) -> Question:
+    return Question("How many?", answer, metadata)
+
+
+def credit(name: str, text: str, answer: str) -> float:
+    return verifier(name).credit(text, question(answer))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "strict", "flexible"),
+    [
+        # verl's two rules, by the last 300 characters.
+        ("72", "So it is #### 72", RIGHT, RIGHT),
+        ("72", "So it is 72", WRONG, RIGHT),
+        ("72", "####72", WRONG, RIGHT),
+        ("72", "#### 5, no: #### 72", RIGHT, RIGHT),
+        ("72", "#### 72, no: #### 5", WRONG, WRONG),
+        ("72", "#### 72\nThat took 3 steps.", RIGHT, WRONG),
+        ("72", "#### $72", WRONG, RIGHT),
+        ("72", "#### 72.", WRONG, WRONG),  # the full stop belongs to the number
+        ("72", "#### 72.0", WRONG, WRONG),  # numbers are compared as texts
+        ("72", "72 .", WRONG, RIGHT),  # a full stop alone is not a number
+        ("1,200", "#### 1,200", RIGHT, WRONG),  # only the strict rule removes commas
+        ("1200", "#### 1200", RIGHT, RIGHT),
+        ("-3", "#### -3", RIGHT, RIGHT),
+        ("48/2 = <<48/2=24>>24\n#### 72", "#### 72", RIGHT, RIGHT),
+        ("72", "#### 72" + " " * 300, WRONG, WRONG),
+        ("72", "no idea", WRONG, WRONG),
+        ("72", "", WRONG, WRONG),
+    ],
+)
+def test_gsm8k_follows_verls_strict_and_flexible_rule(
+    answer: str, text: str, strict: float, flexible: float
+) -> None:
+    assert credit("gsm8k", text, answer) == strict
+    assert credit("gsm8k_flexible", text, answer) == flexible
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("34", "Answer: 34", RIGHT),
+        ("34", "answer :34", RIGHT),
+        ("34", "Answer: $34$", RIGHT),
+        ("34", "Answer: \\boxed{34}", RIGHT),
+        ("34", "\\boxed{34}", WRONG),
+        ("34", "The answer is 34", WRONG),
+        ("34", "Answer: 34\nI am sure.", RIGHT),
+        ("34", "Answer: 34 I am sure.", WRONG),
+        ("34", "Answer: 12\nAnswer: 34", RIGHT),
+        ("34", "Answer: 34\nAnswer: 12", WRONG),
+        ("34", "Answer: x = 34", RIGHT),
+        ("34", "Answer: 34 dollars", RIGHT),
+        ("34", "Answer: 34^\\circ", RIGHT),
+        ("34", "Answer: 34 \\text{ cm}", RIGHT),
+        ("34", "Answer: 34.0", WRONG),
+        ("1000", "Answer: 1,000", RIGHT),
+        ("\\frac{1}{2}", "Answer: \\frac12", RIGHT),
+        ("\\frac{1}{2}", "Answer: 0.5", WRONG),
+        ("\\sqrt{2}", "Answer: \\sqrt2", RIGHT),
+        ("34", "Answer: 34" + "\n" + "x" * 289, RIGHT),  # exactly 300 characters
+        ("34", "Answer: 34" + "\n" + "x" * 290, WRONG),
+        ("34", "", WRONG),
+    ],
+)
+def test_dapo_compares_what_follows_the_last_answer_in_minervas_normal_form(
+    answer: str, text: str, expected: float
+) -> None:
+    assert credit("dapo", text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("2", "thought </think> \\boxed{2}", RIGHT),
+        ("2", "\\boxed{2}", WRONG),  # no end of a thought
+        ("2", "\\boxed{2} </think> so 2", WRONG),  # no box behind the thought
+        ("2", "</think> 2", WRONG),
+        ("2", "</think> \\boxed{1} \\boxed{2}", RIGHT),
+        ("2", "</think> \\boxed{2} </think> \\boxed{3}", RIGHT),  # as DeepScaleR cuts it
+        ("2", "</think> \\boxed{2", WRONG),
+        ("\\boxed{2}", "</think> \\boxed{2}", RIGHT),
+        ("\\frac{1}{2}", "</think> \\boxed{\\frac12}", RIGHT),
+        ("\\frac{1}{2}", "</think> \\boxed{0.5}", RIGHT),
+        ("\\frac{1}{2}", "</think> \\boxed{1/2}", RIGHT),
+        ("\\frac{1}{2}", "</think> \\boxed{2/4}", WRONG),  # not reduced
+        ("\\frac{3}{4}", "</think> \\boxed{0.75}", RIGHT),  # sympy finds them equal
+        ("6", "</think> \\boxed{2*3}", WRONG),  # a whole number must be written as one
+        ("5", "</think> \\boxed{x = 5}", RIGHT),
+        ("5", "</think> \\boxed{5 \\text{ cm}}", RIGHT),
+        ("5", "</think> \\boxed{5 meters}", RIGHT),
+        ("1000", "</think> \\boxed{1,000}", RIGHT),
+        ("2*10^6", "</think> \\boxed{2 million}", RIGHT),
+        ("7/2", "</think> \\boxed{3\\frac{1}{2}}", RIGHT),  # a mixed number
+        ("\\sqrt{2}", "</think> \\boxed{\\sqrt2}", RIGHT),
+        ("(1,2)", "</think> \\boxed{(1, 2)}", RIGHT),
+        ("(1,2)", "</think> \\boxed{[1,2]}", WRONG),
+        ("(1,2)", "</think> \\boxed{(2,1)}", WRONG),
+        ("x^2+2x+1", "</think> \\boxed{(x+1)^2}", RIGHT),
+        ("2\\pi", "</think> \\boxed{\\pi \\cdot 2}", RIGHT),
+        ("\\text{Monday}", "</think> \\boxed{monday}", RIGHT),
+        ("x+y+z", "</think> \\boxed{z+y+x}", WRONG),  # more than two letters are not evaluated
+    ],
+)
+def test_deepscaler_needs_a_box_behind_the_thought_and_compares_as_deepscaler_does(
+    answer: str, text: str, expected: float
+) -> None:
+    assert credit("deepscaler", text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("42", "so it is \\boxed{42}.", RIGHT),
+        ("42", "so it is 42.", RIGHT),
+        ("42", "so it is \\boxed{24}.", WRONG),
+        ("42", "no idea", WRONG),
+        ("42", "", WRONG),
+        ("72", "I had 5. The answer is \\boxed{72}; I used 3 apples.", RIGHT),
+        ("1,000", "$1000$", RIGHT),
+        ("\\frac{1}{2}", "\\boxed{0.5}", RIGHT),
+        ("\\frac{1}{2}", "\\boxed{2}", WRONG),
+        ("x^2+1", "$1 + x^2$", RIGHT),
+        ("\\$18", "She pays $18$.", RIGHT),
+        ("The answer is \\boxed{7}", "\\boxed{7}", RIGHT),
+        ("It is $\\frac{3}{4}$ of it", "\\boxed{3/4}", RIGHT),
+        ("$\\frac{3}{4}$", "\\boxed{3/4}", RIGHT),
+        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "\\boxed{72}", RIGHT),
+        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "\\boxed{24}", WRONG),
+        ("He walks 2 km.\n#### 1,200", "#### 1200", RIGHT),
+        # A mixed answer keeps all its parts.
+        ("15 and $22.5$", "\\boxed{15, 22.5}", RIGHT),
+        ("15 and $22.5$", "\\boxed{15 \\text{ and } 22.5}", RIGHT),
+        ("15 and $22.5$", "\\boxed{22.5}", WRONG),
+        ("$15$ and $22.5$", "$15$ and $22.5$", RIGHT),
+        # Reading 12:00 as a division by zero fails; the texts are equal.
+        ("12:00", "\\boxed{12:00}", RIGHT),
+        ("$12:00$", "$12:00$", RIGHT),
+    ],
+)
+def test_math_scores_as_math_verify_does(answer: str, text: str, expected: float) -> None:
+    assert credit("math", text, answer) == expected
+
+
+LATEX_CANNOT_READ = r"\hbar \omega(v+1 / 2)-\hbar \omega x_e(v+1 / 2)^2"
+
+
+@pytest.mark.parametrize("answer", [LATEX_CANNOT_READ, "2x+3y=", "####"])
+def test_an_answer_that_latex_cannot_read_is_unverifiable(answer: str) -> None:
+    assert "cannot be read as LaTeX" in verifier("math").unverifiable(question(answer))
+
+
+def test_no_number_inside_an_unreadable_answer_counts_as_right() -> None:
+    for number in ("1", "2", "1/2"):
+        assert credit("math", f"\\boxed{{{number}}}", LATEX_CANNOT_READ) == WRONG
+    assert credit("math", f"\\boxed{{{LATEX_CANNOT_READ}}}", LATEX_CANNOT_READ) == RIGHT
+
+
+@pytest.mark.parametrize(
+    "answer", ["7", "-3.5", "1,000", "\\frac{1}{2}", "15 and $22.5$", "12:00", "(1,2)", "x=3"]
+)
+def test_an_answer_that_latex_reads_is_verifiable(answer: str) -> None:
+    assert verifier("math").unverifiable(question(answer)) == ""
+
+
+@pytest.mark.parametrize("name", ["math", "gsm8k", "gsm8k_flexible", "deepscaler", "dapo", "exact"])
+@pytest.mark.parametrize("answer", ["7", "-3.5", "1,000", "0.50", "a\n#### 1,200"])
+def test_a_plain_answer_needs_no_closer_look(name: str, answer: str) -> None:
+    assert is_plain(name, answer)
+    assert verifier(name).unverifiable(question(answer)) == ""
+
+
+def test_answers_that_are_not_plain_are_looked_at() -> None:
+    assert not is_plain("math", "x")
+    assert not is_plain("gsm8k", "seven")
+    assert "is no number" in verifier("gsm8k").unverifiable(question("seven"))
+    assert not is_plain("deepscaler", "\\boxed{2")
+    assert "a box that cannot be read" in verifier("deepscaler").unverifiable(question("\\boxed{2"))
+    assert not is_plain("reasoning_gym", "7")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("yes", RIGHT), (" yes\n", RIGHT), ("Yes", WRONG), ("yes!", WRONG)]
+)
+def test_exact_ignores_surrounding_whitespace_only(text: str, expected: float) -> None:
+    assert credit("exact", text, "yes ") == expected
+
+
+def spell_backward(word: str) -> Question:
+    return question(word[::-1], source_dataset="spell_backward", word=word)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("rats", True),
+        (" rats\n", True),
+        ("Let me see.\n<answer> rats </answer>", True),
+        ("<answer>star</answer> no: <answer>rats</answer>", True),
+        ("<answer>star</answer> rats", False),
+        ("the answer is rats", False),
+        ("", False),
+    ],
+)
+def test_reasoning_gym_scores_the_last_answer_tag_or_the_whole_text(
+    text: str, is_right: bool
+) -> None:
+    assert (verifier("reasoning_gym").credit(text, spell_backward("star")) >= 1) == is_right
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "countdown", "sudoku", "word_ladder"])
+def test_reasoning_gym_scores_entries_of_its_tasks_by_metadata(task: str) -> None:
+    entry = reasoning_gym.create_dataset(task, size=1, seed=0)[0]
+    read_back = question(entry["answer"], **json.loads(json.dumps(entry["metadata"])))
+    assert verifier("reasoning_gym").credit(entry["answer"], read_back) == 1
+    assert verifier("reasoning_gym").credit("no idea", read_back) < 1
+
+
+def test_problem_that_reasoning_gym_cannot_score_is_recognized() -> None:
+    unverifiable = verifier("reasoning_gym").unverifiable
+    assert unverifiable(spell_backward("star")) == ""
+    assert "no metadata.source_dataset" in unverifiable(question("4"))
+    unknown = question("4", source_dataset="chess")
+    assert "'chess' is not a reasoning_gym task" in unverifiable(unknown)
+    countdown = question("4", source_dataset="countdown")
+    assert "countdown does not accept" in unverifiable(countdown)
+
+
+def test_entry_that_json_changed_is_recognized_as_unverifiable() -> None:
+    entry = reasoning_gym.create_dataset("rearc", size=1, seed=0)[0]
+    fresh = question(entry["answer"], **entry["metadata"])
+    assert verifier("reasoning_gym").unverifiable(fresh) == ""
+    read_back = question(entry["answer"], **json.loads(json.dumps(entry["metadata"])))
+    assert "rearc does not accept" in verifier("reasoning_gym").unverifiable(read_back)
+
+
+def test_processes_that_score_import_no_torch_and_only_their_own_verifier() -> None:
+    script = (
+        "import sys\n"
+        "import qurl_megatron.data.scoring_worker\n"
+        "heavy = {'torch', 'numpy', 'sympy', 'math_verify', 'reasoning_gym', 'transformers'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
