@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from launch import slurm, slurm_task
 from launch.attempt import Attempt
-from launch.placement import JobPlan, NodePlan, make_plan, server_specs, smallest_plan
+from launch.placement import JobPlan, NodeGroup, NodePlan, make_plan, server_specs, smallest_plan
 from launch.prepare import prepare_resume_or_new
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
@@ -185,6 +186,32 @@ def test_steps_run_in_the_container_that_the_environment_names() -> None:
 def test_steps_do_not_inherit_the_options_of_sbatch() -> None:
     environment = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "8", "SLURM_JOB_ID": "7"}
     assert slurm.step_environment(environment) == {"SLURM_JOB_ID": "7"}
+
+
+def test_a_step_names_its_nodes_and_their_group_of_a_heterogeneous_job() -> None:
+    command = slurm.srun(NodeGroup(["n3"], 1, cpus=8), 2, ["true"])
+    assert command[:4] == ["srun", "--het-group=1", "--nodelist=n3", "--nodes=1"]
+    assert {"--ntasks=2", "--cpus-per-task=4"} <= set(command) and command[-1] == "true"
+
+
+def test_the_guard_requeues_a_job_without_its_batch_host_and_believes_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.json").write_text('{"id": "7", "batch_host": "n1"}')
+    nodes = ["n1,n2", "", "n2"]  # the nodes of the job; the controller is silent; n1 is lost
+    called: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        called.append(command)
+        listed = nodes[len(called) - 1] if command[0] == "squeue" else ""
+        return subprocess.CompletedProcess(command, 0, stdout=listed)
+
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    monkeypatch.setattr(slurm, "GUARD_POLL_S", 0.0)
+    monkeypatch.setattr(slurm.subprocess, "run", run)
+    slurm.guard(tmp_path)
+    assert [command[0] for command in called] == ["squeue"] * 3 + ["scontrol"]
+    assert called[-1] == ["scontrol", "requeue", "7"]
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:

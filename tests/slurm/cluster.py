@@ -208,7 +208,7 @@ SelectTypeParameters=CR_Core
 GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=60
+SlurmdTimeout=30
 KillWait=30
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=2
 PreemptType=preempt/partition_prio
