@@ -17,6 +17,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
+from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.loop.sampling import Sampler, SampleSummary
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
@@ -57,25 +58,27 @@ class Tokenizer:
     eos_token_id = 1
 
 
-def score(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
-    """Return 1 for each right answer; the verifier fails at the text "failure"."""
+def score_exactly(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+    """Return 1 for each answer that is the right one, at once."""
     scores: Future[list[Score]] = Future()
     scores.set_result(
-        [
-            Score(float(text == prompt.answer), {}, failure="no" if text == "failure" else "")
-            for text in (completion.text for completion in completions)
-        ]
+        [Score(float(each.text == prompt.answer), {}, failure="") for each in completions]
     )
     return scores
 
 
 @contextmanager
-def sampler_of(config: Config, client: ScriptedClient) -> Iterator[Sampler]:
+def sampler_of(
+    config: Config,
+    client: ScriptedClient,
+    score: StartScoring = score_exactly,
+    prompts: list[Prompt] = PROMPTS,
+) -> Iterator[Sampler]:
     sampler = Sampler(
         config,
         client,  # type: ignore[arg-type]  # a stand-in
         score,
-        PROMPTS,
+        prompts,
         Tokenizer(),
         servers_join=lambda: False,
         admit=lambda: None,
@@ -155,13 +158,25 @@ def test_length_penalty_lowers_advantages_and_not_the_reported_reward() -> None:
     assert advantage_signs(batch) == [1, -1, 1, -1]
 
 
-def test_a_failure_of_the_verifier_costs_its_completion_and_not_the_run() -> None:
-    client = ScriptedClient({prompt.id: ["yes", "failure"] for prompt in PROMPTS})
-    with sampler_of(two_prompt_config(), client) as sampler:
+def test_failed_verifiers_are_counted_and_one_is_described() -> None:
+    right, wrong = "\\boxed{42}", "\\boxed{41}"
+    too_slow, too_deep = "\\boxed{9^{9^{9^9}}}", "9" * 100_000
+    prompt = Prompt("0", "question", "42", [10])
+    config = Config(reward="math", reward_wrong=-1)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
+    client = ScriptedClient({"0": [right, too_slow, too_deep, wrong]})
+    with (
+        Scorer(config, workers=1) as scorer,
+        sampler_of(config, client, scorer.submit, [prompt]) as sampler,
+    ):
         batch, summary = sampler.sample(step=1, version=1)
-    assert summary.verifier_failures == 2
-    assert summary.reward_mean == 1 / 2
-    assert advantage_signs(batch) == [1, -1, 1, -1]
+    assert (summary.verifier_failures, summary.verifier_timeouts) == (2, 1)
+    assert summary.verifier_failure == (
+        f"timed out after 3 s of CPU time; question 'question', end of the response {too_slow!r}"
+    )
+    assert summary.reward_mean == (1 - 3) / 4
+    assert summary.reward_parts == {"accuracy": 1 / 4}
+    assert advantage_signs(batch) == [1, -1, -1, -1]
 
 
 def test_a_server_that_waits_for_weights_gets_them_while_groups_are_awaited() -> None:
@@ -176,7 +191,7 @@ def test_a_server_that_waits_for_weights_gets_them_while_groups_are_awaited() ->
     sampler = Sampler(
         two_prompt_config(),
         client,  # type: ignore[arg-type]  # a stand-in
-        score,
+        score_exactly,
         PROMPTS,
         Tokenizer(),
         servers_join=lambda: not admitted,
