@@ -145,6 +145,8 @@ class RunLog:
         self._append("metrics.jsonl", dataclasses.asdict(metrics))
         self._write_curves(metrics.step, dataclasses.asdict(metrics))
         self._ends_s.append(self.time_s)
+        if metrics.verifier_failure and not any(s.verifier_failure for s in self._steps[:-1]):
+            self.say(f"a verifier failed: {metrics.verifier_failure}")
         self._console.step(metrics, evaluation, self._left_s(metrics.step))
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
@@ -293,5 +295,5 @@ def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif value is not None and name not in ("step", "reward_counts"):
+        elif isinstance(value, (int, float)) and name != "step":
             yield prefix + name, float(value)
