@@ -174,8 +174,12 @@ class ObjectiveConfig:
     token_mean: over all tokens of the minibatch."""
 
     kl_coefficient: NonNegative = 0.0
-    """Weight of GRPO's KL penalty (the k3 estimator) towards the model before RL. 0 disables it,
-    and no reference policy is kept."""
+    """Weight of GRPO's KL penalty (the k3 estimator, at most 10 per token) towards the model before
+    RL. 0 disables it, and no reference policy is kept."""
+
+    dual_clip: Annotated[float, Gt(1), Le(1e6)] | None = None
+    """Bound on the policy ratio of tokens with a negative advantage; beyond it a token has no
+    gradient (dual clip, verl's clip_ratio_c). None: no bound."""
 
 
 @dataclasses.dataclass

@@ -67,6 +67,7 @@ def step_metrics(
         publish_bytes=published.sent_bytes,
         rollout_tokens_per_s=summary.sampled_tokens / clock.seconds["rollout"],
         **(asdict(critic_metrics) if critic_metrics else {}),
+        dual_clip_fraction=sum(update.stats["dual_clipped"] for update in updates) / tokens,
     )
 
 
