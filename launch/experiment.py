@@ -41,7 +41,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.placement import place_servers, smallest_plan
-from launch.prepare import default_name, prepare_resume_or_new, run_exists_error
+from launch.prepare import (
+    DATA_SUMMARY,
+    default_name,
+    prepare_resume_or_new,
+    run_exists_error,
+)
 from launch.slurm import signal_lead_s
 from qurl_megatron import device
 from qurl_megatron.config.overrides import with_overrides
@@ -60,6 +65,7 @@ class Job:
     recipe: str
     overrides: list[str]  # field=value, with name=
     config: Config  # the run's; a model that the recipe builds does not exist yet
+    data_summary: str
 
     @property
     def run_dir(self) -> Path:
@@ -86,8 +92,9 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
         elif run_dir.exists():
             raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
         config = prepare_resume_or_new(recipe, [*overrides, f"output_dir={scratch}"])
+        data_summary = (config.run_dir / DATA_SUMMARY).read_text()
     config.output_dir = str(run_dir.parent)
-    return Job(recipe, overrides, config)
+    return Job(recipe, overrides, config, data_summary)
 
 
 def sweep_combinations(sweeps: Sequence[str]) -> list[list[str]]:
@@ -251,7 +258,8 @@ def launch(
 
     With `slurm_options` (SlurmExecutor's arguments) the runs are submitted as jobs. Without them
     the runs go one after the other on this machine, and the code is 0 if all succeeded. A dry run
-    prints the scripts and starts nothing.
+    prints the scripts and starts nothing. A summary of the data goes to stderr, unless the runs on
+    this machine print their own.
 
     Raises:
         ConfigError, DataError: one line that says what is wrong with a run; nothing has started.
@@ -264,6 +272,8 @@ def launch(
         place_servers(job.config, device.num_gpus())
         if job.run_dir.exists():
             raise run_exists_error(job.config)
+    if on_slurm or dry_run:
+        print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
     home = os.environ.setdefault(
         "NEMORUN_HOME", str(Path(jobs[0].config.output_dir).absolute() / ".nemo_run")
     )

@@ -24,6 +24,8 @@ from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 
+DATA_SUMMARY = "data.txt"  # in a run's directory
+
 
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
@@ -43,8 +45,18 @@ def exit_on_bad_input() -> Iterator[None]:
         sys.exit(2)
 
 
+def check_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> str:
+    """Check a new run as `prepare_new` does, write nothing, and return the summary of its data.
+
+    Raises:
+        ConfigError, DataError: one line that says what is wrong, where, and what would be right.
+    """
+    with _checked(recipe, overrides, num_gpus) as (_, _, summary):
+        return summary
+
+
 def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
-    """Create a new run's directory with its config.yaml, and its model if the recipe builds one.
+    """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
     machine if the whole run is to fit on it; 0 skips that check.
@@ -52,6 +64,21 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     Raises:
         ConfigError, DataError: one line that says what is wrong, where, and what would be right.
     """
+    with _checked(recipe, overrides, num_gpus) as (config, built, summary):
+        config.run_dir.mkdir(parents=True)
+        if built.exists():
+            config.model = str(config.run_dir / "model")
+            shutil.move(built, config.model)
+    save(config, config.run_dir / "config.yaml")
+    (config.run_dir / DATA_SUMMARY).write_text(summary)
+    return config
+
+
+@contextmanager
+def _checked(
+    recipe: str, overrides: list[str], num_gpus: int
+) -> Iterator[tuple[Config, Path, str]]:
+    """Yield a new run's configuration, where its model is if the recipe built one, and its data."""
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
@@ -65,19 +92,11 @@ def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        validate(config)
-        place_servers(config, num_gpus)
-        _check_prompts(config)
-        config.run_dir.mkdir(parents=True)
-        if built.exists():
-            config.model = str(config.run_dir / "model")
-            shutil.move(built, config.model)
-    save(config, config.run_dir / "config.yaml")
-    return config
+        yield config, built, _check(config, num_gpus)
 
 
 def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
-    """Apply overrides to an existing run and write them to its config.yaml.
+    """Apply overrides to an existing run, and write its config.yaml and data.txt.
 
     `num_gpus` is as for `prepare_new`.
 
@@ -92,10 +111,9 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
         validate_resume(saved, config)
-        validate(config)
-        place_servers(config, num_gpus)
-        _check_prompts(config)
+        summary = _check(config, num_gpus)
         save(config, run_dir / "config.yaml")
+        (run_dir / DATA_SUMMARY).write_text(summary)
     return config
 
 
@@ -129,17 +147,26 @@ def run_exists_error(config: Config) -> ConfigError:
     )
 
 
-def _check_prompts(config: Config) -> None:
-    """Check that the data can be read and used.
+def print_data_summary(config: Config) -> None:
+    """Print the summary of a prepared run's data."""
+    print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
+
+
+def _check(config: Config, num_gpus: int) -> str:
+    """Check the fields, the machine and the data; return the summary of the data.
 
     Raises:
-        DataError: it cannot.
+        ConfigError, DataError: something cannot be used.
     """
     from transformers import AutoTokenizer
 
     from qurl_megatron.data.prompts import load_prompts
+    from qurl_megatron.data.summary import summarize
 
-    load_prompts(config, AutoTokenizer.from_pretrained(config.model))
+    validate(config)
+    place_servers(config, num_gpus)
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    return summarize(config, load_prompts(config, tokenizer), tokenizer)
 
 
 def load_recipe(name: str) -> ModuleType:

@@ -35,7 +35,7 @@ from pathlib import Path
 from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
-from launch.prepare import exit_on_bad_input, prepare_resume_or_new
+from launch.prepare import exit_on_bad_input, prepare_resume_or_new, print_data_summary
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
@@ -368,6 +368,7 @@ def main() -> None:
     if (config.run_dir / "summary.json").exists():
         print(f"{config.run_dir} is finished")
         return
+    print_data_summary(config)
     sys.exit(run(config, arguments.max_restarts))
 
 

@@ -22,6 +22,7 @@ Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 AdvantageEstimator = Literal["grpo", "gae"]
 Reward = Literal["reasoning_gym", "math", "exact"]
+OverlongPrompts = Literal["drop", "refuse"]
 
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
@@ -323,7 +324,7 @@ class RolloutConfig:
     """Must stay -1 (off) in training, for the same reason as `top_p`."""
 
     max_prompt_length: Count = 1024
-    """Maximum prompt length, in tokens. Data with a longer prompt is refused."""
+    """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
 
     max_response_length: Count = 1024
     """Maximum response length, in tokens. Longer responses are truncated."""
@@ -446,8 +447,8 @@ class Config:
     """Hugging Face directory: config.json, tokenizer files and safetensors."""
 
     data: str = ""
-    """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR or DIR:SPLIT),
-    or reasoning_gym:TASK."""
+    """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
+    DIR:CONFIG or DIR:CONFIG:SPLIT), or reasoning_gym:TASK."""
 
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""
@@ -504,6 +505,23 @@ class Config:
 
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """Checkpoints to resume from."""
+
+    question_key: str = ""
+    """Field of `data` that holds the question, a text or chat messages; `a.b` is field b of field
+    a. Empty: question, prompt, problem or messages."""
+
+    answer_key: str = ""
+    """Field of `data` that holds the answer; `a.b` is field b of field a. Empty: answer,
+    reward_model.ground_truth, or the assistant's last message."""
+
+    system_prompt: str = ""
+    """System message put before each question that has none; the tokenizer needs a chat template.
+    Empty: none."""
+
+    overlong_prompts: OverlongPrompts = "drop"
+    """What becomes of prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
+    left out and counted. refuse: the run does not start. In `evaluation.data` they are always
+    refused."""
 
     @property
     def run_dir(self) -> Path:

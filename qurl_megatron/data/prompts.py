@@ -14,15 +14,18 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, Problem, read_problems
+from qurl_megatron.config.schema import Config, OverlongPrompts
+from qurl_megatron.data.problems import DataError, Fields, Problem, Tally, read_problems
+
+SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptSet(NamedTuple):
@@ -31,68 +34,131 @@ class PromptSet(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
+    tallies: dict[str, Tally] = {}  # what was read and dropped, by field of config
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     """Read, tokenize and split the data of a run.
 
+    A prompt of `config.data` that is too long is dropped if `config.overlong_prompts` says so. One
+    of `config.evaluation.data` is always refused: without it, a score would not be comparable.
+
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
+    tallies: dict[str, Tally] = {}
 
-    def prompts(data: str, options: Mapping[str, Any]) -> list[Prompt]:
-        problems = read_problems(data, options, config.reward, seed=config.seed)
-        return tokenize(problems, tokenizer, config.rollout.max_prompt_length)
+    def prompts(
+        field: str, data: str, options: Mapping[str, Any], overlong: OverlongPrompts
+    ) -> list[Prompt]:
+        tally = tallies[field] = Tally(data)
+        fields = Fields(config.question_key, config.answer_key, required=field == "data")
+        problems = read_problems(
+            data, options, config.reward, seed=config.seed, fields=fields, tally=tally
+        )
+        return tokenize(
+            problems,
+            tokenizer,
+            config.rollout.max_prompt_length,
+            system_prompt=config.system_prompt,
+            overlong=overlong,
+            tally=tally,
+        )
 
     train, held_out = split_held_out(
-        prompts(config.data, config.data_options), config.evaluation.held_out_fraction
+        prompts("data", config.data, config.data_options, config.overlong_prompts),
+        config.evaluation.held_out_fraction,
     )
-    files = {name: prompts(data, {}) for name, data in config.evaluation.data.items()}
+    files = {
+        name: prompts(f"evaluation.data.{name}", data, {}, "refuse")
+        for name, data in config.evaluation.data.items()
+    }
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
-    train = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
-    if not train:
+    kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
+    if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
-    return PromptSet(train, held_out, files)
+    for _ in range(len(train) - len(kept)):
+        tallies["data"].drop("is in evaluation.data too")
+    return PromptSet(kept, held_out, files, tallies)
 
 
-def tokenize(problems: Iterable[Problem], tokenizer: Any, max_prompt_length: int) -> list[Prompt]:
+def tokenize(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    max_prompt_length: int,
+    *,
+    system_prompt: str = "",
+    overlong: OverlongPrompts = "refuse",
+    tally: Tally | None = None,
+) -> list[Prompt]:
     """Return the prompts that the policy continues, in the order of `problems`.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
-    template, the prompt is the text of the question.
+    template, the prompt is the text of the question. `system_prompt` is put before the messages of
+    a problem that has no system message. `tally` counts the prompts that `overlong` drops.
 
     Raises:
-        DataError: a prompt is longer than `max_prompt_length` tokens, the tokenizer has no template
-            for a chat, or the template refuses it.
+        DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
+            are; the tokenizer has no template for a chat, or the template refuses it.
     """
-    return [_tokenize(problem, tokenizer, max_prompt_length) for problem in problems]
+    tally = Tally() if tally is None else tally
+    prompts: list[Prompt] = []
+    questions: set[str] = set()
+    shortest = math.inf
+    for problem in problems:
+        messages = problem.messages
+        has_own = messages[0]["role"] in SYSTEM_ROLES
+        if system_prompt and not has_own:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        token_ids = _token_ids(problem, messages, tokenizer)
+        shortest = min(shortest, len(token_ids))
+        if len(token_ids) > max_prompt_length:
+            if overlong == "refuse":
+                raise DataError(
+                    f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
+                    f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
+                )
+            tally.drop(
+                f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)",
+                problem.location,
+            )
+            continue
+        tally.own_system_prompts += has_own
+        # The first problem with a question is known by the question alone.
+        identity = problem.question
+        if identity in questions:
+            identity += f"\0{problem.answer}"
+        questions.add(problem.question)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        prompts.append(
+            Prompt(digest, problem.question, problem.answer, token_ids, problem.metadata)
+        )
+    if not prompts and problems:
+        raise DataError(
+            f"{tally.source}: every prompt has more than max_prompt_length {max_prompt_length} "
+            f"tokens, the shortest {shortest}; raise rollout.max_prompt_length"
+        )
+    return prompts
 
 
-def _tokenize(problem: Problem, tokenizer: Any, max_prompt_length: int) -> Prompt:
+def _token_ids(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
+        tools = {"tools": problem.tools} if problem.tools else {}
         try:
             text = tokenizer.apply_chat_template(
-                problem.messages, add_generation_prompt=True, tokenize=False
+                messages, add_generation_prompt=True, tokenize=False, **tools
             )
         except jinja2.TemplateError as error:
             raise DataError(
                 f"{problem.location}: the chat template refuses it ({error})"
             ) from error
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    elif [message["role"] for message in problem.messages] == ["user"]:
-        token_ids = tokenizer(problem.question)["input_ids"]
-    else:
-        raise DataError(
-            f"{problem.location}: a chat of {len(problem.messages)} messages, and the tokenizer "
-            "has no chat template; without one, only a single user message can be used"
-        )
-    if len(token_ids) > max_prompt_length:
-        raise DataError(
-            f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
-            f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
-        )
-    identity = hashlib.sha256(problem.question.encode()).hexdigest()[:16]
-    return Prompt(identity, problem.question, problem.answer, list(token_ids), problem.metadata)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if [message["role"] for message in messages] == ["user"]:
+        return list(tokenizer(problem.question)["input_ids"])
+    raise DataError(
+        f"{problem.location}: a chat of {len(messages)} messages, and the tokenizer has no chat "
+        "template; without one, only a single user message can be used, and no system_prompt"
+    )
 
 
 def split_held_out(

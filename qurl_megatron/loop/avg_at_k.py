@@ -57,6 +57,13 @@ class EvalConfig:
     """Seed of sampling, and of reasoning-gym's problems."""
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The SGLang server that answers."""
+    question_key: str = ""
+    """Field of the data that holds the question. Empty: question, prompt, problem or messages."""
+    answer_key: str = ""
+    """Field of the data that holds the answer. Empty: answer, reward_model.ground_truth, or the
+    assistant's last message."""
+    system_prompt: str = ""
+    """System message put before each question that has none. Empty: none."""
 
 
 @dataclass(frozen=True)
