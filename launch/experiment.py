@@ -272,8 +272,6 @@ def launch(
         place_servers(job.config, device.num_gpus())
         if job.run_dir.exists():
             raise run_exists_error(job.config)
-    if on_slurm or dry_run:
-        print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
     home = os.environ.setdefault(
         "NEMORUN_HOME", str(Path(jobs[0].config.output_dir).absolute() / ".nemo_run")
     )
@@ -289,6 +287,7 @@ def launch(
     with tempfile.TemporaryDirectory() as scratch:
         settings: dict[str, Any] = {"max_restarts": max_restarts, "base_dir": Path(scratch)}
         with experiment(title, jobs, executor, **settings) as exp:
+            _print_data_summaries(jobs)
             print("\n".join(job_scripts(exp, Path(scratch))))
     return 0
 
@@ -304,6 +303,7 @@ def start(title: str, jobs: Sequence[Job], executor: run.Executor, **settings: A
     on_slurm = isinstance(executor, run.SlurmExecutor)
     with experiment(title, jobs, executor, **settings) as exp:
         if on_slurm:
+            _print_data_summaries(jobs)
             _submit(exp)
         else:
             _forward_signals()
@@ -312,6 +312,11 @@ def start(title: str, jobs: Sequence[Job], executor: run.Executor, **settings: A
         state = f"job {_job_number(task)}" if on_slurm else task.state.name.lower()
         print(f"{job.run_dir}: {state}")
     return int(not on_slurm and any(task.state.name != "SUCCEEDED" for task in exp.jobs))
+
+
+def _print_data_summaries(jobs: Sequence[Job]) -> None:
+    """Print each summary once; runs of a sweep usually share it. stdout is for the scripts."""
+    print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
 
 
 def job_scripts(exp: run.Experiment, base_dir: Path) -> list[str]:

@@ -51,13 +51,13 @@ evaluation.data.b: {tmp_path}/b.jsonl
   3 entries: 2 to evaluate on, 1 dropped
   dropped 1: repeats an earlier problem; the first is {tmp_path}/b.jsonl line 3
 prompt lengths: 8 to 14 tokens, median 8
-              8-8  ########################################  10
-              9-9                                            0
-            10-10                                            0
-            11-11                                            0
-            12-12                                            0
-            13-13                                            0
-            14-14  ####                                      1
+                8  ########################################  10
+                9                                            0
+               10                                            0
+               11                                            0
+               12                                            0
+               13                                            0
+               14  ####                                      1
 chat template: yes
 the first prompt, 14 tokens:
   | <user>{"x" * 12}<assistant>
@@ -98,7 +98,8 @@ def test_histogram_counts_every_length_once(lengths: list[int]) -> None:
     counted = 0
     for line in bins:
         bounds, bar, count = line[:17], line[19 : 19 + BAR_WIDTH], line[19 + BAR_WIDTH :]
-        low, high = (int(bound.replace(",", "")) for bound in bounds.split("-"))
+        low, *end = (int(bound.replace(",", "")) for bound in bounds.split("-"))
+        high = end[0] if end else low
         number = int(count.replace(",", ""))
         assert number == sum(low <= length <= high for length in lengths)
         assert bar.strip() == "#" * len(bar.strip()) and bool(bar.strip()) == bool(number)

@@ -92,7 +92,8 @@ def length_lines(lengths: list[int]) -> list[str]:
     counts = Counter(length // width for length in lengths)
     lines = [f"prompt lengths: {low:,} to {high:,} tokens, median {median(lengths):,.0f}"]
     for number in range(low // width, high // width + 1):
-        bounds = f"{number * width:,}-{(number + 1) * width - 1:,}"
+        first, last = number * width, (number + 1) * width - 1
+        bounds = f"{first:,}-{last:,}" if width > 1 else f"{first:,}"
         bar = "#" * -(-counts[number] * BAR_WIDTH // max(counts.values()))
         lines.append(f"  {bounds:>15}  {bar:<{BAR_WIDTH}}  {counts[number]:,}")
     return lines
