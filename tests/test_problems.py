@@ -341,6 +341,7 @@ ASSISTANT = {"role": "assistant", "content": "It is 6."}
         ),
         # TRL's prompts, and an older field beside a conversation
         ({"prompt": [USER], "answer": "6"}, [USER], "6"),
+        ({"prompt": [USER, ASSISTANT], "answer": "6"}, [USER, ASSISTANT], "6"),
         ({"prompt": "3 + 3?", "messages": [USER, ASSISTANT], "answer": "6"}, [USER], "6"),
         # OpenAI's content parts
         (

@@ -105,3 +105,7 @@ def test_histogram_counts_every_length_once(lengths: list[int]) -> None:
         assert bar.strip() == "#" * len(bar.strip()) and bool(bar.strip()) == bool(number)
         counted += number
     assert counted == len(lengths)
+
+
+def test_histogram_shows_a_single_prompt_among_many() -> None:
+    assert length_lines([1] * 1000 + [2])[2].split() == ["2", "#", "1"]
