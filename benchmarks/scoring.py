@@ -39,7 +39,7 @@ def problem(draw: random.Random, completions: int) -> tuple[Prompt, list[Complet
     answer = draw.randint(1, 999_999)
     gold = f"{answer}" if draw.random() < 2 / 3 else f"\\frac{{{2 * answer + 1}}}{{2}}"
     return Prompt(f"{answer}", "How many?", gold, [1]), [
-        Completion([1], [0.0], response(draw, gold), False, 1) for _ in range(completions)
+        Completion([1], [0.0], response(draw, gold), False, [1]) for _ in range(completions)
     ]
 
 

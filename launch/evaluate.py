@@ -27,10 +27,11 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_server
-from qurl_megatron.data.problems import read_problems
+from qurl_megatron.data.problems import Fields, Tally, read_problems
 from qurl_megatron.data.prompts import tokenize, without_unverifiable
 from qurl_megatron.data.reward_function import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
+from qurl_megatron.data.summary import source_lines
 from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
@@ -170,11 +171,19 @@ def _hugging_face_directory(model: Path, scratch: Path) -> Path:
 
 
 def _load_prompts(data: str, config: EvalConfig, reward: Config, tokenizer: Any) -> list[Prompt]:
-    problems = read_problems(data, {}, seed=config.seed)
-    problems, note = without_unverifiable(problems, data, reward, drop=False)
-    if note:
-        print(f"qurl: {note}", file=sys.stderr)
-    return tokenize(problems, tokenizer, config.max_prompt_length)
+    """Return the prompts of a data file, and print how many there are and what was dropped."""
+    tally = Tally(data)
+    fields = Fields(config.question_key, config.answer_key)
+    problems = read_problems(data, {}, seed=config.seed, fields=fields, tally=tally)
+    prompts = tokenize(
+        without_unverifiable(problems, reward, tally, drop=False),
+        tokenizer,
+        config.max_prompt_length,
+        system_prompt=config.system_prompt,
+    )
+    for line in source_lines("data", tally, prompts, {"to evaluate on": len(prompts)}):
+        print(line, flush=True)
+    return prompts
 
 
 def _table(

@@ -45,7 +45,12 @@ import psutil
 from launch.disk import check_disk
 from launch.owner import owner_of
 from launch.placement import place_servers, smallest_plan
-from launch.prepare import default_name, prepare_resume_or_new, run_exists_error
+from launch.prepare import (
+    DATA_SUMMARY,
+    default_name,
+    prepare_resume_or_new,
+    run_exists_error,
+)
 from launch.slurm import signal_lead_s
 from launch.status import slurm_jobs
 from qurl_megatron import device
@@ -67,6 +72,7 @@ class Job:
     recipe: str
     overrides: list[str]  # field=value, with name=
     config: Config  # the run's; a model that the recipe builds does not exist yet
+    data_summary: str
 
     @property
     def run_dir(self) -> Path:
@@ -95,10 +101,11 @@ def make_job(recipe: str, overrides: Sequence[str]) -> Job:
         config = prepare_resume_or_new(
             recipe, [*overrides, f"output_dir={scratch}"], checks_disk=False
         )
+        data_summary = (config.run_dir / DATA_SUMMARY).read_text()
         # Within this block, because a model that the recipe builds is in the scratch directory.
         check_disk(dataclasses.replace(config, output_dir=str(run_dir.parent)))
     config.output_dir = str(run_dir.parent)
-    return Job(recipe, overrides, config)
+    return Job(recipe, overrides, config, data_summary)
 
 
 def sweep_combinations(sweeps: Sequence[str]) -> list[list[str]]:
@@ -305,7 +312,8 @@ def launch(
 
     With `slurm_options` (SlurmExecutor's arguments) the runs are submitted as jobs. Without them
     the runs go one after the other on this machine, and the code is 0 if all succeeded. A dry run
-    prints the scripts and starts nothing.
+    prints the scripts and starts nothing. A summary of the data goes to stderr, unless the runs on
+    this machine print their own.
 
     Raises:
         ConfigError, DataError: one line that says what is wrong with a run; nothing has started.
@@ -333,6 +341,7 @@ def launch(
     with tempfile.TemporaryDirectory() as scratch:
         settings: dict[str, Any] = {"max_restarts": max_restarts, "base_dir": Path(scratch)}
         with experiment(title, jobs, executor, **settings) as exp:
+            _print_data_summaries(jobs)
             print("\n".join(job_scripts(exp, Path(scratch))))
     return 0
 
@@ -348,6 +357,7 @@ def start(title: str, jobs: Sequence[Job], executor: run.Executor, **settings: A
     on_slurm = isinstance(executor, run.SlurmExecutor)
     with experiment(title, jobs, executor, **settings) as exp:
         if on_slurm:
+            _print_data_summaries(jobs)
             _submit(exp)
         else:
             _forward_signals()
@@ -356,6 +366,11 @@ def start(title: str, jobs: Sequence[Job], executor: run.Executor, **settings: A
         state = f"job {_job_number(task)}" if on_slurm else task.state.name.lower()
         print(f"{job.run_dir}: {state}")
     return int(not on_slurm and any(task.state.name != "SUCCEEDED" for task in exp.jobs))
+
+
+def _print_data_summaries(jobs: Sequence[Job]) -> None:
+    """Print each summary once; runs of a sweep usually share it. stdout is for the scripts."""
+    print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
 
 
 def job_scripts(exp: run.Experiment, base_dir: Path) -> list[str]:

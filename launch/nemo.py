@@ -17,7 +17,7 @@ import nemo_run as run
 
 from launch import local
 from launch.experiment import make_job, start
-from launch.prepare import exit_on_bad_input, prepare_new, recipe_names
+from launch.prepare import exit_on_bad_input, prepare_new, print_data_summary, recipe_names
 from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
@@ -45,7 +45,9 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
         if ctx is not None and ctx.dryrun:
             return
         if ctx is None or ctx.executor is None:
-            sys.exit(local.run(prepare_new(recipe, overrides, device.num_gpus())))
+            prepared = prepare_new(recipe, overrides, device.num_gpus())
+            print_data_summary(prepared)
+            sys.exit(local.run(prepared))
         job = make_job(recipe, overrides)
         sys.exit(start(job.config.name, [job], ctx.executor))
 

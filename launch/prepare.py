@@ -29,6 +29,8 @@ from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.reward_function import absolute
 from qurl_megatron.rollout.options import check_options
 
+DATA_SUMMARY = "data.txt"  # in a run's directory
+
 
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
@@ -49,10 +51,21 @@ def exit_on_bad_input() -> Iterator[None]:
         sys.exit(2)
 
 
+def check_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> str:
+    """Check a new run as `prepare_new` does, write nothing, and return the summary of its data.
+
+    Raises:
+        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
+            what would be right.
+    """
+    with _checked(recipe, overrides, num_gpus, True) as (_, _, summary):
+        return summary
+
+
 def prepare_new(
     recipe: str, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
 ) -> Config:
-    """Create a new run's directory with its config.yaml, and its model if the recipe builds one.
+    """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
     machine if the whole run is to fit on it; 0 skips that check. `checks_disk` is False for a run
@@ -62,6 +75,22 @@ def prepare_new(
         ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
             what would be right.
     """
+    with _checked(recipe, overrides, num_gpus, checks_disk) as (config, built, summary):
+        config.run_dir.mkdir(parents=True)
+        if built.exists():
+            config.model = str(config.run_dir / "model")
+            shutil.move(built, config.model)
+    _make_paths_absolute(config)
+    save(config, config.run_dir / "config.yaml")
+    (config.run_dir / DATA_SUMMARY).write_text(summary)
+    return config
+
+
+@contextmanager
+def _checked(
+    recipe: str, overrides: list[str], num_gpus: int, checks_disk: bool
+) -> Iterator[tuple[Config, Path, str]]:
+    """Yield a new run's configuration, where its model is if the recipe built one, and its data."""
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
@@ -76,20 +105,13 @@ def prepare_new(
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        _check(config, num_gpus, checks_disk)
-        config.run_dir.mkdir(parents=True)
-        if built.exists():
-            config.model = str(config.run_dir / "model")
-            shutil.move(built, config.model)
-    _make_paths_absolute(config)
-    save(config, config.run_dir / "config.yaml")
-    return config
+        yield config, built, _check(config, num_gpus, checks_disk)
 
 
 def prepare_resume(
     run_dir: Path, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
 ) -> Config:
-    """Apply overrides to an existing run and write them to its config.yaml.
+    """Apply overrides to an existing run, and write its config.yaml and data.txt.
 
     The run's directory may have been moved or renamed. An override may give the new place of a
     model or of data that is no longer where it was. `num_gpus` and `checks_disk` are as for
@@ -115,8 +137,9 @@ def prepare_resume(
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
-        _check(config, num_gpus, checks_disk)
+        summary = _check(config, num_gpus, checks_disk)
         save(config, run_dir / "config.yaml")
+        (run_dir / DATA_SUMMARY).write_text(summary)
     return config
 
 
@@ -198,14 +221,22 @@ def run_exists_error(config: Config) -> ConfigError:
     )
 
 
-def _check(config: Config, num_gpus: int, checks_disk: bool) -> None:
+def print_data_summary(config: Config) -> None:
+    """Print the summary of a prepared run's data."""
+    print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
+
+
+def _check(config: Config, num_gpus: int, checks_disk: bool) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
+
+    Return the summary of the data.
 
     Raises:
         ArchitectureError, ConfigError, DataError: something cannot be used.
     """
     from qurl_megatron.data.prompts import load_prompts
     from qurl_megatron.data.scoring import check_reward
+    from qurl_megatron.data.summary import summarize
     from qurl_megatron.model.check import check_model, load_tokenizer
 
     validate(config)
@@ -219,9 +250,8 @@ def _check(config: Config, num_gpus: int, checks_disk: bool) -> None:
         check_model(Path(config.critic.model))
     if checks_disk:
         check_disk(config)
-    prompts = load_prompts(config, load_tokenizer(Path(config.model)))
-    for note in prompts.notes:
-        print(f"qurl: {note}", file=sys.stderr)
+    tokenizer = load_tokenizer(Path(config.model))
+    prompts = load_prompts(config, tokenizer)
     set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     available = len(prompts.train) - set_aside
     if config.rollout.prompts_per_step > available:
@@ -230,6 +260,7 @@ def _check(config: Config, num_gpus: int, checks_disk: bool) -> None:
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on{why}; a step must not repeat a prompt"
         )
+    return summarize(config, prompts, tokenizer)
 
 
 def load_recipe(name: str) -> ModuleType:

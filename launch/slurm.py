@@ -42,7 +42,7 @@ from pathlib import Path
 from launch.attempt import Attempt
 from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
-from launch.prepare import exit_on_bad_input, prepare_resume_or_new
+from launch.prepare import exit_on_bad_input, prepare_resume_or_new, print_data_summary
 from launch.servers import RestartLimit
 from launch.slurm_task import START_FAILED, roster_of
 from launch.status import how_to_resume, is_finished
@@ -498,6 +498,7 @@ def main() -> None:
     if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")
         return
+    print_data_summary(config)
     sys.exit(run(config, arguments.max_restarts))
 
 

@@ -15,10 +15,12 @@ from typer.exceptions import TyperException
 
 from launch.disk import check_disk
 from launch.prepare import (
+    check_new,
     exit_on_bad_input,
     load_recipe,
     prepare_new,
     prepare_resume,
+    print_data_summary,
     recipe_names,
     warn_of_pickles,
 )
@@ -92,14 +94,31 @@ def config(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def train(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Run a recipe on this machine: start its servers and learner ranks, and watch them."""
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the run and print a summary of its data. Start and write nothing.",
+        ),
+    ] = False,
+) -> None:
+    """Run a recipe on this machine: start its servers and learner ranks, and watch them.
+
+    A summary of the data is printed before anything starts.
+    """
     from launch import local
     from qurl_megatron.device import num_gpus
 
     with exit_on_bad_input():
+        if dry_run:
+            print(check_new(recipe, overrides or [], num_gpus()), end="")
+            return
         config = prepare_new(recipe, overrides or [], num_gpus())
         print(f"the run {check_disk(config)}", flush=True)
+    print_data_summary(config)
     sys.exit(local.run(config))
 
 
@@ -116,6 +135,7 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
         warn_of_pickles(run_dir)
         config = prepare_resume(run_dir, overrides or [], num_gpus())
         print(f"the run {check_disk(config)}", flush=True)
+    print_data_summary(config)
     sys.exit(local.run(config))
 
 

@@ -19,6 +19,7 @@ Sources of the settings:
 - DAPO: a reward of 1 or -1 by what follows "Answer:", the token mean, 16 minibatches per step, and
   the penalty over the last fifth of a response. DAPO's dynamic sampling repeats until enough groups
   have mixed rewards; here it tries 4 times.
+- verl's DAPO scripts, which the paper's framework has: dual clip at 10.
 
 `quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts. BF16 runs
 without UAQ.
@@ -46,7 +47,11 @@ def recipe() -> Config:
         learner=LearnerConfig(tensor_parallel_size=4, data_parallel_size=2, micro_batch_size=4),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=16),
         objective=ObjectiveConfig(
-            objective="acr", eps_low=0.2, eps_high=0.28, aggregation="token_mean"
+            objective="acr",
+            eps_low=0.2,
+            eps_high=0.28,
+            dual_clip=10.0,
+            aggregation="token_mean",
         ),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(

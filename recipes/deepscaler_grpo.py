@@ -21,6 +21,7 @@ Sources of the settings:
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
 - DeepScaleR: a reward of 1 or 0 by the box after "</think>", two minibatches per step, and top_p
   0.95 in evaluation.
+- verl, which the paper ran on: dual clip at 3, its default.
 
 Weights, optimizer and position in the data carry over from stage to stage. The KL reference stays
 the model that the run started from.
@@ -50,7 +51,9 @@ def recipe() -> Config:
         steps=1600,
         learner=LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, micro_batch_size=1),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
-        objective=ObjectiveConfig(objective="acr", eps_low=0.2, eps_high=0.2, kl_coefficient=1e-3),
+        objective=ObjectiveConfig(
+            objective="acr", eps_low=0.2, eps_high=0.2, dual_clip=3.0, kl_coefficient=1e-3
+        ),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(
             prompts_per_step=256,

@@ -18,7 +18,8 @@ Sources of the settings:
   on the test set.
 - Flash-RL: ratio cap C = 2.
 - verl's example of PPO on GSM8K: a reward of 1 or 0 by the strict rule, one response per problem,
-  four minibatches per step for policy and critic, critic learning rate 1e-5.
+  four minibatches per step for policy and critic, critic learning rate 1e-5. verl's default: dual
+  clip at 3.
 
 `quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts.
 """
@@ -47,7 +48,12 @@ def recipe() -> Config:
         optimizer=OptimizerConfig(learning_rate=1e-5, minibatches_per_step=4),
         critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-5, minibatches_per_step=4)),
         objective=ObjectiveConfig(
-            objective="acr", eps_low=0.2, eps_high=0.2, ratio_cap=2.0, aggregation="token_mean"
+            objective="acr",
+            eps_low=0.2,
+            eps_high=0.2,
+            ratio_cap=2.0,
+            dual_clip=3.0,
+            aggregation="token_mean",
         ),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.0)),
         rollout=RolloutConfig(

@@ -13,6 +13,7 @@ Sources of the settings:
 - QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 responses of up to 8k tokens, 800
   steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
+- verl, which the paper ran on: dual clip at 3, its default.
 - The layouts are this project's own, since the paper trains no model of this size. Their steps are
   within a tenth of the shortest that `qurl plan` finds. They were never run on GPUs. On 16 and 32
   GPUs activations are recomputed; without that, 16 GPUs have no memory for 8k tokens.
@@ -112,7 +113,9 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
             recompute_activations=recompute,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
-        objective=ObjectiveConfig(objective="acr", eps_low=0.2, eps_high=0.2, kl_coefficient=1e-3),
+        objective=ObjectiveConfig(
+            objective="acr", eps_low=0.2, eps_high=0.2, dual_clip=3.0, kl_coefficient=1e-3
+        ),
         quantization=QuantizationConfig(
             format=weight_format, uaq=UaqConfig(1.0 if weight_format == "bf16" else 1.5)
         ),

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qurl_megatron.algorithm.advantages import (
     generalized_advantages,
@@ -76,9 +78,95 @@ def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
     torch.testing.assert_close(advantages, (expected - values) * mask)
 
 
+def test_advantages_carry_over_tokens_that_the_policy_did_not_sample() -> None:
+    """The numbers of the test above, with a user's turn of two tokens between the second and third.
+
+    The values (7, 7) and the reward (5) of that turn do not count, and it is not discounted for.
+    """
+    mask = torch.tensor([[False, True, True, False, False, True]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 5.0, 0.0, 8.0]])
+    values = torch.tensor([[9.0, 4.0, 2.0, 7.0, 7.0, 1.0]])
+    advantages, returns = generalized_advantages(
+        rewards, values, mask, discount=0.5, gae_lambda=0.5
+    )
+    assert advantages.tolist() == [[0.0, -2.9375, 0.25, 0.0, 0.0, 7.0]]
+    assert returns.tolist() == [[0.0, 1.0625, 2.25, 0.0, 0.0, 8.0]]
+
+
+def verl_gae(
+    rewards: list[float], values: list[float], mask: list[bool], discount: float, gae_lambda: float
+) -> tuple[list[float], list[float]]:
+    """Return one row's advantages and returns by verl's recursion, at the tokens of `mask`."""
+    next_value = last = 0.0
+    advantages: list[float] = []
+    for reward, value, kept in reversed(list(zip(rewards, values, mask, strict=True))):
+        delta = reward + discount * next_value - value
+        candidate = delta + discount * gae_lambda * last
+        next_value = value * kept + (1 - kept) * next_value
+        last = candidate * kept + (1 - kept) * last
+        advantages.insert(0, last)
+    returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+    pairs = (advantages, returns)
+    return tuple([x * kept for x, kept in zip(row, mask, strict=True)] for row in pairs)  # type: ignore[return-value]
+
+
+NUMBERS = st.floats(-8, 8, width=32)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=12),
+    st.floats(0.5, 1),
+    st.floats(0, 1),
+)
+def test_generalized_advantages_are_verls_for_every_mask(
+    row: list[tuple[float, float, bool]], discount: float, gae_lambda: float
+) -> None:
+    rewards, values, mask = (list(column) for column in zip(*row, strict=True))
+    results = generalized_advantages(
+        torch.tensor([rewards], dtype=torch.float64),
+        torch.tensor([values], dtype=torch.float64),
+        torch.tensor([mask]),
+        discount=discount,
+        gae_lambda=gae_lambda,
+    )
+    expected = verl_gae(rewards, values, mask, discount, gae_lambda)
+    for result, column in zip(results, expected, strict=True):
+        assert result.tolist()[0] == pytest.approx(column, rel=1e-12, abs=1e-12)
+
+
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_mask() -> None:
     mask = torch.tensor([[True, True], [True, False]])
     result = whiten(torch.tensor([[1.0, 2.0], [3.0, 50.0]]), mask, epsilon=0.0)
     assert result.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
     with pytest.raises(ValueError, match="two tokens"):
         whiten(torch.ones(1, 2), torch.tensor([[True, False]]))
+
+
+def test_epsilon_of_whitening_is_added_to_the_variance() -> None:
+    """Mean 2, variance ((1)^2 + (1)^2) / 1 = 2; sqrt(2 + 2) = 2."""
+    both = torch.tensor([[True, True]])
+    result = whiten(torch.tensor([[1.0, 3.0]]), both, epsilon=2.0)
+    assert result.tolist() == [[-0.5, 0.5]]
+
+
+def verl_whiten(values: list[float]) -> list[float]:
+    """Return verl's and TRL's `masked_whiten` of values that are all in the mask."""
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
+
+
+@settings(deadline=None)
+@given(st.lists(NUMBERS, min_size=2, max_size=12), st.sampled_from([1e-6, 1e-4, 1.0]))
+def test_whitened_advantages_are_verls_for_every_spread(values: list[float], scale: float) -> None:
+    values = [value * scale for value in values]
+    row = torch.tensor([values], dtype=torch.float64)
+    result = whiten(row, torch.ones_like(row, dtype=torch.bool))
+    assert result.tolist()[0] == pytest.approx(verl_whiten(values), rel=1e-9, abs=1e-9)
+
+
+def test_advantages_that_are_all_equal_stay_close_to_0_in_float32() -> None:
+    """Rounding noise of the mean, about 1e-7 of the value, is divided by no less than 1e-4."""
+    row = torch.full((1, 1000), 0.1)
+    assert whiten(row, row > 0).abs().max() < 2e-3

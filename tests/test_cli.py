@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import evaluate
-from launch.prepare import prepare_new, warn_of_pickles
+from launch.prepare import check_new, prepare_new, prepare_resume, warn_of_pickles
 from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
@@ -161,6 +161,18 @@ def test_a_run_of_another_user_is_resumed_with_a_warning_of_pickles(
     assert f"belongs to user {own or 4242}: its checkpoints hold pickles" in capsys.readouterr().err
 
 
+def test_run_directory_keeps_the_summary_of_its_data(tmp_path: Path) -> None:
+    words = grpo_words(tmp_path, [*good_problems(), good_problems()[0]])
+    config = prepare_new("grpo", [*words, "name=first"])
+    kept = (config.run_dir / "data.txt").read_text()
+    assert "41 entries: 37 to train on, 3 held out, 1 dropped\n" in kept
+    assert "problems.jsonl line 41\n" in kept
+    assert check_new("grpo", [*words, "name=second"]) == kept
+    (config.run_dir / "data.txt").unlink()
+    prepare_resume(config.run_dir, ["steps=7"])
+    assert (config.run_dir / "data.txt").read_text() == kept
+
+
 def qurl(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [QURL, *words], cwd=directory, capture_output=True, text=True, timeout=120, check=False
@@ -183,6 +195,19 @@ def test_wrong_command_prints_one_line_and_exits_with_2(tmp_path: Path, words: l
     assert len(ended.stderr.splitlines()) == 1
     assert ended.stderr.startswith("qurl: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_prints_the_summary_and_starts_and_writes_nothing(tmp_path: Path) -> None:
+    words = ["train", "grpo", *grpo_words(tmp_path, good_problems()), "name=first", "--dry-run"]
+    before = sorted(tmp_path.rglob("*"))
+    ended = qurl(tmp_path, *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"data: {tmp_path}/problems.jsonl\n  40 entries: ")
+    assert "\nchat template: none, " in ended.stdout
+    refused = qurl(tmp_path, *words, "rollout.max_prompt_length=3")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"qurl: {tmp_path}/problems.jsonl: every prompt has more than")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_config_prints_yaml_that_loads_back_equal(tmp_path: Path) -> None:

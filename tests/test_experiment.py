@@ -213,7 +213,9 @@ def test_a_sweep_has_a_named_run_for_each_combination(
     options = {"account": "acc", "gpus_per_node": GPUS_PER_NODE}
     small = ["name=ablation", "steps=2"]
     experiment.launch("quickstart", small, sweeps[:2], slurm_options=options, dry_run=True)
-    commands = re.findall(r"^exec .+ run (.+)$", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr()
+    assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
+    commands = re.findall(r"^exec .+ run (.+)$", shown.out, re.MULTILINE)
     assert sorted(commands) == sorted(
         f"quickstart name=ablation steps=2 objective.objective={objective} "
         f"quantization.format={weights} name=ablation-{objective}-{weights}"

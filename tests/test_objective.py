@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qurl_megatron.algorithm.objective import (
     LAG_BUCKETS,
@@ -25,7 +27,12 @@ SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
 def one_token(
-    objective: str, current: float, proximal: float, behaviour: float, advantage: float
+    objective: str,
+    current: float,
+    proximal: float,
+    behaviour: float,
+    advantage: float,
+    **changes: Any,
 ) -> tuple[ObjectiveOutput, torch.Tensor]:
     """Return J and dJ/d(log current) of one token of weight 1, given probabilities."""
     current_logprobs = torch.tensor([[current]]).log().requires_grad_()
@@ -36,7 +43,7 @@ def one_token(
         torch.tensor([[advantage]]),
         torch.ones(1, 1),
         objective=objective,
-        **SETTINGS,
+        **{**SETTINGS, **changes},
     )
     output.loss.backward()
     assert current_logprobs.grad is not None
@@ -130,6 +137,106 @@ def test_acr_widened_counts_tokens_that_tis_clips_and_acr_does_not(case: str) ->
     }
     assert widened["acr"] == (case == "rho above C, positive, R between the bounds")
     assert not any(widened[name] for name in OBJECTIVES if name != "acr")
+
+
+# current, proximal, behaviour, advantage -> J of each objective with dual clip at 3, by hand, and
+# the objectives whose token it leaves without a gradient.
+DUAL_CLIP = {
+    # rho = 2, R = 4, naive ratio 8: J = -3 * weight
+    "R above 3": (
+        (0.8, 0.2, 0.1, -1.0),
+        {"naive": -3.0, "on_policy": -3.0, "decoupled": -6.0, "tis": -6.0, "acr": -6.0},
+        set(OBJECTIVES),
+    ),
+    # rho = 4, r = 1/2, R = 2, naive ratio 8. r * R = 1 plays no part, and the weight comes after.
+    "R below 3, rho above C": (
+        (0.8, 0.4, 0.1, -2.0),
+        {"naive": -6.0, "on_policy": -4.0, "decoupled": -16.0, "tis": -8.0, "acr": -8.0},
+        {"naive"},
+    ),
+    # rho = 1/4, R = 4, naive ratio 1: weight times R is 1, and yet R is above 3
+    "R above 3, weighted ratio below": (
+        (0.8, 0.2, 0.8, -1.0),
+        {"naive": -1.0, "on_policy": -3.0, "decoupled": -0.75, "tis": -0.75, "acr": -0.75},
+        set(OBJECTIVES) - {"naive"},
+    ),
+    # rho = 5, R = 4: a positive advantage knows the usual bounds only, 1.28 and acr's 3.2
+    "R above 3, positive": (
+        (0.8, 0.2, 0.04, 1.0),
+        {"naive": 1.28, "on_policy": 1.28, "decoupled": 6.4, "tis": 2.56, "acr": 6.4},
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("case", DUAL_CLIP)
+def test_dual_clip_bounds_the_policy_ratio_of_negative_advantages(
+    case: str, objective: str
+) -> None:
+    (current, proximal, behaviour, advantage), expected, stopped = DUAL_CLIP[case]
+    output, gradient = one_token(objective, current, proximal, behaviour, advantage, dual_clip=3.0)
+    assert -output.loss.item() == pytest.approx(expected[objective], rel=1e-6)
+    assert output.stats["dual_clipped"].item() == (objective in stopped)
+    assert output.stats["clipped"].item() == (advantage > 0)
+    has_gradient = advantage < 0 and objective not in stopped
+    assert gradient.item() == pytest.approx(expected[objective] if has_gradient else 0.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", HAND_WORKED)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_dual_clip_changes_no_bit_of_a_token_below_it(objective: str, case: str) -> None:
+    probabilities, _ = HAND_WORKED[case]
+    off, off_gradient = one_token(objective, *probabilities)
+    on, on_gradient = one_token(objective, *probabilities, dual_clip=50.0)
+    assert torch.equal(on.loss, off.loss) and torch.equal(on_gradient, off_gradient)
+    assert on.stats == off.stats and off.stats["dual_clipped"] == 0
+
+
+def verl_loss(
+    ratio: float, advantage: float, weight: float, dual_clip: float
+) -> tuple[float, bool, bool]:
+    """Return a token's loss by verl's formula, and whether either clip is in effect."""
+    losses = -advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28)
+    clipped, bound = max(losses), -advantage * dual_clip
+    loss = min(bound, clipped) if advantage < 0 else clipped
+    return loss * weight, losses[1] > losses[0], advantage < 0 and clipped > bound
+
+
+LOG_RATIOS = st.floats(-4, 4, width=32)
+
+
+@settings(deadline=None)
+@given(
+    LOG_RATIOS,
+    LOG_RATIOS,
+    st.floats(-3, 3, width=32),
+    st.floats(1.0625, 20, width=32),
+    st.sampled_from(["naive", "on_policy", "decoupled", "tis"]),
+)
+def test_dual_clip_is_verls(
+    log_ratio: float, log_rho: float, advantage: float, dual_clip: float, objective: str
+) -> None:
+    """acr is not among them: for negative advantages it is tis."""
+    proximal = torch.tensor([[-5.0]], dtype=torch.float64)
+    output = policy_objective(
+        proximal + log_ratio,
+        proximal,
+        proximal - log_rho,
+        torch.tensor([[advantage]], dtype=torch.float64),
+        torch.ones(1, 1),
+        objective=objective,
+        dual_clip=dual_clip,
+        **SETTINGS,
+    )
+    naive_ratio, rho = math.exp(log_ratio + log_rho), math.exp(log_rho)
+    ratio = naive_ratio if objective == "naive" else math.exp(log_ratio)
+    weight = {"decoupled": rho, "tis": min(rho, 2.0)}.get(objective, 1.0)
+    loss, clipped, dual_clipped = verl_loss(ratio, advantage, weight, dual_clip)
+    assert output.loss.item() == pytest.approx(loss, rel=1e-6, abs=1e-9)
+    if min(abs(ratio - bound) for bound in (0.8, 1.28, dual_clip)) > 1e-6:
+        assert output.stats["clipped"].item() == clipped
+        assert output.stats["dual_clipped"].item() == dual_clipped
 
 
 def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -270,6 +377,72 @@ def test_kl_penalty_is_k3_between_current_and_reference() -> None:
     )
     assert output.loss.item() == pytest.approx(-3.0 + 0.1 * k3, rel=1e-6)
     assert output.stats["kl_reference"].item() == pytest.approx(k3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "k3", "gradient"),
+    [
+        (0.0, 0.0, 0.0),
+        (2.0, math.exp(2) - 3, 1 - math.exp(2)),  # 4.39 is below 10
+        (3.0, 10.0, 0.0),  # e^3 - 4 = 16.1
+        (19.9, 10.0, 0.0),  # 4.4e8 unbounded
+        (60.0, 10.0, 0.0),
+        (-2.0, math.exp(-2) + 1, 1 - math.exp(-2)),
+        (-12.0, 10.0, 0.0),  # e^-12 + 11
+    ],
+)
+def test_kl_penalty_of_a_token_is_at_most_10_and_has_no_gradient_beyond(
+    log_ratio: float, k3: float, gradient: float
+) -> None:
+    """log_ratio is log(reference / current); the gradient is in log current."""
+    current = torch.tensor([[-70.0]], requires_grad=True)
+    output = policy_objective(
+        current,
+        torch.tensor([[-70.0]]),
+        torch.tensor([[-70.0]]),
+        torch.tensor([[0.0]]),
+        torch.ones(1, 1),
+        objective="acr",
+        kl_coefficient=1.0,
+        reference_logprobs=torch.tensor([[-70.0 + log_ratio]]),
+        **SETTINGS,
+    )
+    output.loss.backward()
+    assert current.grad is not None
+    assert output.loss.item() == pytest.approx(k3, rel=1e-5)
+    assert output.stats["kl_reference"].item() == pytest.approx(k3, rel=1e-5)
+    assert current.grad.item() == pytest.approx(gradient, rel=1e-5)
+
+
+def verl_low_var_kl(logprob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return verl's estimate of a token's KL divergence, `low_var_kl`."""
+    log_ratio = (reference - logprob).clamp(-20, 20)
+    return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20))
+def test_kl_penalty_and_its_gradient_are_verls(log_ratios: list[float]) -> None:
+    reference = torch.tensor([log_ratios], dtype=torch.float64) - 60
+    zeros = torch.zeros_like(reference)
+    current, verls = (torch.full_like(reference, -60, requires_grad=True) for _ in range(2))
+    output = policy_objective(
+        current,
+        current.detach(),
+        current.detach(),
+        zeros,
+        torch.ones_like(zeros),
+        objective="acr",
+        kl_coefficient=1.0,
+        reference_logprobs=reference,
+        **SETTINGS,
+    )
+    expected = verl_low_var_kl(verls, reference).sum()
+    output.loss.backward()
+    expected.backward()
+    assert current.grad is not None and verls.grad is not None
+    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(current.grad, verls.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_unknown_objective_is_named_with_the_valid_ones() -> None:

@@ -15,7 +15,14 @@ import pytest
 import reasoning_gym
 
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, find_unverifiable, read_problems
+from qurl_megatron.data.problems import (
+    DataError,
+    Dropped,
+    Fields,
+    Tally,
+    find_unverifiable,
+    read_problems,
+)
 from qurl_megatron.data.reward_types import Question
 from qurl_megatron.data.verifiers import VERIFIERS
 
@@ -62,6 +69,14 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user"}], "answer": "6"}, "line 3: prompt[0].content is missing"),
         ({"prompt": [], "answer": "6"}, "line 3: prompt is a list, but not of chat messages"),
         ({"prompt": ["3 + 3?"], "answer": "6"}, "line 3: prompt is a list, but not of chat"),
+        ({"text": "3 + 3?", "answer": "6"}, "the entry has text, answer (name another field with"),
+        ({"question": "3 + 3?", "label": "6"}, "has question, label (name another field with answ"),
+        (b'{"question": "\\ud800", "answer": "6"}', "line 3: question is not Unicode text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "line 3: messages[0].content has a part that is not text",
+        ),
+        ({"messages": [{"role": "user", "content": "3 + 3?"}]}, "line 3: answer is missing or em"),
         (
             {"prompt": "3 + 3?", "reward_model": {"style": "rule"}},
             "line 3: reward_model.ground_truth is missing or empty",
@@ -182,17 +197,43 @@ def test_only_split_of_a_directory_is_the_default(tmp_path: Path) -> None:
     assert questions(str(tmp_path / "saved")) == ["5 + 1?"]
 
 
-def test_directory_of_several_data_sets_is_refused_and_they_are_named(tmp_path: Path) -> None:
-    """GSM8K on the Hub is such a directory."""
+def write_configs(directory: Path, *names: str, default: str | None = None) -> Path:
+    """Write a directory of several data sets, each with two splits, as GSM8K has on the Hub."""
     configs = []
-    for number, name in enumerate(("main", "socratic")):
-        (tmp_path / name).mkdir()
-        write_parquet(tmp_path / name / "train-00000-of-00001.parquet", *numbered(number))
-        configs.append({"config_name": name, "data_files": f"{name}/train-*"})
-    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
-    with pytest.raises(DataError, match=r"\['main', 'socratic'\].*give the directory of one"):
-        questions(str(tmp_path))
-    assert questions(str(tmp_path / "socratic")) == ["1 + 1?"]
+    for number, name in enumerate(names):
+        (directory / name).mkdir(parents=True)
+        splits = {"train": 2 * number, "test": 2 * number + 1}
+        for split, n in splits.items():
+            write_parquet(directory / name / f"{split}-00000-of-00001.parquet", *numbered(n))
+        files = [{"split": split, "path": f"{name}/{split}-*"} for split in splits]
+        is_default = {"default": True} if name == default else {}
+        configs.append({"config_name": name, "data_files": files, **is_default})
+    (directory / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    return directory
+
+
+def test_config_of_a_directory_is_chosen_by_name(tmp_path: Path) -> None:
+    hub = write_configs(tmp_path / "hub", "main", "socratic")
+    assert questions(f"{hub}:main") == ["0 + 1?"]
+    assert questions(f"{hub}:main:test") == ["1 + 1?"]
+    assert questions(f"{hub}:socratic") == ["2 + 1?"]
+    assert questions(f"{hub}:socratic:test") == ["3 + 1?"]
+    assert questions(str(hub / "socratic")) == ["2 + 1?"]
+    for data, message in {
+        str(hub): f"{hub}: has several configs; name one of main, socratic as {hub}:main",
+        f"{hub}:test": f"{hub}: has no config 'test'; name one of main, socratic as {hub}:main",
+        f"{hub}:mian:test": "has no config 'mian'; name one of main, socratic",
+        f"{hub}:main:dev": f"{hub}:main: has no split 'dev'; name one of train, test as {hub}:main",
+    }.items():
+        with pytest.raises(DataError, match=re.escape(message)):
+            questions(data)
+
+
+def test_directory_with_a_default_config_needs_no_name(tmp_path: Path) -> None:
+    hub = write_configs(tmp_path / "hub:2", "main", "socratic", default="socratic")
+    assert questions(str(hub)) == ["2 + 1?"]
+    assert questions(f"{hub}:test") == ["3 + 1?"]
+    assert questions(f"{hub}:main:test") == ["1 + 1?"]
 
 
 def test_broken_shard_is_named_with_its_line_number(tmp_path: Path) -> None:
@@ -286,3 +327,129 @@ def test_unknown_task_or_option_is_refused_in_one_line(
     with pytest.raises(DataError, match=message) as refusal:
         read_problems(data, options)
     assert "\n" not in str(refusal.value)
+
+
+USER = {"role": "user", "content": "3 + 3?"}
+ASSISTANT = {"role": "assistant", "content": "It is 6."}
+
+
+@pytest.mark.parametrize(
+    ("entry", "messages", "answer"),
+    [
+        ({"messages": [USER, ASSISTANT]}, [USER], "It is 6."),
+        ({"messages": [USER, ASSISTANT], "answer": "6"}, [USER], "6"),
+        ({"messages": [USER], "answer": "6"}, [USER], "6"),
+        ({"messages": [USER, ASSISTANT, USER], "answer": "6"}, [USER, ASSISTANT, USER], "6"),
+        (
+            {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "6"}]},
+            [USER, ASSISTANT, USER],
+            "6",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "reward_model": {"ground_truth": "6"}},
+            [USER],
+            "6",
+        ),
+        # TRL's prompts, and an older field beside a conversation
+        ({"prompt": [USER], "answer": "6"}, [USER], "6"),
+        ({"prompt": [USER, ASSISTANT], "answer": "6"}, [USER, ASSISTANT], "6"),
+        ({"prompt": "3 + 3?", "messages": [USER, ASSISTANT], "answer": "6"}, [USER], "6"),
+        # OpenAI's content parts
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "3 + "},
+                            {"type": "text", "text": "3?"},
+                        ],
+                    }
+                ],
+                "answer": "6",
+            },
+            [USER],
+            "6",
+        ),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_conversation_is_a_question_and_its_last_answer(
+    entry: dict[str, Any],
+    messages: list[dict[str, str]],
+    answer: str,
+    suffix: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    data = write(path, entry) if suffix == ".jsonl" else write_parquet(path, entry)
+    [problem] = read_problems(data, {})
+    assert (problem.messages, problem.answer) == (messages, answer)
+    assert problem.question == "\n\n".join(message["content"] for message in messages)
+
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+RESULT = {"role": "tool", "content": "6", "name": "add"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_text_of_tools_is_left_as_it_is(tools: Any, tmp_path: Path) -> None:
+    entry = {"messages": [USER, CALL, RESULT, ASSISTANT], "tools": tools}
+    for data in (write(tmp_path / "a.jsonl", entry), write_parquet(tmp_path / "a.parquet", entry)):
+        [problem] = read_problems(data, {})
+        assert problem.messages == [USER, CALL, RESULT]
+        assert problem.tools == [TOOL]
+        assert (problem.question, problem.answer) == ("3 + 3?\n\n6", "It is 6.")
+
+
+@pytest.mark.parametrize("tools", [[], "a hammer", ["hammer"], None])
+def test_field_that_only_has_the_name_of_tools_is_ignored(tools: Any, tmp_path: Path) -> None:
+    [problem] = read_problems(write(tmp_path / "a.jsonl", {**GOOD, "tools": tools}), {})
+    assert problem.tools is None
+
+
+def test_question_and_answer_are_read_from_the_fields_that_are_named(tmp_path: Path) -> None:
+    entry = {"question": "no", "answer": "no", "a.b": "1 + 1?", "info": {"gold": {"value": 2}}}
+    chat = {"a.b": [USER, ASSISTANT], "info": {"gold": {"value": 6}}}
+    data = write(tmp_path / "a.jsonl", entry, chat)
+    fields = Fields(question="a.b", answer="info.gold.value")
+    plain, conversation = read_problems(data, {}, fields=fields)
+    assert (plain.question, plain.answer) == ("1 + 1?", "2")
+    assert (conversation.messages, conversation.answer) == ([USER], "6")
+    # Unless the fields are required, an entry without them is read as usual.
+    other = write(tmp_path / "b.jsonl", GOOD)
+    with pytest.raises(DataError, match=r"line 1: a.b is missing.*has question, answer \(name"):
+        read_problems(other, {}, fields=fields)
+    [usual] = read_problems(other, {}, fields=fields._replace(required=False))
+    assert (usual.question, usual.answer) == ("1 + 1?", "2")
+
+
+def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(
+    tmp_path: Path,
+) -> None:
+    other = {**GOOD, "answer": "two"}
+    data = write(tmp_path / "a.jsonl", GOOD, other, GOOD, *numbered(4), other, GOOD)
+    tally = Tally(data)
+    problems = read_problems(data, {}, tally=tally)
+    assert [(problem.question, problem.answer) for problem in problems] == [
+        ("1 + 1?", "2"),
+        ("1 + 1?", "two"),
+        ("4 + 1?", "5"),
+    ]
+    dropped = {"repeats an earlier problem": Dropped(3, f"{data} line 3")}
+    assert (tally.entries, tally.dropped) == (6, dropped)
+
+
+def test_examples_of_the_documentation_are_problems(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()
+    *usual, named = re.findall(r"^    (\{.+\})$", page, re.MULTILINE)
+    problems = read_problems(write(tmp_path / "a.jsonl", *map(str.encode, usual)), {})
+    # The first, the third and the fourth are one problem.
+    assert [(problem.question, problem.answer) for problem in problems] == [
+        ("What is 3 + 3?", "6"),
+        ("Find $x$ if $2x = 7$.", "\\frac{7}{2}"),
+    ]
+    (words,) = re.findall(r"^    question_key=(\S+) answer_key=(\S+)$", page, re.MULTILINE)
+    data = write(tmp_path / "b.jsonl", named.encode())
+    assert read_problems(data, {}, fields=Fields(*words))[0].answer == "6"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, read_problems
+from qurl_megatron.data.problems import DataError, Dropped, Tally, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
 from qurl_megatron.data.reward_types import Question
 from qurl_megatron.data.verifiers import VERIFIERS
@@ -93,8 +93,10 @@ def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None
     tests = write_jsonl(tmp_path / "b.jsonl", *seen, *numbered(1000))
     config = Config(data=data, reward="exact")
     config.evaluation.data = {"b": tests}
-    train, held_out, files, _ = load_prompts(config, character_tokenizer())
+    train, held_out, files, tallies = load_prompts(config, character_tokenizer())
     assert len(files["b"]) == 51
+    dropped = tallies["data"].dropped["is in evaluation.data too"].count
+    assert len(train) + len(held_out) + dropped == 60
     assert 0 < len(train) < 10 and held_out
     assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
     config.evaluation.data = {"b": data}
@@ -119,8 +121,7 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
 def test_held_out_fraction_0_trains_on_everything(tmp_path: Path) -> None:
     config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
     config.evaluation.held_out_fraction = 0.0
-    train, held_out, *_ = load_prompts(config, character_tokenizer())
-    assert (len(train), len(held_out)) == (60, 0)
+    assert [len(part) for part in load_prompts(config, character_tokenizer())[:3]] == [60, 0, 0]
 
 
 def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named(
@@ -132,14 +133,15 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     config = Config(data=data, reward="math")
     config.evaluation.held_out_fraction = 0.0
     config.evaluation.data = {"b": tests}
-    train, _, files, notes = load_prompts(config, character_tokenizer())
+    train, _, files, tallies = load_prompts(config, character_tokenizer())
     assert len(train) == 50 and len(files["b"]) == 2
-    assert notes == [
-        f"{data}: 2 of 52 problems are left out, because reward math cannot compare their answers; "
-        f"the first is {data} line 51: the answer '\\\\int' cannot be read as LaTeX",
-        f"{tests}: 1 of 2 problems stay in, and only their very text is right, because reward math "
-        "cannot compare their answers; "
-        f"the first is {tests} line 2: the answer '\\\\int' cannot be read as LaTeX",
+    unreadable = "the answer '\\\\int' cannot be read as LaTeX"
+    assert tallies["data"].dropped == {
+        "has an answer that reward math cannot compare": Dropped(2, f"{data} line 51: {unreadable}")
+    }
+    assert tallies["evaluation.data.b"].notes == [
+        "1 answers cannot be compared by reward math, and only their very text is right; the first "
+        f"is {tests} line 2: {unreadable}"
     ]
     config.data = write_jsonl(tmp_path / "c.jsonl", *bad)
     with pytest.raises(DataError, match="c.jsonl line 1: .*cannot be read as LaTeX"):
@@ -194,6 +196,102 @@ def test_too_long_prompt_is_refused_and_its_line_and_length_are_named(tmp_path: 
     with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
         tokenize(problems, character_tokenizer(), max_prompt_length=39)
     assert len(tokenize(problems, character_tokenizer(), max_prompt_length=40)) == 2
+
+
+def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
+    tmp_path: Path,
+) -> None:
+    long = [{"question": "x" * length, "answer": "2"} for length in (11, 10, 30)]
+    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60)), *long))
+    config.reward, config.rollout.max_prompt_length = "exact", 10
+    loaded = load_prompts(config, character_tokenizer())
+    assert len(loaded.train) + len(loaded.held_out) == 61
+    reason = "has more than 10 tokens (rollout.max_prompt_length)"
+    assert loaded.tallies["data"].dropped == {reason: Dropped(2, f"{config.data} line 61")}
+    assert load_prompts(config, character_tokenizer()) == loaded  # the learner reads it again
+    config.overlong_prompts = "refuse"
+    with pytest.raises(DataError, match="line 61: the prompt has 11 tokens, more than"):
+        load_prompts(config, character_tokenizer())
+    config.overlong_prompts, config.rollout.max_prompt_length = "drop", 3
+    with pytest.raises(DataError, match=r"a\.jsonl: every prompt has more than .* the shortest 6;"):
+        load_prompts(config, character_tokenizer())
+
+
+def test_too_long_prompt_to_evaluate_on_is_always_refused(tmp_path: Path) -> None:
+    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60))))
+    config.reward, config.rollout.max_prompt_length = "exact", 10
+    tests = write_jsonl(tmp_path / "b.jsonl", {"question": "x" * 11, "answer": "2"})
+    config.evaluation.data = {"b": tests}
+    with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has 11 tokens"):
+        load_prompts(config, character_tokenizer())
+
+
+def test_named_fields_may_be_missing_from_data_to_evaluate_on(tmp_path: Path) -> None:
+    renamed = [{"q": each["question"], "a": each["answer"]} for each in numbered(*range(60))]
+    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *renamed), reward="exact")
+    config.question_key, config.answer_key = "q", "a"
+    tests = write_jsonl(tmp_path / "b.jsonl", *numbered(100), {"q": "5?", "a": "5"})
+    config.evaluation.data = {"b": tests}
+    loaded = load_prompts(config, character_tokenizer())
+    assert [prompt.answer for prompt in loaded.files["b"]] == ["101", "5"]
+    assert len(loaded.train) + len(loaded.held_out) == 60
+
+
+def test_problems_with_the_same_question_have_different_ids_and_are_on_the_same_side(
+    tmp_path: Path,
+) -> None:
+    entries = numbered(*range(60))
+    others = [{**entry, "answer": "many"} for entry in entries]
+    both = Config(data=write_jsonl(tmp_path / "a.jsonl", *entries, *others), reward="exact")
+    one = Config(data=write_jsonl(tmp_path / "b.jsonl", *entries), reward="exact")
+    train, held_out, *_ = load_prompts(both, character_tokenizer())
+    assert len({prompt.id for prompt in train + held_out}) == 120
+    for side, alone in zip(
+        (train, held_out), load_prompts(one, character_tokenizer())[:2], strict=True
+    ):
+        half = len(side) // 2
+        assert side[:half] == alone  # other answers change neither the ids nor the split
+        assert [prompt.question for prompt in side[half:]] == [prompt.question for prompt in alone]
+        assert {prompt.answer for prompt in side[half:]} == {"many"}
+
+
+def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_else(
+    tmp_path: Path,
+) -> None:
+    tokenizer = character_tokenizer(CHAT_TEMPLATE)
+    tokenizer.add_tokens(["<system>"], special_tokens=True)
+    chat = [{"role": "system", "content": "Own."}, *CHAT]
+    config = Config(
+        data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60)), {**VERL, "prompt": chat})
+    )
+    config.reward, config.evaluation.held_out_fraction = "math", 0.2
+    before = load_prompts(config, tokenizer)
+    config.system_prompt = "Be brief."
+    after = load_prompts(config, tokenizer)
+    for with_system, without in ((after.train, before.train), (after.held_out, before.held_out)):
+        assert [prompt.id for prompt in with_system] == [prompt.id for prompt in without]
+    texts = [
+        "".join(tokenizer.convert_ids_to_tokens(prompt.token_ids))
+        for prompt in after.train + after.held_out
+    ]
+    own = [text for text in texts if not text.startswith("<system>Be brief.<user>")]
+    assert own == ["<system>Own.<user>3 + 3?<assistant>"]
+    assert after.tallies["data"].own_system_prompts == 1
+    with pytest.raises(DataError, match="line 1: a chat of 2 messages.*and no system_prompt"):
+        load_prompts(config, character_tokenizer())
+
+
+def test_tools_and_all_of_a_message_reach_the_chat_template(tmp_path: Path) -> None:
+    template = (
+        "{% for tool in tools %}{{ tool.name }};{% endfor %}{% for message in messages %}"
+        "{{ message.name if message.name is defined else message.content }}|{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "hi", "name": "Ann"}, *CHAT]
+    entry = {"messages": messages, "answer": "6", "tools": [{"name": "add"}]}
+    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", entry), {})
+    tokenizer = character_tokenizer(template)
+    [prompt] = tokenize(problems, tokenizer, max_prompt_length=100, tally=Tally())
+    assert "".join(tokenizer.convert_ids_to_tokens(prompt.token_ids)) == "add;Ann|3 + 3?|"
 
 
 def test_stream_serves_each_prompt_once_per_epoch_in_a_new_order() -> None:

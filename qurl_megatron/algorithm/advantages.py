@@ -55,24 +55,31 @@ def generalized_advantages(
     With delta_t = reward_t + discount * value_{t+1} - value_t, the advantage of token t is the sum
     over k >= 0 of (discount * gae_lambda)^k * delta_{t+k} (Schulman et al., 2016, Eq. 16), and its
     return is advantage + value. The value after the last token of a completion is 0, even if the
-    completion was truncated.
+    completion was truncated. t + 1 is the next token of `loss_mask`: the sum continues over tokens
+    in between that the policy did not sample, such as a user's turn in a conversation, and is not
+    discounted for them (as in verl). A reward at such a token is ignored.
 
     All are `[batch, time]`: `rewards`, `values` and both results float32, `loss_mask` bool. The
-    True positions in a row of `loss_mask` are contiguous; the results are 0 outside it.
+    results are 0 outside `loss_mask`.
     """
-    values = values * loss_mask
-    advantages = torch.zeros_like(values)
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     advantage = next_value = torch.zeros_like(values[:, 0])
     for time in reversed(range(values.shape[1])):
-        delta = rewards[:, time] + discount * next_value - values[:, time]
-        advantage = (delta + discount * gae_lambda * advantage) * loss_mask[:, time]
-        advantages[:, time] = advantage
-        next_value = values[:, time]
-    return advantages, (advantages + values) * loss_mask
+        mask, value = loss_mask[:, time], values[:, time]
+        delta = rewards[:, time] + discount * next_value - value
+        advantage = torch.where(mask, delta + discount * gae_lambda * advantage, advantage)
+        next_value = torch.where(mask, value, next_value)
+        advantages[:, time] = torch.where(mask, advantage, 0.0)
+        returns[:, time] = torch.where(mask, advantage + value, 0.0)
+    return advantages, returns
 
 
 def whiten(advantages: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Return PPO's advantages with mean 0 and variance 1 over the tokens of `loss_mask`.
+
+    They are `(advantage - mean) / sqrt(variance + epsilon)`, with the variance of a sample (n - 1),
+    as in verl and TRL. Under the root, `epsilon` keeps advantages that hardly differ close to 0,
+    which would otherwise be rounding noise scaled up to a standard deviation of 1.
 
     `advantages` and the result are `[batch, time]` float32; the result is 0 outside `loss_mask`.
 
@@ -82,4 +89,5 @@ def whiten(advantages: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tens
     chosen = advantages[loss_mask]
     if len(chosen) < 2:
         raise ValueError("whitening needs at least two tokens")
-    return (advantages - chosen.mean()) / (chosen.std() + epsilon) * loss_mask
+    whitened = (advantages - chosen.mean()) * torch.rsqrt(chosen.var() + epsilon)
+    return torch.where(loss_mask, whitened, 0.0)

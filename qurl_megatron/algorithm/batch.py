@@ -19,7 +19,7 @@ from torch import Tensor
 class Prompt:
     """A problem as the policy sees it. Produced by `data/prompts.py`."""
 
-    id: str  # a hash of the question, so the same in every run
+    id: str  # a hash of the question (and answer, if not its first): the same in every run
     question: str
     answer: str
     token_ids: list[int]  # after the chat template, if the tokenizer has one

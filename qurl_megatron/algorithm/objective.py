@@ -43,10 +43,20 @@ With A the advantage, each objective maximizes, token by token,
 - `acr` (adaptive clipping range), QuRL's own objective, divides the upper bound by r, so that r * R
   is clipped at 1 + eps_high and more tokens with a positive advantage keep their gradient. Where
   rho <= C, r is exactly 1 and `acr` is `tis`, bit for bit.
+
+A token with a negative advantage has no bound above: the further an update raises its probability,
+the larger its gradient. Dual clip (Ye et al., 2020, Eq. 5; verl's `clip_ratio_c`) adds one, d:
+
+    J = weight * max(min(R * A, clip(R, 1 - eps_low, upper) * A), d * A)    where A < 0
+
+so that R > d has no gradient. The bound is on R itself, of every objective: the weight is applied
+after it, and ACR's r is not part of it, since r only widens the bound of positive advantages. The
+gradient of such a token in log R is then at most weight * d * |A|.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
@@ -66,6 +76,10 @@ MAX_LOG_RATIO = 20.0
 
 # Token lags that statistics are kept apart by: name, smallest and largest lag.
 LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**62)}
+# The penalty's k3 is at most 10, as in verl, slime and OpenRLHF, and has no gradient beyond. It is
+# reached at reference / current = 13.6, where its gradient in log current is 1 - 13.6. One token
+# that the policy has all but given up would otherwise outweigh a batch, with a gradient of e^20.
+MAX_K3_PENALTY = 10.0
 
 
 class ObjectiveOutput(NamedTuple):
@@ -86,6 +100,7 @@ def policy_objective(
     eps_low: float,
     eps_high: float,
     ratio_cap: float,
+    dual_clip: float | None = None,
     kl_coefficient: float = 0.0,
     reference_logprobs: Tensor | None = None,
     token_lags: Tensor | None = None,
@@ -99,9 +114,10 @@ def policy_objective(
     Args:
         loss_weights: weight of each token, from `token_weights`.
         ratio_cap: C, the cap on rho.
+        dual_clip: d, the bound on R where the advantage is negative; None: no bound.
         kl_coefficient: if positive, J is reduced by `kl_coefficient * k3`, GRPO's penalty (QuRL
             Section 3). With x = reference / current, k3 = x - 1 - log x estimates
-            KL(current || reference).
+            KL(current || reference). It is clamped at `MAX_K3_PENALTY`, without a gradient beyond.
         reference_logprobs: from the model before any training; only the penalty needs them.
         token_lags: `[batch, time]` int64, weight versions between a token's sampling and its
             training. They change nothing but the stats.
@@ -111,9 +127,10 @@ def policy_objective(
         and ranks first, then divide them by `tokens`.
 
         - `tokens`: number of these tokens;
-        - `clipped`: tokens that have no gradient because of the clip;
+        - `clipped`: tokens that have no gradient because of `eps_low` or `eps_high`;
+        - `dual_clipped`: tokens that have no gradient because of `dual_clip`;
         - `acr_widened`: tokens that `acr` does not clip and `tis` would clip;
-        - `kl_reference`: sum of k3; 0 without a reference;
+        - `kl_reference`: sum of the clamped k3; 0 without a reference;
         - `tokens/NAME`, `clipped/NAME`, `acr_widened/NAME`: the same counts over the tokens of each
           bucket of `LAG_BUCKETS`; only with `token_lags`.
 
@@ -147,21 +164,28 @@ def policy_objective(
     upper = (1 + eps_high) / r
 
     clipped_ratio = torch.minimum(torch.maximum(ratio, lower), upper)
-    gain = weight * torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    if dual_clip is not None:
+        bounded = torch.maximum(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
+    gain = weight * surrogate
 
     kl_reference = torch.zeros_like(rho)
     if reference_logprobs is not None:
-        kl_reference = _k3(_where(counted, reference_logprobs).detach(), current)
+        k3 = _k3(_where(counted, reference_logprobs).detach(), current)
+        kl_reference = k3.clamp(max=MAX_K3_PENALTY)
         gain = gain - kl_coefficient * kl_reference
     loss = -(_where(counted, loss_weights) * gain).sum()
 
     with torch.no_grad():
         rising, falling = advantages > 0, advantages < 0
         clipped = (rising & (ratio > upper)) | (falling & (ratio < lower))
+        dual_clipped = falling & (ratio > (math.inf if dual_clip is None else dual_clip))
         widened = rising & (ratio > 1 + eps_high) & ~clipped
         stats = {
             "tokens": counted.sum(),
             "clipped": clipped.sum(),
+            "dual_clipped": dual_clipped.sum(),
             "acr_widened": widened.sum(),
             "kl_reference": kl_reference.sum(),
         }
@@ -198,6 +222,7 @@ class PolicyLoss:
             eps_low=self.config.eps_low,
             eps_high=self.config.eps_high,
             ratio_cap=self.config.ratio_cap,
+            dual_clip=self.config.dual_clip,
             reference_logprobs=batch.reference_logprobs,
             kl_coefficient=self.config.kl_coefficient,
             token_lags=batch.token_lags if self.by_lag else None,

@@ -25,6 +25,7 @@ VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
 ]
 VERIFIER_NAMES: tuple[str, ...] = get_args(VerifierName)
+OverlongPrompts = Literal["drop", "refuse"]
 
 # Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
 # overflows later. Each bound is far beyond what a run can use.
@@ -209,8 +210,12 @@ class ObjectiveConfig:
     token_mean: over all tokens of the minibatch."""
 
     kl_coefficient: NonNegative = 0.0
-    """Weight of GRPO's KL penalty (the k3 estimator) towards the model before RL. 0 disables it,
-    and no reference policy is kept."""
+    """Weight of GRPO's KL penalty (the k3 estimator, at most 10 per token) towards the model before
+    RL. 0 disables it, and no reference policy is kept."""
+
+    dual_clip: Annotated[float, Gt(1), Le(1e6)] | None = None
+    """Bound on the policy ratio of tokens with a negative advantage; beyond it a token has no
+    gradient (dual clip, verl's clip_ratio_c). None: no bound."""
 
 
 @dataclasses.dataclass
@@ -358,7 +363,7 @@ class RolloutConfig:
     """Must stay -1 (off) in training, for the same reason as `top_p`."""
 
     max_prompt_length: Count = 1024
-    """Maximum prompt length, in tokens. Data with a longer prompt is refused."""
+    """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
 
     max_response_length: Count = 1024
     """Maximum response length, in tokens. Longer responses are truncated."""
@@ -503,8 +508,8 @@ class Config:
     """Hugging Face directory: config.json, tokenizer files and safetensors."""
 
     data: Text = ""
-    """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR or DIR:SPLIT),
-    or reasoning_gym:TASK."""
+    """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
+    DIR:CONFIG or DIR:CONFIG:SPLIT), or reasoning_gym:TASK."""
 
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""
@@ -587,6 +592,23 @@ class Config:
     """Number of completions of each step that are kept in samples.jsonl and shown in the report:
     with the highest and the lowest reward, cut off, with the largest ratio of a token. 0 keeps
     none."""
+
+    question_key: Text = ""
+    """Field of `data` that holds the question, a text or chat messages; `a.b` is field b of field
+    a. Empty: question, prompt, problem or messages."""
+
+    answer_key: Text = ""
+    """Field of `data` that holds the answer; `a.b` is field b of field a. Empty: answer,
+    reward_model.ground_truth, or the assistant's last message."""
+
+    system_prompt: Text = ""
+    """System message put before each question that has none; the tokenizer needs a chat template.
+    Empty: none."""
+
+    overlong_prompts: OverlongPrompts = "drop"
+    """What becomes of prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
+    left out and counted. refuse: the run does not start. In `evaluation.data` they are always
+    refused."""
 
     @property
     def run_dir(self) -> Path:

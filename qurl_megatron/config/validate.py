@@ -29,6 +29,10 @@ _FIXED = {
     "critic.model": _SAVED_IN_WEIGHTS,
     "quantization.uaq": _SAVED_IN_WEIGHTS,
     "data": _SETS_DATA_ORDER,  # and data_options
+    "question_key": _SETS_DATA_ORDER,
+    "answer_key": _SETS_DATA_ORDER,
+    "overlong_prompts": _SETS_DATA_ORDER,
+    "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
     "seed": _SETS_DATA_ORDER,
     "evaluation.held_out_fraction": _SETS_DATA_ORDER,
     "evaluation.data": _SETS_DATA_ORDER,  # training leaves out its questions

@@ -9,6 +9,8 @@ Sources:
                            these in the layout of the Hub (train-*.parquet, data/, the configs of
                            a README.md); the split `train`, or the only split there is
     DIR:SPLIT              another split of it
+    DIR:CONFIG             one of the configs of its README.md, which are datasets of their own
+    DIR:CONFIG:SPLIT       another split of that
     reasoning_gym:TASK     problems that reasoning-gym generates
 
 Recognized fields of an entry (others are ignored):
@@ -18,12 +20,17 @@ Recognized fields of an entry (others are ignored):
     GSM8K                          question                            answer, "#### 42" at its end
     DeepScaleR, MATH-500, AIME     problem                             answer
     verl, DAPO-17k                 prompt: chat messages               reward_model.ground_truth
+    OpenAI, TRL                    messages: a conversation            answer, or its last message
 
-The question is a string or a list of chat messages, which are objects with `role` and `content`.
+`Fields` names other fields. The question is a string or a list of chat messages, which are objects
+with `role` and `content`. The last message of a conversation is no part of the question if it is
+the assistant's. What else a message has (`tool_calls`, `name`) and the `tools` of an entry are
+given to the chat template as they are.
+
 `metadata` holds fields for the verifier; reward reasoning_gym needs its `source_dataset`.
 
 Invariants:
-- A question appears once; later copies are dropped.
+- A question appears once with each of its answers; later copies are dropped and counted.
 - Nothing is downloaded, and nothing is written outside a temporary directory.
 """
 
@@ -36,7 +43,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.scoring import unverifiable
@@ -44,7 +51,7 @@ from qurl_megatron.data.verifiers import reasoning_gym_tasks
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
-MESSAGE_FIELDS = ("role", "content")
+CONVERSATION = "messages"
 DEFAULT_TASK_SIZE = 5000
 
 Entries = Iterator[tuple[str, Any]]
@@ -60,23 +67,72 @@ class Problem:
     """A question and its answer, before tokenization."""
 
     question: str  # for a chat, the content of all messages
-    messages: list[dict[str, str]]  # role and content; a plain question is one user message
+    messages: list[dict[str, Any]]  # role, content and more; a plain question is one user message
     answer: str
     metadata: dict[str, Any]  # fields for the verifier
     location: str  # file and line, for messages
+    tools: list[dict[str, Any]] | None = None  # for the chat template
 
 
-def read_problems(data: str, data_options: Mapping[str, Any], *, seed: int = 0) -> list[Problem]:
+class Fields(NamedTuple):
+    """Fields of an entry that are read in place of the recognized ones.
+
+    `a.b` is field b of the object in field a. An entry without a named field is refused, or if not
+    `required`, read by the recognized names.
+    """
+
+    question: str = ""  # empty: the recognized ones
+    answer: str = ""
+    required: bool = True
+
+
+RECOGNIZED = Fields()
+
+
+@dataclasses.dataclass
+class Dropped:
+    """The entries of a source that were left out for one reason."""
+
+    count: int
+    first: str  # location of the first; empty: not known
+
+
+@dataclasses.dataclass
+class Tally:
+    """What became of the entries of a source; what reads and tokenizes them adds to it."""
+
+    source: str = ""
+    entries: int = 0
+    dropped: dict[str, Dropped] = dataclasses.field(default_factory=dict)  # by reason
+    own_system_prompts: int = 0  # prompts that keep a system message of their own
+    notes: list[str] = dataclasses.field(default_factory=list)  # what else a user should know
+
+    def drop(self, reason: str, location: str = "") -> None:
+        """Count an entry that is left out; the reason is a verb with what follows it."""
+        self.dropped.setdefault(reason, Dropped(0, location)).count += 1
+
+
+def read_problems(
+    data: str,
+    data_options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    fields: Fields = RECOGNIZED,
+    tally: Tally | None = None,
+) -> list[Problem]:
     """Read a file, a dataset directory or `reasoning_gym:TASK`; keep order, drop repetitions.
 
     Args:
         data: a source, see the top of this module.
         data_options: options of the reasoning-gym task; empty for any other source. `size` defaults
             to 5000 and `seed` to `seed`.
+        fields: where question and answer are, if not in a recognized field.
+        tally: counts what was read and what was dropped.
 
     Raises:
         DataError: a problem cannot be read, or there is none.
     """
+    tally = Tally() if tally is None else tally
     if data.startswith(REASONING_GYM):
         entries = _generate(data.removeprefix(REASONING_GYM), data_options, seed)
     elif data_options:
@@ -86,10 +142,14 @@ def read_problems(data: str, data_options: Mapping[str, Any], *, seed: int = 0) 
         )
     else:
         entries = _read(data)
-    unique: dict[str, Problem] = {}
+    unique: dict[tuple[str, str], Problem] = {}
     for location, entry in entries:
-        problem = _problem(entry, location)
-        unique.setdefault(problem.question, problem)
+        tally.entries += 1
+        problem = _problem(entry, location, fields)
+        if (problem.question, problem.answer) in unique:
+            tally.drop("repeats an earlier problem", location)
+            continue
+        unique[problem.question, problem.answer] = problem
     if not unique:
         raise DataError(f"{data}: contains no problems")
     return list(unique.values())
@@ -149,14 +209,14 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 def _read(data: str) -> Entries:
     path = Path(data)
-    directory, _, split = data.rpartition(":")
-    if path.is_dir():
-        return _read_directory(path, None)
-    if directory and Path(directory).is_dir():
-        return _read_directory(Path(directory), split)
-    if not path.is_file():
-        raise DataError(f"{data}: no such file or directory")
-    return _read_file(path)
+    if path.is_file():
+        return _read_file(path)
+    words = data.split(":")
+    for names in range(3):  # DIR, DIR:SPLIT or DIR:CONFIG, DIR:CONFIG:SPLIT
+        directory = ":".join(words[: len(words) - names])
+        if directory and Path(directory).is_dir():
+            return _read_directory(Path(directory), words[len(words) - names :])
+    raise DataError(f"{data}: no such file or directory")
 
 
 def _read_file(path: Path) -> Entries:
@@ -217,8 +277,11 @@ _READERS: dict[str, Callable[[Path], Entries]] = {
 }
 
 
-def _read_directory(directory: Path, split: str | None) -> Entries:
-    """Read one split of a Hugging Face dataset; the library decides what its splits are."""
+def _read_directory(directory: Path, names: list[str]) -> Entries:
+    """Read one split of a Hugging Face dataset; the library decides what its splits are.
+
+    `names` are those after the directory: of a config, of a split, of both or none.
+    """
     import datasets  # takes seconds: imported only where it is used
 
     # The library's log messages repeat its exceptions.
@@ -227,12 +290,15 @@ def _read_directory(directory: Path, split: str | None) -> Entries:
         if any((directory / name).is_file() for name in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(directory)
             splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-            name = _choose_split(splits, split, directory)
+            name = _choose_split(splits, names, str(directory))
             for number, entry in enumerate(splits[name], start=1):
                 yield f"{directory} split {name} row {number}", entry
             return
+        config, dataset = _choose_config(directory, names), str(directory)
+        if names[:1] == [config]:
+            dataset, names = f"{directory}:{config}", names[1:]
         with tempfile.TemporaryDirectory(prefix="qurl-data-") as cache:
-            shards = datasets.load_dataset_builder(str(directory), cache_dir=cache)
+            shards = datasets.load_dataset_builder(str(directory), config, cache_dir=cache)
         files = shards.config.data_files or {}
     except DataError:
         raise
@@ -241,59 +307,133 @@ def _read_directory(directory: Path, split: str | None) -> Entries:
         raise DataError(
             f"{directory}: not the directory of one dataset ({reason}); give the directory of one"
         ) from error
-    for shard in files[_choose_split(files, split, directory)]:
+    for shard in files[_choose_split(files, names, dataset)]:
         yield from _read_file(Path(shard))
 
 
-def _choose_split(splits: Mapping[Any, Any], name: str | None, directory: Path) -> Any:
-    """Return the key of the split called `name`, or of the default split; may raise DataError."""
-    names = [str(split) for split in splits]
-    if name is None:
-        name = names[0] if len(names) == 1 else "train"
-    if name not in names:
+def _choose_config(directory: Path, names: list[str]) -> str:
+    """Return the config that `names` begins with, or the default one; may raise DataError."""
+    import datasets
+
+    configs = datasets.get_dataset_config_names(str(directory))
+    if names and names[0] in configs:
+        return names[0]
+    default = datasets.get_dataset_default_config_name(str(directory))
+    if default is None or len(names) == 2:
+        given = f"no config {names[0]!r}" if names else "several configs"
         raise DataError(
-            f"{directory}: has no split {name!r}; name one of {', '.join(names)} as "
-            f"{directory}:{names[0]}"
+            f"{directory}: has {given}; name one of {', '.join(configs)} as "
+            f"{directory}:{configs[0]}"
         )
-    return list(splits)[names.index(name)]
+    return default
+
+
+def _choose_split(splits: Mapping[Any, Any], names: list[str], dataset: str) -> Any:
+    """Return the key of the split in `names`, or of the default split; may raise DataError."""
+    known = [str(split) for split in splits]
+    name = ":".join(names) or (known[0] if len(known) == 1 else "train")
+    if name not in known:
+        raise DataError(
+            f"{dataset}: has no split {name!r}; name one of {', '.join(known)} as "
+            f"{dataset}:{known[0]}"
+        )
+    return list(splits)[known.index(name)]
 
 
 # From an entry to a problem.
 
 
-def _problem(entry: Any, location: str) -> Problem:
+def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(entry, dict):
         raise DataError(f"{location}: a JSON {type(entry).__name__}; expected an object")
-    # A parquet row has every column; None marks those without a value.
-    names = [name for name in QUESTION_FIELDS if entry.get(name) is not None]
-    name = names[0] if names else QUESTION_FIELDS[0]
-    messages = _messages(entry.get(name), name, location)
-    question = "\n\n".join(message["content"] for message in messages)
-    verl = entry.get("reward_model")
-    if isinstance(verl, dict):
-        answer = _text(verl.get("ground_truth"), "reward_model.ground_truth", location)
+    name = _name(entry, fields.question, (*QUESTION_FIELDS, CONVERSATION), fields.required)
+    messages = _messages(_value(entry, name, location, "question_key"), name, location)
+    last = ""
+    if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
+        last = messages.pop().get("content", "")
+    question = "\n\n".join(message["content"] for message in messages if "content" in message)
+    verl = isinstance(entry.get("reward_model"), dict)
+    usual = "reward_model.ground_truth" if verl else "answer"
+    name = _name(entry, fields.answer, (usual,), fields.required)
+    if last and not fields.answer and _look_up(entry, name) is None:
+        answer = last
     else:
-        answer = _text(entry.get("answer"), "answer", location)
+        answer = _text(_value(entry, name, location, "answer_key"), name, location)
     metadata = entry.get("metadata")
     if not isinstance(metadata, dict | None):
         raise DataError(f"{location}: metadata is a {type(metadata).__name__}; expected an object")
-    return Problem(question, messages, answer, metadata or {}, location)
+    tools = _tools(entry.get("tools"))
+    return Problem(question, messages, answer, metadata or {}, location, tools)
 
 
-def _messages(value: Any, field: str, location: str) -> list[dict[str, str]]:
+def _name(entry: dict[str, Any], given: str, usual: tuple[str, ...], required: bool) -> str:
+    """Return the name of the field to read: the given one, or the first usual one with a value."""
+    if given and (required or _look_up(entry, given) is not None):
+        return given
+    # A parquet row has every column; None marks those without a value.
+    return next((name for name in usual if _look_up(entry, name) is not None), usual[0])
+
+
+def _look_up(entry: dict[str, Any], name: str) -> Any:
+    """Return the value of a field, or of `field.field`; None if the entry does not have it."""
+    if name in entry:
+        return entry[name]
+    value: Any = entry
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _value(entry: dict[str, Any], name: str, location: str, key: str) -> Any:
+    value = _look_up(entry, name)
+    if value is None:
+        raise DataError(
+            f"{location}: {name} is missing or empty; the entry has {', '.join(entry) or 'nothing'}"
+            f" (name another field with {key}=)"
+        )
+    return value
+
+
+def _messages(value: Any, field: str, location: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         return [{"role": "user", "content": _text(value, field, location)}]
     if not value or not all(isinstance(message, dict) for message in value):
         raise DataError(
             f"{location}: {field} is a list, but not of chat messages, each with role and content"
         )
-    return [
-        {
-            key: _text(message.get(key), f"{field}[{number}].{key}", location)
-            for key in MESSAGE_FIELDS
-        }
-        for number, message in enumerate(value)
-    ]
+    return [_message(each, f"{field}[{number}]", location) for number, each in enumerate(value)]
+
+
+def _message(message: dict[str, Any], field: str, location: str) -> dict[str, Any]:
+    """Return a chat message whose role and content are texts, and the rest as it is."""
+    message = _without_none(message)
+    message["role"] = _text(message.get("role"), f"{field}.role", location)
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's content parts
+        if not all(isinstance(part, dict) and "text" in part for part in content):
+            raise DataError(f"{location}: {field}.content has a part that is not text")
+        content = "".join(_text(part["text"], f"{field}.content", location) for part in content)
+    if content is not None or "tool_calls" not in message:
+        message["content"] = _text(content, f"{field}.content", location)
+    return message
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools of an entry: a list of objects, or its JSON; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    is_tools = isinstance(value, list) and value and all(isinstance(tool, dict) for tool in value)
+    return _without_none(value) if is_tools else None
+
+
+def _without_none(value: Any) -> Any:
+    """Return JSON without fields that are None: a parquet row has the fields of all its rows."""
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(value: Any, field: str, location: str) -> str:
@@ -303,4 +443,8 @@ def _text(value: Any, field: str, location: str) -> str:
         raise DataError(f"{location}: {field} is missing or empty; expected a non-empty string")
     if not isinstance(value, str):
         raise DataError(f"{location}: {field} is a {type(value).__name__}; expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{location}: {field} is not Unicode text ({error.reason})") from error
     return value

@@ -14,15 +14,25 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, Problem, find_unverifiable, read_problems
+from qurl_megatron.config.schema import Config, OverlongPrompts
+from qurl_megatron.data.problems import (
+    DataError,
+    Fields,
+    Problem,
+    Tally,
+    find_unverifiable,
+    read_problems,
+)
+
+SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptSet(NamedTuple):
@@ -31,41 +41,55 @@ class PromptSet(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
-    notes: list[str] = []  # noqa: RUF012  # lines on problems that no response could be right for
+    tallies: dict[str, Tally] = {}  # what was read and dropped, by field of config
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     """Read, tokenize and split the data of a run.
 
-    Problems whose answer the verifier cannot read are left out of `config.data`. They stay in
-    `config.evaluation.data`, so that scores are over the whole file.
+    Problems whose answer the verifier cannot read are left out of `config.data`, and prompts that
+    are too long if `config.overlong_prompts` says so. In `config.evaluation.data` the former stay
+    and the latter are refused, so that a score is over the whole file.
 
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    notes: list[str] = []
+    tallies: dict[str, Tally] = {}
 
-    def prompts(data: str, options: Mapping[str, Any], *, drop: bool) -> list[Prompt]:
-        problems = read_problems(data, options, seed=config.seed)
-        problems, note = without_unverifiable(problems, data, config, drop=drop)
-        notes.extend([note] * bool(note))
-        return tokenize(problems, tokenizer, config.rollout.max_prompt_length)
+    def prompts(field: str, data: str, options: Mapping[str, Any]) -> list[Prompt]:
+        tally = tallies[field] = Tally(data)
+        trains = field == "data"
+        fields = Fields(config.question_key, config.answer_key, required=trains)
+        problems = read_problems(data, options, seed=config.seed, fields=fields, tally=tally)
+        return tokenize(
+            without_unverifiable(problems, config, tally, drop=trains),
+            tokenizer,
+            config.rollout.max_prompt_length,
+            system_prompt=config.system_prompt,
+            overlong=config.overlong_prompts if trains else "refuse",
+            tally=tally,
+        )
 
     train, held_out = split_held_out(
-        prompts(config.data, config.data_options, drop=True), config.evaluation.held_out_fraction
+        prompts("data", config.data, config.data_options), config.evaluation.held_out_fraction
     )
-    files = {name: prompts(data, {}, drop=False) for name, data in config.evaluation.data.items()}
+    files = {
+        name: prompts(f"evaluation.data.{name}", data, {})
+        for name, data in config.evaluation.data.items()
+    }
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
-    train = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
-    if not train:
+    kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
+    if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
-    return PromptSet(train, held_out, files, notes)
+    for _ in range(len(train) - len(kept)):
+        tallies["data"].drop("is in evaluation.data too")
+    return PromptSet(kept, held_out, files, tallies)
 
 
 def without_unverifiable(
-    problems: list[Problem], data: str, config: Config, *, drop: bool
-) -> tuple[list[Problem], str]:
-    """Return the problems to use, and a line on those whose answer the verifier cannot read.
+    problems: list[Problem], config: Config, tally: Tally, *, drop: bool
+) -> list[Problem]:
+    """Return the problems to use, and tell `tally` of those whose answer the verifier cannot read.
 
     With `drop` they are left out. Without it they stay, and only a response with the very text of
     the answer can be right.
@@ -74,57 +98,97 @@ def without_unverifiable(
         DataError: the verifier can read no answer.
     """
     reasons = find_unverifiable(problems, config)
-    if not reasons:
-        return problems, ""
-    location, reason = next(iter(reasons.items()))
-    effect = "are left out" if drop else "stay in, and only their very text is right"
-    note = (
-        f"{data}: {len(reasons):,} of {len(problems):,} problems {effect}, because reward "
-        f"{config.reward} cannot compare their answers; the first is {location}: {reason}"
-    )
-    if drop:
-        problems = [problem for problem in problems if problem.location not in reasons]
-    return problems, note
+    if reasons and not drop:
+        location, reason = next(iter(reasons.items()))
+        tally.notes.append(
+            f"{len(reasons):,} answers cannot be compared by reward {config.reward}, and only "
+            f"their very text is right; the first is {location}: {reason}"
+        )
+        return problems
+    for location, reason in reasons.items():
+        tally.drop(
+            f"has an answer that reward {config.reward} cannot compare", f"{location}: {reason}"
+        )
+    return [problem for problem in problems if problem.location not in reasons]
 
 
-def tokenize(problems: Iterable[Problem], tokenizer: Any, max_prompt_length: int) -> list[Prompt]:
+def tokenize(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    max_prompt_length: int,
+    *,
+    system_prompt: str = "",
+    overlong: OverlongPrompts = "refuse",
+    tally: Tally | None = None,
+) -> list[Prompt]:
     """Return the prompts that the policy continues, in the order of `problems`.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
-    template, the prompt is the text of the question.
+    template, the prompt is the text of the question. `system_prompt` is put before the messages of
+    a problem that has no system message. `tally` counts the prompts that `overlong` drops.
 
     Raises:
-        DataError: a prompt is longer than `max_prompt_length` tokens, the tokenizer has no template
-            for a chat, or the template refuses it.
+        DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
+            are; the tokenizer has no template for a chat, or the template refuses it.
     """
-    return [_tokenize(problem, tokenizer, max_prompt_length) for problem in problems]
+    tally = Tally() if tally is None else tally
+    prompts: list[Prompt] = []
+    questions: set[str] = set()
+    shortest = math.inf
+    for problem in problems:
+        messages = problem.messages
+        has_own = messages[0]["role"] in SYSTEM_ROLES
+        if system_prompt and not has_own:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        token_ids = _token_ids(problem, messages, tokenizer)
+        shortest = min(shortest, len(token_ids))
+        if len(token_ids) > max_prompt_length:
+            if overlong == "refuse":
+                raise DataError(
+                    f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
+                    f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
+                )
+            tally.drop(
+                f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)",
+                problem.location,
+            )
+            continue
+        tally.own_system_prompts += has_own
+        # The first problem with a question is known by the question alone.
+        identity = problem.question
+        if identity in questions:
+            identity += f"\0{problem.answer}"
+        questions.add(problem.question)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        prompts.append(
+            Prompt(digest, problem.question, problem.answer, token_ids, problem.metadata)
+        )
+    if not prompts and problems:
+        raise DataError(
+            f"{tally.source}: every prompt has more than max_prompt_length {max_prompt_length} "
+            f"tokens, the shortest {shortest}; raise rollout.max_prompt_length"
+        )
+    return prompts
 
 
-def _tokenize(problem: Problem, tokenizer: Any, max_prompt_length: int) -> Prompt:
+def _token_ids(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "chat_template", None):
+        tools = {"tools": problem.tools} if problem.tools else {}
         try:
             text = tokenizer.apply_chat_template(
-                problem.messages, add_generation_prompt=True, tokenize=False
+                messages, add_generation_prompt=True, tokenize=False, **tools
             )
         except jinja2.TemplateError as error:
             raise DataError(
                 f"{problem.location}: the chat template refuses it ({error})"
             ) from error
-        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    elif [message["role"] for message in problem.messages] == ["user"]:
-        token_ids = tokenizer(problem.question)["input_ids"]
-    else:
-        raise DataError(
-            f"{problem.location}: a chat of {len(problem.messages)} messages, and the tokenizer "
-            "has no chat template; without one, only a single user message can be used"
-        )
-    if len(token_ids) > max_prompt_length:
-        raise DataError(
-            f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
-            f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
-        )
-    identity = hashlib.sha256(problem.question.encode()).hexdigest()[:16]
-    return Prompt(identity, problem.question, problem.answer, list(token_ids), problem.metadata)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if [message["role"] for message in messages] == ["user"]:
+        return list(tokenizer(problem.question)["input_ids"])
+    raise DataError(
+        f"{problem.location}: a chat of {len(messages)} messages, and the tokenizer has no chat "
+        "template; without one, only a single user message can be used, and no system_prompt"
+    )
 
 
 def split_held_out(

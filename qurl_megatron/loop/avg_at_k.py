@@ -70,6 +70,13 @@ class EvalConfig:
     """Maximum time of one call of a reward function of your own, in seconds."""
     scoring_workers: CountOrZero = 0
     """Number of processes that score answers. 0: a quarter of the cores, from 1 to 16."""
+    question_key: str = ""
+    """Field of the data that holds the question. Empty: question, prompt, problem or messages."""
+    answer_key: str = ""
+    """Field of the data that holds the answer. Empty: answer, reward_model.ground_truth, or the
+    assistant's last message."""
+    system_prompt: str = ""
+    """System message put before each question that has none. Empty: none."""
 
 
 @dataclass(frozen=True)

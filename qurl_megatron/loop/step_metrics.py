@@ -86,6 +86,7 @@ def step_metrics(
         reward_counts=summary.reward_counts,
         memory_bytes=device.memory_bytes(),
         **(asdict(critic_metrics) if critic_metrics else {}),
+        dual_clip_fraction=sum(update.stats["dual_clipped"] for update in updates) / tokens,
     )
 
 

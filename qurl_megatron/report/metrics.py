@@ -107,11 +107,12 @@ class StepMetrics:
     (QuRL Eq. 9), over all minibatches. 0 with other objectives."""
 
     clip_fraction: float
-    """Fraction of trained tokens whose gradient the clip removed, over all minibatches."""
+    """Fraction of trained tokens whose gradient the clip at 1 - `eps_low` or above 1 removed, over
+    all minibatches."""
 
     kl_reference: float
-    """k3 estimate of KL(current || reference), mean over trained tokens and minibatches, in nats.
-    0 without a reference policy."""
+    """k3 estimate of KL(current || reference), at most 10 per token, mean over trained tokens and
+    minibatches, in nats. 0 without a reference policy."""
 
     entropy: float
     """Entropy of the proximal policy's token distribution, mean over trained tokens, in nats."""
@@ -229,6 +230,9 @@ class StepMetrics:
     evaluation: dict[str, Averages] | None = None
     """`Evaluation.files` after this step. None: not evaluated at this step."""
 
+    dual_clip_fraction: float = 0.0
+    """Fraction of trained tokens whose gradient `objective.dual_clip` removed, over all
+    minibatches. 0 without it."""
     equal_reward_fraction: float = 0.0
     """Fraction of the step's prompts whose completions all have the same reward. They give GRPO no
     gradient. With dynamic sampling, it is what the replacements leave."""
