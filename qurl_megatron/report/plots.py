@@ -8,13 +8,13 @@ measures of Figure 9 in every layer, evaluations, and the time of each phase.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -199,12 +199,10 @@ def reward_distribution(axes: Axes, runs: list[RunRecord]) -> None:
     low, high = rewards[0], rewards[-1]
     rows = min(len(rewards), MAX_REWARDS)
     width = (high - low) / max(1, rows - 1) or 1.0  # of a row; rows are centred on their rewards
-    shares = np.full((rows, len(by_step)), np.nan)
+    shares = [[0.0 if counts else math.nan for counts in by_step] for _ in range(rows)]
     for column, counts in enumerate(by_step):
-        if counts:
-            shares[:, column] = 0.0
         for reward, count in counts.items():
-            shares[round((reward - low) / width), column] += count / sum(counts.values())
+            shares[round((reward - low) / width)][column] += count / sum(counts.values())
     steps = run.series("step")
     image = axes.imshow(
         shares,

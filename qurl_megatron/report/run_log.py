@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.table import Table
 
 from qurl_megatron import device
@@ -258,8 +257,10 @@ class RunLog:
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
         if counts := measured.get("reward_counts"):
+            import torch
+
             rewards = [reward for reward, count in counts for _ in range(count)]
-            self._tensorboard.add_histogram("rewards", np.array(rewards), step)
+            self._tensorboard.add_histogram("rewards", torch.tensor(rewards), step)
             if self._wandb is not None:
                 import wandb
 
