@@ -6,10 +6,13 @@ import dataclasses
 import importlib.util
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
+import pydantic
 import pytest
 import yaml
+from annotated_types import Ge, Gt, Le, Lt
 
 from launch.placement import place_servers
 from qurl_megatron.config.fields import describe, field_docs
@@ -504,3 +507,37 @@ def test_field_without_a_docstring_is_named() -> None:
 @dataclasses.dataclass
 class Undocumented:
     size: int = 0
+
+
+def numbers(kind: type, prefix: str = "") -> Iterator[tuple[str, typing.Any]]:
+    """Yield the path and the type of every number in a dataclass and in what it holds."""
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        yield from numbers_in(hint, prefix + name)
+
+
+def numbers_in(hint: typing.Any, path: str) -> Iterator[tuple[str, typing.Any]]:
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        yield from numbers(hint, f"{path}.")
+    elif typing.get_origin(hint) is typing.Annotated:
+        if typing.get_args(hint)[0] in (int, float):
+            yield path, hint
+    elif hint in (int, float):
+        yield path, hint
+    else:
+        for part in typing.get_args(hint):
+            yield from numbers_in(part, path)
+
+
+@pytest.mark.parametrize("kind", [Config, EvalConfig])
+def test_every_number_has_a_lower_and_an_upper_bound(kind: type) -> None:
+    fixed = {"rollout.top_p", "rollout.top_k"}  # `validate` allows one value of each
+    found = {path: hint for path, hint in numbers(kind) if path not in fixed}
+    assert len(found) > 8
+    for path, hint in found.items():
+        bounds = {type(bound) for bound in getattr(hint, "__metadata__", ())}
+        assert bounds & {Ge, Gt} and bounds & {Le, Lt}, path
+        with pytest.raises(pydantic.ValidationError):
+            pydantic.TypeAdapter(hint).validate_python(1e300)
+        with pytest.raises(pydantic.ValidationError):
+            pydantic.TypeAdapter(hint).validate_python(float("nan"))
