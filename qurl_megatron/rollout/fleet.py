@@ -73,6 +73,7 @@ class Member:
     requests: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     is_paused: bool = False
+    is_replacement: bool = False  # of a lost server
 
 
 class Fleet:
@@ -150,8 +151,9 @@ class Fleet:
         """Let a joining server serve: it has the current weights."""
         with self._lock:
             if member.state == "joining":
-                self._say(f"server {member.index} of {self.set_name} serves: {member.server.url}")
                 self._change(member, "serving")
+                if member.is_replacement:
+                    self._say(f"server {member.index} of {self.set_name} serves again")
 
     def lose(self, member: Member, why: str) -> None:
         """Give a server up: ask the others for what it owes, and have its starter replace it."""
@@ -161,7 +163,8 @@ class Fleet:
             self._change(member, "lost")
             self._last_loss = f"server {member.index} of {self.set_name} was lost: {why}"
             requests = list(member.requests.items())
-        self._say(f"server {member.index} of {self.set_name} is lost: {why.splitlines()[0]}")
+        reason = why.splitlines()[0].removesuffix(" ends:")  # of a log, which follows
+        self._say(f"server {member.index} of {self.set_name} is lost: {reason}")
         for request, loop in requests:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
                 loop.call_soon_threadsafe(request.cancel)
@@ -286,7 +289,7 @@ class Fleet:
             if known:
                 self.lose(known, "it was started again")
             with self._lock:
-                self._members[index] = Member(index, server, "starting")
+                self._members[index] = Member(index, server, "starting", is_replacement=True)
 
     @staticmethod
     def _is_doubtful(member: Member) -> bool:
