@@ -137,7 +137,9 @@ def test_nothing_is_sampled_while_fewer_servers_serve_than_needed(tmp_path: Path
     first, second = fleet.members("serving")
     fleet.lose(first, "died")
     begin = time.monotonic()
-    with pytest.raises(FleetTooSmall, match=r"1 of at least 2 rollout servers.*server 0.*died"):
+    with pytest.raises(
+        FleetTooSmall, match=r"1 of at least 2 rollout servers.*server rollout_0.*died"
+    ):
         asyncio.run(fleet.ask(1, script))
     assert 0.3 < time.monotonic() - begin < 2
     assert script.begun == [] and second.state == "serving"
@@ -246,6 +248,18 @@ def test_the_roster_replaces_a_server_that_died(tmp_path: Path, health: Health) 
         assert member.server is roster[0]
         roster = {}
         assert wait_for(fleet, "lost")
+
+
+def test_nobody_waits_for_servers_that_will_not_be_started_again(tmp_path: Path) -> None:
+    dead = make_server(0, tmp_path, start_ticks=1)
+    with closing(Fleet("rollout", {0: dead}, loaded=True, patience_s=1000)) as fleet:
+        roster = {0: dead}
+        fleet.watch(lambda: roster)
+        assert wait_for(fleet, "lost")
+        fleet.check_size()  # its successor may come
+        roster = {}
+        with pytest.raises(FleetTooSmall, match=r"0 of at least 1 .*no more will start.*died"):
+            asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=10))
 
 
 def test_an_error_of_the_thread_that_watches_is_not_silent(tmp_path: Path) -> None:

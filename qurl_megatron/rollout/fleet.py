@@ -9,7 +9,8 @@ A server is in one of four states:
 - A lost server is never asked again. What it has not answered is asked of the others, once.
 - The process that started a server replaces it, and writes the new one to its roster. It is
   another server here: it starts, joins and serves.
-- Who waits for servers waits as long as `patience_s`, then gets `FleetTooSmall`.
+- Who waits for servers waits as long as `patience_s`, then gets `FleetTooSmall`; at once if the
+  rosters have too few.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
 answered, when it is silent and does not answer /health, or when a publish to it fails. It does not
@@ -73,7 +74,6 @@ class Member:
     requests: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     is_paused: bool = False
-    is_replacement: bool = False  # of a lost server
 
 
 class Fleet:
@@ -110,6 +110,7 @@ class Fleet:
         self._watching: Future[None] = Future()
         self._last_loss = "none was started"
         self._too_small_since: float | None = None
+        self._num_listed = len(servers)  # in the rosters: those that run or will be started again
         self._members = {
             index: Member(index, server, "serving" if loaded else "joining")
             for index, server in servers.items()
@@ -151,9 +152,8 @@ class Fleet:
         """Let a joining server serve: it has the current weights."""
         with self._lock:
             if member.state == "joining":
+                self._say(f"server {self.set_name}_{member.index} serves: {member.server.url}")
                 self._change(member, "serving")
-                if member.is_replacement:
-                    self._say(f"server {member.index} of {self.set_name} serves again")
 
     def lose(self, member: Member, why: str) -> None:
         """Give a server up: ask the others for what it owes, and have its starter replace it."""
@@ -161,10 +161,9 @@ class Fleet:
             if member.state == "lost":
                 return
             self._change(member, "lost")
-            self._last_loss = f"server {member.index} of {self.set_name} was lost: {why}"
+            self._last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
             requests = list(member.requests.items())
-        reason = why.splitlines()[0].removesuffix(" ends:")  # of a log, which follows
-        self._say(f"server {member.index} of {self.set_name} is lost: {reason}")
+        self._say(f"server {self.set_name}_{member.index} is lost: {why.splitlines()[0]}")
         for request, loop in requests:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
                 loop.call_soon_threadsafe(request.cancel)
@@ -233,16 +232,18 @@ class Fleet:
             await asyncio.sleep(POLL_S)
 
     def check_size(self) -> None:
-        """Raise `FleetTooSmall` if there have been too few servers for too long."""
+        """Raise `FleetTooSmall` if there have been too few servers for too long, or will be."""
         if self._watching.done():
             self._watching.result()  # raises what ended the thread
         since = self._too_small_since
-        if since is not None and time.monotonic() - since > self._patience_s:
-            number = len(self.members("serving", "joining"))
-            raise FleetTooSmall(
-                f"{number} of at least {self._min_servers} {self.set_name} servers for "
-                f"{self._patience_s:g} s; {self._last_loss}"
-            )
+        if since is None:
+            return
+        number = len(self.members("serving", "joining"))
+        few = f"{number} of at least {self._min_servers} {self.set_name} servers"
+        if self._num_listed < self._min_servers:
+            raise FleetTooSmall(f"{few}, and no more will start; {self._last_loss}")
+        if time.monotonic() - since > self._patience_s:
+            raise FleetTooSmall(f"{few} for {self._patience_s:g} s; {self._last_loss}")
 
     def _register(self, member: Member, request: asyncio.Future[Any]) -> bool:
         """Have the request cancelled when the server is lost; return False if it is lost by now."""
@@ -278,6 +279,7 @@ class Fleet:
 
     def _compare(self, servers: Mapping[int, Server]) -> None:
         """Add servers that are new in the rosters, and lose those that are no longer there."""
+        self._num_listed = len(servers)
         for index, member in list(self._members.items()):
             if index not in servers:
                 self.lose(member, "it will not be started again")
@@ -289,7 +291,7 @@ class Fleet:
             if known:
                 self.lose(known, "it was started again")
             with self._lock:
-                self._members[index] = Member(index, server, "starting", is_replacement=True)
+                self._members[index] = Member(index, server, "starting")
 
     @staticmethod
     def _is_doubtful(member: Member) -> bool:

@@ -24,7 +24,7 @@ LEARNER_TIMEOUT_S = 120.0
 def join_group(original: Callable[..., Any], **options: Any) -> Any:
     """Join a process group for weights, as SGLang's `original` does, but with a time limit.
 
-    A learner that was forked from a process with this plugin comes here too, with its own limit.
+    A learner that is a fork of the servers' parent calls this too, with a limit of its own.
     """
     return original(**{"timeout": timedelta(seconds=LEARNER_TIMEOUT_S), **options})
 

@@ -184,7 +184,7 @@ def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> Non
         noticed_s = wait_until(lambda: both.serving() == [0])
         assert_all_answered(sampling.result(timeout=200), both.publisher.version)
     assert noticed_s < 3
-    assert any("server 1 of rollout is lost" in line for line in both.said)
+    assert any("server rollout_1 is lost" in line for line in both.said)
     assert both.fleet.members("serving")[0].outstanding == 0
 
 
