@@ -42,8 +42,14 @@ from statistics import fmean, stdev
 import httpx
 
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.rollout.fleet import CONNECTIONS, Fleet, Member
-from qurl_megatron.rollout.server import Server, preloaded_sglang, start_server, wait_ready
+from qurl_megatron.rollout.fleet import Fleet, Member
+from qurl_megatron.rollout.server import (
+    CONNECTIONS,
+    Server,
+    preloaded_sglang,
+    start_server,
+    wait_ready,
+)
 from recipes import quickstart
 
 SEEDS = 10

@@ -158,14 +158,24 @@ def test_a_server_that_waits_for_weights_is_no_reason_to_give_up(tmp_path: Path)
     assert [member.index for member in fleet.members("serving")] == [0]
 
 
+@dataclass
+class Health:
+    """An address that answers /health."""
+
+    url: str
+    delay_s: float = 0.0  # it waits this long with an answer
+    num_asked: int = 0
+
+
 @pytest.fixture
-def health() -> Iterator[tuple[str, list[float]]]:
-    """Serve /health; yield its address and, to be changed, how long it waits with each answer."""
-    delays: list[float] = [0.0]
+def health() -> Iterator[Health]:
+    """Serve /health."""
+    state = Health("")
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            time.sleep(delays[-1])
+            state.num_asked += 1
+            time.sleep(state.delay_s)
             with contextlib.suppress(BrokenPipeError):
                 self.send_response(200)
                 self.end_headers()
@@ -177,7 +187,8 @@ def health() -> Iterator[tuple[str, list[float]]]:
     server.daemon_threads = True
     thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", delays
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    yield state
     server.shutdown()
     thread.join()
     server.server_close()
@@ -198,40 +209,40 @@ async def never(server: Server) -> str:
 
 
 def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
-    tmp_path: Path, health: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "SILENT_S", 0.1)
-    url, delays = health
-    server = make_server(0, tmp_path, url=url)
+    server = make_server(0, tmp_path, url=health.url)
     with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
         fleet.watch()
         (member,) = fleet.members("serving")
         with ThreadPoolExecutor() as threads:
             asking = threads.submit(lambda: asyncio.run(fleet.ask(1, never)))
             assert not wait_for(fleet, "lost", 1.0)  # it answers
-            with fleet.pausing(member):
-                delays.append(2.0)
+            health.delay_s = 2.0
+            asked = health.num_asked
+            while health.num_asked == asked:
+                time.sleep(0.01)
+            with fleet.pausing(member):  # while it is asked
                 assert not wait_for(fleet, "lost", 1.5)
-                delays.append(0.0)
+                assert health.num_asked == asked + 1
+                health.delay_s = 0.0
             assert not wait_for(fleet, "lost", 1.0)
-            delays.append(2.0)
+            health.delay_s = 2.0
             assert wait_for(fleet, "lost")
             with pytest.raises(FleetTooSmall, match="did not answer /health in 0.5 s"):
                 asking.result(timeout=10)
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
 
 
-def test_the_roster_replaces_a_server_that_died(
-    tmp_path: Path, health: tuple[str, list[float]]
-) -> None:
+def test_the_roster_replaces_a_server_that_died(tmp_path: Path, health: Health) -> None:
     dead = make_server(0, tmp_path, start_ticks=1)  # its pid belongs to another process now
     roster = {0: dead}
     with closing(Fleet("rollout", roster, loaded=True)) as fleet:
         fleet.watch(lambda: roster)
         assert wait_for(fleet, "lost")
         assert reported_lost(tmp_path) == set()  # nothing is left to kill
-        url, _ = health
-        roster = {0: make_server(0, tmp_path, url=url)}
+        roster = {0: make_server(0, tmp_path, url=health.url)}
         assert wait_for(fleet, "joining")
         (member,) = fleet.members("joining")
         assert member.server is roster[0]

@@ -13,13 +13,12 @@ import httpx
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.rollout.fleet import (
-    CONNECTIONS,
     AdmissionNeeded,
     Fleet,
     RequestRefused,
     ServerBusy,
 )
-from qurl_megatron.rollout.server import POLL_S, Server
+from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server
 
 
 class RolloutClient:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import torch
 
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.server import CONNECTIONS, Server
 
 CONTROL_TIMEOUT_S = 600.0
 
@@ -20,7 +20,9 @@ class ServerControl:
     def __init__(self, server: Server, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Connect to a server that has `timeout_s` seconds for every answer."""
         self.server = server
-        self._client = httpx.Client(base_url=server.url, headers=server.headers, timeout=timeout_s)
+        self._client = httpx.Client(
+            base_url=server.url, headers=server.headers, timeout=timeout_s, limits=CONNECTIONS
+        )
 
     def pause(self) -> None:
         """Stop sampling. Running requests wait, and are recomputed from their tokens later."""

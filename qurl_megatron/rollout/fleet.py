@@ -36,7 +36,7 @@ import httpx
 
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.roster import incarnation, report_lost
-from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed
+from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server, ServerFailed
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
@@ -45,9 +45,6 @@ SILENT_S = 2.0  # a server with prompts that has not answered any for this long 
 # A server that is restarted without need costs more than one that is waited for: SGLang answers
 # /health after a step of its scheduler, but a busy machine may take seconds for that.
 HEALTH_TIMEOUT_S = 20.0
-# Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
-# which could not be told from a server that dies.
-CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 class FleetTooSmall(ServerFailed, SharedError):

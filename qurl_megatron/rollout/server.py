@@ -44,6 +44,9 @@ POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 # SGLang limits a request to this many tokens fewer than its context length.
 CONTEXT_RESERVE = 2
+# Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
+# which could not be told from a server that dies.
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 class ServerFailed(RuntimeError):

@@ -227,7 +227,7 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     both: Deployment, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = both.roster[0]
-    sent: list[int] = []  # process ids of servers, in the order of their buckets
+    sent: list[int] = []
 
     def update_weights(control: ServerControl, *args: object, **options: object) -> None:
         if control.server == lost and sent.count(lost.pid) == 1:
@@ -247,6 +247,19 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     if number == signal.SIGSTOP:
         assert incarnation("rollout", 0, lost) in reported_lost(both.directory)
     assert_all_answered(both.sample(4), published.version)
+
+
+def test_a_server_that_hangs_while_it_joins_holds_nobody_up_for_long(both: Deployment) -> None:
+    both.roster[1].stop()
+    wait_until(lambda: both.serving() == [0])
+    both.start(1)
+    wait_until(both.fleet.has_joining)
+    send_signal(both.roster[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    both.publisher.admit()
+    assert time.monotonic() - begin < PEER_TIMEOUT_S + 6
+    assert both.serving() == [0]
+    assert_all_answered(both.sample(4), both.publisher.version)
 
 
 def test_a_server_with_other_weights_is_lost_and_if_all_have_them_it_is_an_error(
