@@ -18,7 +18,7 @@ def test_nan_ends_a_rank_with_one_line(
 ) -> None:
     def find_nan(*args: object) -> NoReturn:
         raise NonFinite(
-            "on learner rank 3 the loss holds NaN or infinity; resume from a checkpoint"
+            "on learner rank 3 the loss holds NaN; resume from a checkpoint"
         )
 
     monkeypatch.setattr(train, "train", find_nan)
