@@ -162,7 +162,8 @@ def test_a_run_of_another_user_is_resumed_with_a_warning_of_pickles(
 
 
 def test_run_directory_keeps_the_summary_of_its_data(tmp_path: Path) -> None:
-    words = grpo_words(tmp_path, [*good_problems(), good_problems()[0]])
+    words = grpo_words(tmp_path, [*good_problems(40), good_problems()[0]])
+    words += ["rollout.prompts_per_step=8"]
     config = prepare_new("grpo", [*words, "name=first"])
     kept = (config.run_dir / "data.txt").read_text()
     assert "41 entries: 37 to train on, 3 held out, 1 dropped\n" in kept
@@ -202,7 +203,7 @@ def test_dry_run_prints_the_summary_and_starts_and_writes_nothing(tmp_path: Path
     before = sorted(tmp_path.rglob("*"))
     ended = qurl(tmp_path, *words)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith(f"data: {tmp_path}/problems.jsonl\n  40 entries: ")
+    assert ended.stdout.startswith(f"data: {tmp_path}/problems.jsonl\n  700 entries: ")
     assert "\nchat template: none, " in ended.stdout
     refused = qurl(tmp_path, *words, "rollout.max_prompt_length=3")
     assert (refused.returncode, refused.stdout) == (2, "")

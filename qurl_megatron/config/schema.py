@@ -41,6 +41,7 @@ SequencesOrZero = Annotated[int, Ge(0), Le(65536)]
 Seed = Annotated[int, Ge(0), Lt(2**31)]  # numpy, inside SGLang, takes no negative seed
 Positive = Annotated[Finite, Ge(1e-6), Le(LARGEST)]
 NonNegative = Annotated[Finite, Ge(0), Le(LARGEST)]
+Signed = Annotated[Finite, Ge(-LARGEST), Le(LARGEST)]
 LearningRate = Annotated[Finite, Ge(0), Le(1)]  # Adam moves a weight by about this much
 Seconds = Annotated[Finite, Gt(0), Le(1e8)]  # three years
 Fraction = Annotated[Finite, Gt(0), Lt(1)]
@@ -569,10 +570,10 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """Checkpoints to resume from."""
 
-    reward_right: Finite = 1.0
+    reward_right: Signed = 1.0
     """Reward of a right response, with a built-in verifier."""
 
-    reward_wrong: Finite = 0.0
+    reward_wrong: Signed = 0.0
     """Reward of a wrong response, with a built-in verifier; -1 in DAPO. Also that of a response
     whose verifier fails."""
 
