@@ -16,8 +16,9 @@ Sources of the settings:
 - QuRL, Section 5.1: 512 prompts of 16 responses, 200 steps, learning rate 1e-6, clipping at 0.2 and
   0.28, no KL penalty, Avg@1, and Avg@32 at temperature 1 and top_p 0.7.
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
-- DAPO: the token mean, 16 minibatches per step, and the penalty over the last fifth of a response.
-  DAPO's dynamic sampling repeats until enough groups have mixed rewards; here it tries 4 times.
+- DAPO: a reward of 1 or -1 by what follows "Answer:", the token mean, 16 minibatches per step, and
+  the penalty over the last fifth of a response. DAPO's dynamic sampling repeats until enough groups
+  have mixed rewards; here it tries 4 times.
 
 `quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts. BF16 runs
 without UAQ.

@@ -19,7 +19,8 @@ Sources of the settings:
   16 of up to 16k and 400 steps of 16 of up to 24k; learning rate 1e-6; KL coefficient 1e-3;
   temperature 0.6; Avg@32.
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
-- DeepScaleR: two minibatches per step, and top_p 0.95 in evaluation.
+- DeepScaleR: a reward of 1 or 0 by the box after "</think>", two minibatches per step, and top_p
+  0.95 in evaluation.
 
 Weights, optimizer and position in the data carry over from stage to stage. The KL reference stays
 the model that the run started from.

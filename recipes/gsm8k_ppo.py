@@ -1,13 +1,14 @@
 """PPO on GSM8K with QuRL.
 
-    qurl train gsm8k_ppo model=DIR data=GSM8K/main evaluation.data.gsm8k=GSM8K/main:test
+    qurl train gsm8k_ppo model=DIR data=train.parquet evaluation.data.gsm8k=test.parquet
 
 Requirements:
 
 - `model`: Qwen2.5-0.5B-Instruct as a Hugging Face directory.
-- `data`: GSM8K as the Hugging Face Hub has it, a directory with `train-*.parquet` and
-  `test-*.parquet` whose rows are `question` and `answer` (the number after "####"). verl's parquet
-  files of GSM8K work too.
+- `data`: verl's parquet files of GSM8K, whose questions ask for the answer after "####". Only that
+  number is rewarded. GSM8K as the Hugging Face Hub has it, a directory with `train-*.parquet` and
+  `test-*.parquet`, is read too; its questions do not ask for "####", so use it with
+  `reward=gsm8k_flexible`, which looks at the last number.
 - One GPU of 80 GB for the learner. It was never run on a GPU.
 
 Sources of the settings:
@@ -16,8 +17,8 @@ Sources of the settings:
   response, learning rate 1e-5, no update-aware quantization at this learning rate, greedy decoding
   on the test set.
 - Flash-RL: ratio cap C = 2.
-- verl's example of PPO on GSM8K: one response per problem, four minibatches per step for policy and
-  critic, critic learning rate 1e-5.
+- verl's example of PPO on GSM8K: a reward of 1 or 0 by the strict rule, one response per problem,
+  four minibatches per step for policy and critic, critic learning rate 1e-5.
 
 `quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts.
 """

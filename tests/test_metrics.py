@@ -16,7 +16,7 @@ from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from qurl_megatron.report.run_log import RunLog, evaluation_directory
 
 ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
-ZEROS |= {"held_out_accuracy": None, "evaluation": None}
+ZEROS |= {"held_out_accuracy": None, "evaluation": None, "verifier_failure": ""}
 BEFORE = Evaluation(0.25)
 
 
@@ -130,7 +130,7 @@ def test_tensorboard_shows_each_step_once_and_every_metric(tmp_path: Path) -> No
         (1, 0.125), (2, 0.25), (3, 0.375), (4, 1.0), (5, 1.25), (6, 1.5),
     ]  # fmt: skip
     assert shown["held_out_accuracy"] == [(0, 0.25), (2, 0.2), (4, 0.4), (6, 0.6)]
-    numbers = set(ZEROS) - {"step", "evaluation"}
+    numbers = set(ZEROS) - {"step", "evaluation", "verifier_failure"}
     assert numbers <= set(shown)
 
 
@@ -182,3 +182,23 @@ def test_weights_and_biases_is_off_by_default(tmp_path: Path) -> None:
     write(log, 1)
     log.close()
     assert not (tmp_path / "wandb").exists()
+
+
+def test_parts_of_rewards_are_curves_and_the_first_verifier_failure_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run_log(tmp_path)
+    log.start(BEFORE)
+    parts = {"accuracy": 0.5, "words": 12.0}
+    values = [ZEROS | {"step": step, "reward_parts": parts} for step in (1, 2, 3)]
+    log.write(StepMetrics(**values[0]), None)
+    log.write(StepMetrics(**values[1] | {"verifier_failure": "KeyError: 'a'; question 'q'"}), None)
+    log.write(StepMetrics(**values[2] | {"verifier_failure": "KeyError: 'b'; question 'q'"}), None)
+    log.close()
+    printed = capsys.readouterr().out
+    assert "a verifier failed: KeyError: 'a'; question 'q'\n" in printed
+    assert "KeyError: 'b'" not in printed
+    shown = curves(tmp_path)
+    assert shown["reward_parts/words"] == [(1, 12.0), (2, 12.0), (3, 12.0)]
+    assert shown["reward_parts/accuracy"][0] == (1, 0.5)
+    assert "verifier_failure" not in shown

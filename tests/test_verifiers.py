@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -194,8 +195,31 @@ def test_a_plain_answer_needs_no_closer_look(name: str, answer: str) -> None:
     assert verifier(name).unverifiable(question(answer)) == ""
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "\\frac{1}{2}", "-\\frac{2\\sqrt{3}}{x+1}", "x^2+2x+1", "x^{10}-3", "2\\pi", "(1,2)", "x=3",
+        "$10-4 n$", "\\left(\\frac{1}{2}, -3\\right)", "3\\sqrt{2}, 5", "2^{n+1}",
+    ],
+)  # fmt: skip
+def test_simple_latex_needs_no_closer_look_because_math_verify_reads_it(answer: str) -> None:
+    assert is_plain("math", answer)
+    assert verifier("math").unverifiable(question(answer)) == ""
+
+
+def test_a_long_answer_is_looked_over_in_no_time() -> None:
+    begin = time.monotonic()
+    for long in ("1" * 5000 + "!", "(" * 500 + "x", "x" * 5000 + "=", "\\frac{1}{" * 200):
+        assert not is_plain("math", long)
+    assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("answer", ["\\hbar", "2x+3y=", "12:00", "15 and $22.5$", "\\frac{1}", ""])
+def test_other_latex_is_looked_at(answer: str) -> None:
+    assert not is_plain("math", answer)
+
+
 def test_answers_that_are_not_plain_are_looked_at() -> None:
-    assert not is_plain("math", "x")
     assert not is_plain("gsm8k", "seven")
     assert "is no number" in verifier("gsm8k").unverifiable(question("seven"))
     assert not is_plain("deepscaler", "\\boxed{2")

@@ -208,12 +208,32 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
 def is_plain(reward: str, answer: str) -> bool:
     """Return whether a completion could be right for sure, so that no verifier need look at it.
 
-    A plain number is read by every verifier of mathematics. Some verifiers compare any text.
+    Every verifier of mathematics reads a plain number. math-verify takes milliseconds to read
+    LaTeX, so its most common forms are recognized here. Some verifiers compare any text.
     """
     if reward == "deepscaler":
         return "\\boxed" not in answer
     if reward in ("math", "gsm8k", "gsm8k_flexible"):
-        return bool(
-            re.fullmatch(r"-?[0-9][0-9,]*(\.[0-9]+)?", answer.rpartition("####")[2].strip())
-        )
+        answer = answer.rpartition("####")[2].strip()
+        is_number = re.fullmatch(r"-?[0-9][0-9,]*(\.[0-9]+)?", answer) is not None
+        return is_number or (reward == "math" and _is_simple_latex(answer))
     return reward != "reasoning_gym"
+
+
+# Possessive quantifiers (++): a long number is read once, and not in every way it can be divided.
+_FACTOR = r"(?:[0-9]++(?:\.[0-9]++)?|[a-zA-Z]|\\pi(?![a-zA-Z]))"
+_SUM = rf"-?{_FACTOR}++(?:[-+]{_FACTOR}++)*+"
+_SUMS = rf"{_SUM}(?:,{_SUM})*+"
+_INNERMOST = re.compile(
+    rf"\\[dt]?frac\{{{_SUM}\}}\{{{_SUM}\}}|\\sqrt\{{{_SUM}\}}|\({_SUMS}\)|"
+    rf"{_FACTOR}\^(?:[0-9a-z]|\{{{_SUM}\}})"
+)
+
+
+def _is_simple_latex(answer: str) -> bool:
+    """Return whether an answer is made of sums of numbers, letters, fractions, roots, powers."""
+    text = re.sub(r"\s|\\left(?![a-z])|\\right(?![a-z])", "", answer.strip("$"))
+    shorter = _INNERMOST.sub("x", text)
+    while shorter != text:
+        text, shorter = shorter, _INNERMOST.sub("x", shorter)
+    return re.fullmatch(rf"(?:[a-zA-Z]=)?{_SUMS}", text) is not None

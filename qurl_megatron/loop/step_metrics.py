@@ -47,6 +47,7 @@ def step_metrics(
         reward_parts=summary.reward_parts,
         verifier_failures=summary.verifier_failures,
         verifier_timeouts=summary.verifier_timeouts,
+        verifier_failure=summary.verifier_failure,
         groups_replaced=summary.groups_replaced,
         **rollout_statistics(  # type: ignore[arg-type]  # only names of floats
             batch.proximal_logprobs,

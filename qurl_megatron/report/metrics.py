@@ -202,6 +202,10 @@ class StepMetrics:
     verifier_timeouts: int = 0
     """Number of `verifier_failures` that took too long."""
 
+    verifier_failure: str = ""
+    """One of the `verifier_failures`: its reason, its question and the end of the response. Empty:
+    there is none."""
+
     held_out_accuracy: float | None = None
     """`Evaluation.held_out_accuracy` after this step. None: not evaluated at this step, or no
     held-out problems."""

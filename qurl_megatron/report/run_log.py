@@ -145,6 +145,8 @@ class RunLog:
         self._steps.append(metrics)
         self._append("metrics.jsonl", dataclasses.asdict(metrics))
         self._write_curves(metrics.step, dataclasses.asdict(metrics))
+        if metrics.verifier_failure and not any(s.verifier_failure for s in self._steps[:-1]):
+            self.say(f"a verifier failed: {metrics.verifier_failure}")
         if self._live is None:
             self.say(self._line(metrics))
         else:
@@ -288,5 +290,5 @@ def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif value is not None and name != "step":
+        elif isinstance(value, (int, float)) and name != "step":
             yield prefix + name, float(value)
