@@ -104,7 +104,7 @@ def _run(config: Config, max_restarts: int) -> int:
         stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests)
     # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
-    if code == STOPPED_EARLY or (code and is_preempted()):
+    if code == STOPPED_EARLY or (code and (is_preempted() or has_lost(learner_group.nodes))):
         requeue(max_restarts)
     return code
 
@@ -263,16 +263,18 @@ def guard(logs: Path) -> None:
     job = json.loads((logs / "job.json").read_text())
     while True:
         time.sleep(GUARD_POLL_S)
-        listed = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job['id']}", "--format=%N"],
-            capture_output=True,
-            text=True,
-            check=False,  # a controller that does not answer says nothing about the batch host
-        ).stdout.split()
-        if listed and job["batch_host"] not in hostnames(",".join(listed)):
+        nodes = nodes_of_job(job["id"])
+        if nodes and job["batch_host"] not in nodes:
             print(f"qurl: the job has lost {job['batch_host']}; requeueing it", flush=True)
             subprocess.run(["scontrol", "requeue", job["id"]], check=True)
             return
+
+
+def nodes_of_job(job: str) -> list[str]:
+    """Return the nodes that a job still has; none if Slurm's controller does not answer."""
+    words = ["squeue", "--noheader", f"--jobs={job}", "--format=%N"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+    return hostnames(",".join(listed)) if listed else []
 
 
 def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
@@ -408,6 +410,15 @@ def is_preempted() -> bool:
     """Return True if Slurm is taking the job's nodes for another job."""
     shown = _output("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
     return re.search(r"PreemptTime=\d", shown) is not None
+
+
+def has_lost(nodes: list[str]) -> bool:
+    """Return True if Slurm has taken one of these nodes out of the job, as it does when one fails.
+
+    Without --no-kill, Slurm requeues the job by itself.
+    """
+    left = nodes_of_job(os.environ["SLURM_JOB_ID"])
+    return bool(left) and not set(nodes) <= set(left)
 
 
 def signal_lead_s(run_dir: Path) -> int:
