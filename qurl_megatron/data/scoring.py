@@ -253,7 +253,11 @@ def unverifiable(config: Config, problems: Sequence[Verifiable]) -> list[str]:
     reasons = [""] * len(problems)
     doubtful = [row for row, p in enumerate(problems) if not is_plain(config.reward, p.answer)]
     if doubtful:
-        with Scorer(config, config.scoring_workers) as scorer:
+        requests = -(-len(doubtful) // PROBLEMS_PER_REQUEST)
+        cores = min(
+            MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0))
+        )  # nothing else needs them yet
+        with Scorer(config, min(requests, config.scoring_workers or cores)) as scorer:
             found = scorer.unverifiable([problems[row] for row in doubtful])
         for row, reason in zip(doubtful, found, strict=True):
             reasons[row] = reason
