@@ -365,6 +365,13 @@ def plan_command(
         float | None,
         typer.Option(help="Mean response length, in tokens. Default: half of max_response_length."),
     ] = None,
+    log_deviation: Annotated[
+        float | None,
+        typer.Option(
+            help="Standard deviation of log(response length), for lognormal lengths; around 1 for "
+            "reasoning. Default: a power law, without long tails."
+        ),
+    ] = None,
     sequence_parallel: Annotated[
         bool,
         typer.Option(
@@ -403,6 +410,7 @@ def plan_command(
             Workload(
                 half.mean_prompt if mean_prompt is None else mean_prompt,
                 half.mean_response if mean_response is None else mean_response,
+                log_deviation,
             ),
             has_layout=has_layout,
         )

@@ -34,7 +34,7 @@ def print_plan(plan: Plan) -> None:
             _gib(plan.server_bytes),
             ("total", sum(plan.server_bytes.values()) / GIB),
         ),
-        _table("time of a step", "s", plan.step_s, ("total", plan.total_s)),
+        _time_table(plan),
     )
     console.print(
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
@@ -42,6 +42,18 @@ def print_plan(plan: Plan) -> None:
         "they omit: qurl_megatron/planning/memory.py and step_time.py. The errors of the estimate: "
         "docs/findings.md.",
         soft_wrap=True,
+    )
+
+
+def _time_table(plan: Plan) -> Table:
+    if plan.asynchronous is None:
+        return _table("time of a step", "s", plan.step_s, ("total", plan.total_s))
+    return _table(
+        f"time of a step: rollout beside the rest; the {plan.asynchronous.limit} decides, and a "
+        f"server decodes {plan.asynchronous.running:.0f} sequences at once",
+        "s",
+        plan.step_s,
+        ("step", plan.total_s),
     )
 
 

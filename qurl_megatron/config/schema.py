@@ -355,6 +355,13 @@ class RolloutConfig:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """Each rollout server."""
 
+    max_staleness: CountOrZero = 0
+    """Maximum number of weight versions between the sampling of a token and the training on it. 0:
+    synchronous rollout."""
+
+    pause_mode: Literal["retract", "in_place"] = "retract"
+    """PLACEHOLDER of versions."""
+
     @property
     def longest_response(self) -> int:
         """Maximum response length over all stages, in tokens."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
 from qurl_megatron.planning.memory import (
     GIB,
     GPU_BYTES,
@@ -26,7 +27,9 @@ from qurl_megatron.planning.memory import (
 from qurl_megatron.planning.step_time import (
     GPUS_PER_NODE,
     Workload,
+    decode_s,
     learner_s,
+    prefill_s,
     publish_s,
     rollout_s,
 )
@@ -45,13 +48,14 @@ class Plan:
     kv_tokens: int  # capacity of a server's KV cache
     slots: int  # sequences that a server decodes at once
     publish_bytes: int  # sent to each server
-    step_s: dict[str, float]  # seconds by phase
+    step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
+    asynchronous: SteadyState | None  # None: synchronous
     savings: Savings
 
     @property
     def total_s(self) -> float:
         """Time of a whole step, in seconds."""
-        return sum(self.step_s.values())
+        return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
 
     @property
     def learner_total_bytes(self) -> int:
@@ -129,6 +133,11 @@ def plan(
         **learner_s(architecture, config, workload),
         "publish": publish_s(architecture, config),
     }
+    asynchronous = None
+    if rollout.max_staleness:
+        load = server_load(architecture, config, servers, slots, workload)
+        learner_time_s = sum(time_s for phase, time_s in step_s.items() if phase != "rollout")
+        asynchronous = steady_state(load, learner_time_s, rollout.max_staleness)
     return Plan(
         config=config,
         gpus=gpus,
@@ -140,7 +149,39 @@ def plan(
         slots=slots,
         publish_bytes=published_bytes(architecture, weight_format),
         step_s=step_s,
+        asynchronous=asynchronous,
         savings=savings,
+    )
+
+
+def server_load(
+    architecture: Architecture, config: Config, servers: int, slots: int, workload: Workload
+) -> ServerLoad:
+    """Return the share of a step of each of `servers`, which decode `slots` sequences at once."""
+    rollout = config.rollout
+    size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
+    lengths = workload.lengths(rollout.max_response_length)
+
+    def token_s(sequences: float, mean_age: float) -> float:
+        context = sequences * (workload.mean_prompt + mean_age)
+        return decode_s(architecture, weight_format, size, sequences, context)
+
+    def read_s(tokens: float) -> float:
+        return prefill_s(architecture, weight_format, size, tokens)
+
+    def pause_s(running: float) -> float:
+        read_again = rollout.pause_mode == "retract"
+        context = running * (workload.mean_prompt + lengths.mean_age)
+        return publish_s(architecture, config) + (read_s(context) if read_again else 0.0)
+
+    prompts = rollout.prompts_per_step / servers
+    return ServerLoad(
+        token_s=token_s,
+        prompts_s=read_s(prompts * workload.mean_prompt),
+        pause_s=pause_s,
+        sequences=prompts * rollout.completions_per_prompt,
+        slots=slots,
+        lengths=lengths,
     )
 
 

@@ -12,11 +12,10 @@ data parallel sizes, h hidden size, Q query channels, V vocabulary rows.
                  two all-reduces of 2bh B per layer over NVLink, with a latency of `ALL_REDUCE_S`
                HBM and peak are the datasheet's bandwidth and FLOP/s; e_w, e_f and e_kv are the
                fitted efficiencies below.
-    rollout    A server decodes `slots` sequences at a time. Response lengths are assumed to follow
-               P(length > x) = 1 - (x / max)^k with k = mean / (max - mean). A mean of half the
-               maximum gives a uniform distribution. While sequences wait, the batch is full and its
-               sequences have their mean age. Then the last batch shrinks until its longest response
-               ends, which is integrated numerically. Prompts are read once per group, at the
+    rollout    A server decodes `slots` sequences at a time. `lengths` has the distribution of the
+               response lengths. While sequences wait, the batch is full and its sequences have
+               their mean age. Then the last batch shrinks until its longest response ends, which is
+               integrated numerically. Prompts are read once per group, at the
                weight format's matrix product rate. More servers have fewer sequences each, but no
                rollout is shorter than its longest response.
     forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention,
@@ -40,11 +39,11 @@ sampling.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.memory import (
     element_bytes,
     kv_bytes_per_token,
@@ -83,16 +82,21 @@ _INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
 
 @dataclass(frozen=True)
 class Workload:
-    """Mean lengths in tokens. A configuration has only the maximum lengths."""
+    """Lengths in tokens. A configuration has only the maximum lengths."""
 
     mean_prompt: float
     mean_response: float
+    log_deviation: float | None = None  # of response lengths, see `lengths.ResponseLengths`
 
     @classmethod
     def half(cls, config: Config) -> Workload:
         """Return mean lengths of half the maximum."""
         rollout = config.rollout
         return cls(rollout.max_prompt_length / 2, rollout.max_response_length / 2)
+
+    def lengths(self, max_response: float) -> ResponseLengths:
+        """Return the distribution of response lengths up to `max_response` tokens."""
+        return ResponseLengths(self.mean_response, max_response, self.log_deviation)
 
 
 def _precision(weight_format: WeightFormat) -> str:
@@ -168,7 +172,7 @@ def rollout_s(
         sequences: responses that this server samples.
         prompts: prompts that this server reads, one for each group of responses.
         slots: sequences that it decodes at once.
-        workload: mean lengths.
+        workload: lengths.
         max_response: maximum response length in tokens, which the longest response reaches.
     """
 
@@ -176,22 +180,18 @@ def rollout_s(
         context = num_running * (workload.mean_prompt + response_tokens)
         return decode_s(architecture, weight_format, tensor_parallel_size, num_running, context)
 
-    mean = workload.mean_response
-    exponent = mean / (max_response - mean) if mean < max_response else math.inf
+    lengths = workload.lengths(max_response)
     batch = min(sequences, slots)
     time_s = prefill_s(
         architecture, weight_format, tensor_parallel_size, prompts * workload.mean_prompt
     )
     if sequences > slots:
-        # The mean age of a running sequence is E[length^2] / (2 E[length]).
-        mean_age = max_response / 2
-        if exponent < math.inf:
-            mean_age *= (exponent + 1) / (exponent + 2)
-        time_s += (sequences - slots) * mean / slots * token_s(batch, mean_age)
+        turns = (sequences - slots) * lengths.mean / slots
+        time_s += turns * token_s(batch, lengths.mean_age)
     for step in range(_INTEGRATION_STEPS):
-        midpoint = (step + 0.5) / _INTEGRATION_STEPS
-        running = batch * (1 - midpoint**exponent if exponent < math.inf else 1)
-        time_s += max_response / _INTEGRATION_STEPS * token_s(running, midpoint * max_response)
+        length = (step + 0.5) / _INTEGRATION_STEPS * max_response
+        running = batch * lengths.fraction_longer(length)
+        time_s += max_response / _INTEGRATION_STEPS * token_s(running, length)
     return time_s
 
 

@@ -1,0 +1,96 @@
+"""Estimate the time of a step when servers sample while the learner trains (`max_staleness` > 0).
+
+The prompts of a batch are issued `max_staleness` publishes before the learner trains on them, so
+up to `max_staleness` + 1 batches are in flight. In the steady state a step takes the longest of:
+
+    learner    proximal + update + publish: the learner never waits for the servers
+    servers    the time in which a server, with as many sequences running as fit, reads the prompts
+               and decodes the tokens of its share of a batch; plus the pause of a publish
+    longest response
+               (response + learner) / (`max_staleness` + 1), where `response` is the time of one
+               response of maximum length: a batch is complete when its longest response is
+
+The number of running sequences follows from Little's law: a step adds `sequences` of them, and each
+runs for its own length. A publish pauses the servers; with `pause_mode=retract` they then read the
+context of every running sequence again.
+
+`benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from qurl_megatron.planning.lengths import ResponseLengths
+
+Limit = Literal["learner", "servers", "longest response"]
+
+_BISECTIONS = 50
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """One server's share of a step."""
+
+    token_s: Callable[[float, float], float]  # seconds per token, by sequences and their mean age
+    prompts_s: float  # seconds to read the prompts
+    pause_s: Callable[[float], float]  # seconds of a publish, by the number of running sequences
+    sequences: float  # responses per step
+    slots: int  # sequences decoded at once
+    lengths: ResponseLengths
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """The steady state of servers that sample while the learner trains."""
+
+    step_s: float
+    limit: Limit  # what determines the time of a step
+    running: float  # mean number of sequences that a server decodes at once
+
+
+def steady_state(load: ServerLoad, learner_s: float, max_staleness: int) -> SteadyState:
+    """Return the steady state with `max_staleness` of at least 1.
+
+    `learner_s` is the time of the learner's phases, in seconds, including the publish.
+    """
+    batches = max_staleness + 1
+    most = min(load.slots, batches * load.sequences)
+    servers_s = load.prompts_s + _decode_s(load, most) / most + load.pause_s(most)
+    shortest_s = max(learner_s, servers_s)
+    running = _running(load, shortest_s, most)
+    if batches * shortest_s >= _longest_s(load, shortest_s, running) + learner_s:
+        return SteadyState(shortest_s, "learner" if learner_s >= servers_s else "servers", running)
+    # In a longer step fewer sequences run at once, which makes each faster: one root.
+    low, high = shortest_s, _longest_s(load, shortest_s, running) + learner_s
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        running = _running(load, middle, most)
+        is_enough = batches * middle >= _longest_s(load, middle, running) + learner_s
+        low, high = (low, middle) if is_enough else (middle, high)
+    return SteadyState(high, "longest response", _running(load, high, most))
+
+
+def _decode_s(load: ServerLoad, running: float) -> float:
+    """Return the seconds of a step's tokens one after the other, while `running` sequences run."""
+    tokens = load.sequences * load.lengths.mean
+    return tokens * load.token_s(running, load.lengths.mean_age)
+
+
+def _longest_s(load: ServerLoad, step_s: float, running: float) -> float:
+    """Return the seconds of a response of maximum length, including the pauses in it."""
+    decoding = (step_s - load.prompts_s - load.pause_s(running)) / step_s
+    return load.lengths.maximum * load.token_s(running, load.lengths.mean_age) / decoding
+
+
+def _running(load: ServerLoad, step_s: float, most: float) -> float:
+    """Return how many sequences run at once, at most `most`, if a step takes `step_s`."""
+    low, high = 0.0, float(most)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        available_s = step_s - load.prompts_s - load.pause_s(middle)
+        is_enough = middle * available_s >= _decode_s(load, middle)
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
