@@ -138,6 +138,7 @@ def _send_peak(method: str, tokens: int, sender: Connection) -> None:
             hidden,
             weight,
             targets,
+            torch.ones(tokens, dtype=torch.bool),
             temperature=1.0,
             first_row=0,
             group=group,

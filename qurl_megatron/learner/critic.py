@@ -146,7 +146,7 @@ class ValueModel(Policy):
             )
             torch.nn.init.zeros_(self.output_layer.weight)
             # Megatron then adds up the gradients of the tensor-parallel ranks' tokens.
-            self.output_layer.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+            self.output_layer.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
         """Return values [1, tokens] float32; 0 where the loss mask is False.
