@@ -142,7 +142,7 @@ def _send_peak(method: str, tokens: int, sender: Connection) -> None:
             temperature=1.0,
             first_row=0,
             group=group,
-            chunk_elements=device.logit_chunk_elements(VOCABULARY),
+            chunk_tokens=device.logit_chunk_elements(VOCABULARY) // VOCABULARY,
         )
     logprobs.sum().backward()
     sender.send(_peak_resident_bytes() - before)

@@ -13,7 +13,7 @@ from torch import Tensor
 from distributed import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 96, 8, 513
-CHUNKS = {"one token": 1, "some tokens": 4096, "all tokens": 10**6}  # logits held at once
+CHUNKS = {"one token": 1, "some tokens": 8, "all tokens": TOKENS}
 TEMPERATURE = 0.7
 MASK = torch.arange(TOKENS) % 5 != 3
 MASK[:30] = False  # a whole chunk of the first rank
@@ -44,15 +44,15 @@ def score_in_chunks() -> dict[tuple[str, torch.dtype], Scores]:
 
     device.initialize_distributed()
     scores = {
-        (chunk, dtype): score(elements, dtype)
-        for chunk, elements in CHUNKS.items()
+        (chunk, dtype): score(tokens, dtype)
+        for chunk, tokens in CHUNKS.items()
         for dtype in (torch.float32, torch.bfloat16)
     }
     torch.distributed.destroy_process_group()
     return scores
 
 
-def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
+def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,7 +86,7 @@ def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
             temperature=TEMPERATURE,
             first_row=first_row,
             group=group,
-            chunk_elements=chunk_elements,
+            chunk_tokens=chunk_tokens,
         )
         logprobs.backward(grad)
     assert hidden.grad is not None and own_rows.grad is not None

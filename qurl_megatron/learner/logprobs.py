@@ -33,7 +33,7 @@ def logprobs_and_entropy(
     temperature: float,
     first_row: int,
     group: dist.ProcessGroup,
-    chunk_elements: int,
+    chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the natural log-prob of each target and the entropy of each distribution.
 
@@ -45,27 +45,27 @@ def logprobs_and_entropy(
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
-        chunk_elements: maximum number of logits to hold at once, but at least those of one token
-            of every rank.
+        chunk_tokens: maximum number of tokens to hold the logits of at once, but at least one of
+            every rank; the same on every rank.
 
     Returns:
         Two float32 tensors [tokens], the same on every rank; 0 where `mask` is False. Gradients
         flow through the log-probs only, to `hidden` and `weight`.
     """
     return _LogProbs.apply(
-        hidden, weight, targets, mask, temperature, first_row, group, chunk_elements
+        hidden, weight, targets, mask, temperature, first_row, group, chunk_tokens
     )
 
 
 def _chunks(
-    tokens: int, rows: int, mask: Tensor, ranks: int, chunk_elements: int
+    tokens: int, mask: Tensor, ranks: int, chunk_tokens: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield a slice of every rank's `tokens`, and the positions of their masked-in tokens.
 
     Positions count through the tokens of all ranks. Slices in which `mask` is False everywhere are
     left out, on every rank alike.
     """
-    step = max(1, chunk_elements // (rows * ranks))
+    step = max(1, chunk_tokens // ranks)
     positions = torch.arange(tokens * ranks, device=mask.device).view(ranks, tokens)
     for start in range(0, tokens, step):
         chunk = slice(start, min(start + step, tokens))
@@ -100,7 +100,7 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         first_row: int,
         group: dist.ProcessGroup,
-        chunk_elements: int,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         ranks, rows = group.size(), weight.shape[0]
         local = targets - first_row
@@ -108,7 +108,7 @@ class _LogProbs(torch.autograd.Function):
         local = torch.where(is_local, local, 0)
 
         own = hidden.new_zeros((4, len(targets)), dtype=torch.float32)
-        for chunk, positions in _chunks(len(hidden), rows, mask, ranks, chunk_elements):
+        for chunk, positions in _chunks(len(hidden), mask, ranks, chunk_tokens):
             states = _gather(hidden, chunk, group)[_within(chunk, positions, len(hidden))]
             logits = _logits(states, weight, temperature)
             target = logits.gather(1, local[positions, None]).squeeze(1).mul_(is_local[positions])
@@ -137,18 +137,18 @@ class _LogProbs(torch.autograd.Function):
         log_partition = zeros.masked_scatter(mask, maximum + log_sum)
 
         ctx.save_for_backward(hidden, weight, local, is_local, mask, log_partition)
-        ctx.temperature, ctx.group, ctx.chunk_elements = temperature, group, chunk_elements
+        ctx.temperature, ctx.group, ctx.chunk_tokens = temperature, group, chunk_tokens
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, is_local, mask, log_partition = ctx.saved_tensors
-        ranks, rows = ctx.group.size(), weight.shape[0]
+        ranks = ctx.group.size()
         scale = grad_logprobs / ctx.temperature
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk, positions in _chunks(len(hidden), rows, mask, ranks, ctx.chunk_elements):
+        for chunk, positions in _chunks(len(hidden), mask, ranks, ctx.chunk_tokens):
             within = _within(chunk, positions, len(hidden))
             gathered = _gather(hidden, chunk, ctx.group)
             states = gathered[within]

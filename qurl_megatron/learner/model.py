@@ -172,6 +172,7 @@ class Policy(GPTModel):
             temperature=temperature,
             first_row=vocabulary.start,
             group=self.tp_group,
-            chunk_elements=device.logit_chunk_elements(vocabulary.stop - vocabulary.start),
+            # Of the padded shard, which is the same on every rank.
+            chunk_tokens=device.logit_chunk_elements(len(weight)) // len(weight),
         )
         return logprobs[None], entropy[None]
