@@ -106,13 +106,13 @@ def test_recomputation_keeps_only_the_input_of_a_layer() -> None:
     config = study("", 64, "int8")
     tokens, layers = 9216, 13
     layer = memory.layer_activation_bytes(QWEN2, config.learner, tokens, tokens)
-    # Norms and inputs 8h + 8 B, on eight ranks 6(Q + K) + 160 + 6F, and rotary tables.
-    assert layer == tokens * (8 * 5120 + 8 + (6 * 6144 + 160 + 6 * 27648) // 8) + 8 * 128 * tokens
+    # Norms and inputs 8h + 8 B, 6(Q + K) + 160 + 6F, all on eight ranks, and rotary tables.
+    assert layer == tokens * (8 * 5120 + 8 + 6 * 6144 + 160 + 6 * 27648) // 8 + 8 * 128 * tokens
     kept = memory.learner_memory(QWEN2, config, 0)["activations"]
     assert kept == 5 * layers * layer  # stage 0 of five has five micro batches in flight
     config.learner.recompute_activations = True
     recomputed = memory.learner_memory(QWEN2, config, 0)["activations"]
-    assert recomputed == (5 * layers - 1) * tokens * 2 * 5120 + layer
+    assert recomputed == (5 * layers - 1) * tokens * 2 * 5120 // 8 + layer
 
 
 def test_virtual_stages_keep_more_activations() -> None:
@@ -189,8 +189,8 @@ def test_a_real_learner_allocates_the_planned_bytes(
 
     A rank's share of the optimizer is at most the planned one.
 
-    Activations are planned for the layers alone: the embedding, the last norm and the log-probs
-    keep up to a fifth more.
+    Activations are planned for the layers alone: the embedding, the last norm, the log-probs and
+    the places of packed tokens keep up to a quarter more.
     """
     build_tiny_model(tmp_path, family)
     architecture = Architecture.from_directory(tmp_path)
@@ -222,7 +222,7 @@ def test_a_real_learner_allocates_the_planned_bytes(
                 assert abs(measured["activations"] - kept) < 0.1 * kept
             else:
                 excess = measured["activations"] - layers * layer
-                assert 0 <= excess < 0.2 * layers * layer
+                assert 0 <= excess < 0.25 * layers * layer
 
 
 def test_a_tied_model_has_a_second_embedding_on_its_last_stage(tmp_path: Path) -> None:
