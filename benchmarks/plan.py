@@ -6,7 +6,8 @@
 2. Decode constants of `planning/step_time.py`, fitted again to the latencies they come from.
 3. Published times and ratios that no constant was fitted to, with their sources. Settings that a
    source leaves out are stated beside the figure.
-4. Step time against the number of GPUs by format, for the recipe scaling_32b: docs/plan_32b.svg.
+4. The fastest layout of Qwen2.5-32B on 16 to 256 GPUs, for responses of 8k and 32k tokens.
+5. Step time against the number of GPUs by format, for the recipe scaling_32b: docs/plan_32b.svg.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from qurl_megatron.config.overrides import with_overrides  # noqa: E402
 from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
 from qurl_megatron.model.architecture import Architecture  # noqa: E402
 from qurl_megatron.planning import memory, plan, step_time  # noqa: E402
-from qurl_megatron.planning.memory import Savings  # noqa: E402
 from qurl_megatron.planning.step_time import Workload  # noqa: E402
 from recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
@@ -112,9 +112,9 @@ def compare_allocations() -> None:
                 allocated, learner.world_size, directory, learner, rows, time, timeout_s=500
             )[0]
         config = Config(learner=learner)
-        planned = memory.learner_memory(architecture, config, 0, Savings())
+        planned = memory.learner_memory(architecture, config, 0)
         planned["activations"] = architecture.num_layers * memory.layer_activation_bytes(
-            architecture, learner, rows, time, fused=False
+            architecture, learner, rows * time, time, fused=False
         )
         print(f"   {name}, tensor parallel size {learner.tensor_parallel_size}")
         for part, num_bytes in measured.items():
@@ -220,21 +220,37 @@ def compare_published() -> None:
              "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
     print_row("TP8 x PP2", step_time.publish_s(QWEN2_32B, config), 14.2, "s")
-    print(
-        "\n   Layout of Qwen3-32B on 32 GPUs with sequence parallelism and a distributed optimizer"
-    )
+    print("\n   Layout of Qwen3-32B on 32 GPUs")
     print("   NeMo-RL: learner TP4 x PP4 (x DP2), micro batches of 1, sequences of 4096")
     words = ["learner.tensor_parallel_size=4", "learner.pipeline_parallel_size=4",
              "learner.data_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
              "rollout.max_prompt_length=512", "rollout.max_response_length=3584"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
-    for savings in (
-        Savings(),
-        Savings(sequence_parallel=True, distributed_optimizer=True),
-    ):
-        parts = memory.learner_memory(QWEN3_32B, config, 0, savings)
-        total = memory.total_bytes(parts, memory.bucket_memory(QWEN3_32B, config)) / memory.GIB
-        print(f"   {' + '.join(savings.names) or 'as the learner is':58} {total:9.1f} of 79.1 GiB")
+    parts = memory.learner_memory(QWEN3_32B, config, 0)
+    total = memory.total_bytes(parts, memory.bucket_memory(QWEN3_32B, config)) / memory.GIB
+    print(f"   {total:.1f} of 79.1 GiB\n")
+
+
+def print_layouts() -> None:
+    """Print the fastest layout of every number of GPUs, for responses of 8k and 32k tokens."""
+    print("4. Fastest layouts of Qwen2.5-32B, INT8: learner TP x PP x CP x DP, servers x TP\n")
+    for longest in (8192, 31744):
+        for gpus in LAYOUTS:
+            config = study("", gpus, "int8")
+            config = with_overrides(config, [f"rollout.max_response_length={longest}"])
+            best = plan.suggest(QWEN2_32B, config, gpus)
+            if best is None:
+                print(f"   {longest:6} tokens, {gpus:4} GPUs: none fits")
+                continue
+            learner, server = best.config.learner, best.config.rollout.server
+            recomputed = ", recomputed" if learner.recompute_activations else ""
+            print(
+                f"   {longest:6} tokens, {gpus:4} GPUs: {learner.tensor_parallel_size} x "
+                f"{learner.pipeline_parallel_size} x {learner.context_parallel_size} x "
+                f"{learner.data_parallel_size}{recomputed}, {best.servers} x "
+                f"{server.tensor_parallel_size}: {best.total_s:.0f} s, "
+                f"{best.learner_total_bytes / memory.GIB:.1f} GiB"
+            )
     print()
 
 
@@ -317,7 +333,7 @@ def plot_step_time(file: Path) -> None:
     matplotlib.rcParams["svg.fonttype"] = (
         "none"  # text instead of glyph outlines, a tenth of the size
     )
-    print("4. Seconds per step of Qwen2.5-32B in the recipe's layouts, rollout + rest\n")
+    print("5. Seconds per step of Qwen2.5-32B in the recipe's layouts, rollout + rest\n")
     gpus = list(LAYOUTS)
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for weight_format, colour, marker in (("bf16", "#777777", "o"), ("int8", "#d1495b", "s"),
@@ -357,6 +373,7 @@ def main() -> None:
         compare_allocations()
     refit_constants()
     compare_published()
+    print_layouts()
     plot_step_time(REPOSITORY / "docs" / "plan_32b.svg")
 
 

@@ -138,10 +138,11 @@ def _send_peak(method: str, tokens: int, sender: Connection) -> None:
             hidden,
             weight,
             targets,
+            torch.ones(tokens, dtype=torch.bool),
             temperature=1.0,
             first_row=0,
             group=group,
-            chunk_elements=device.logit_chunk_elements(VOCABULARY),
+            chunk_tokens=device.logit_chunk_elements(VOCABULARY) // VOCABULARY,
         )
     logprobs.sum().backward()
     sender.send(_peak_resident_bytes() - before)

@@ -415,19 +415,6 @@ def plan_command(
             "reasoning. Default: a power law, without long tails."
         ),
     ] = None,
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel", help="Plan with sequence parallelism, which the learner lacks."
-        ),
-    ] = False,
-    distributed_optimizer: Annotated[
-        bool,
-        typer.Option(
-            "--distributed-optimizer",
-            help="Plan with a distributed optimizer, which the learner lacks.",
-        ),
-    ] = False,
 ) -> None:
     """Estimate the memory and time that a run needs on H100s; nothing is allocated.
 
@@ -440,7 +427,6 @@ def plan_command(
     with exit_on_bad_input():
         from qurl_megatron.cli_plan import print_plan
         from qurl_megatron.config.schema import ConfigError
-        from qurl_megatron.planning.memory import Savings
         from qurl_megatron.planning.plan import plan_or_suggest
         from qurl_megatron.planning.step_time import Workload
 
@@ -456,7 +442,6 @@ def plan_command(
             architecture,
             config,
             gpus,
-            Savings(sequence_parallel, distributed_optimizer),
             Workload(
                 half.mean_prompt if mean_prompt is None else mean_prompt,
                 half.mean_response if mean_response is None else mean_response,

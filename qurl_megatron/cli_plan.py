@@ -15,8 +15,6 @@ def print_plan(plan: Plan) -> None:
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
     console.print(f"{plan.gpus} H100: {' '.join(layout_overrides(config))}", soft_wrap=True)
-    if plan.savings.names:
-        console.print(f"assumes features that the learner lacks: {', '.join(plan.savings.names)}")
     console.print(
         _table(
             f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU",

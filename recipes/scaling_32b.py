@@ -15,8 +15,8 @@ Sources of the settings:
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
 - verl, which the paper ran on: dual clip at 3, its default.
 - The layouts are this project's own, since the paper trains no model of this size. Their steps are
-  within a tenth of the shortest that `qurl plan` finds. They were never run on GPUs. On 16 and 32
-  GPUs activations are recomputed; without that, 16 GPUs have no memory for 8k tokens.
+  within a tenth of the shortest that `qurl plan` finds. They were never run on GPUs. On 16 GPUs
+  activations are recomputed; without that, they have no memory for 8k tokens.
 
 No evaluation server is started, since held-out accuracy would need one of its own in BF16.
 `qurl eval` measures the checkpoints.
@@ -83,7 +83,7 @@ FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
 # thirteen.
 LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
     16: (2, 5, 1, True, 2),
-    32: (2, 5, 2, True, 4),
+    32: (4, 5, 1, False, 4),
     64: (8, 5, 1, False, 4),
     128: (8, 5, 2, False, 4),
     256: (8, 5, 4, False, 8),

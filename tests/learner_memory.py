@@ -39,9 +39,13 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
         chained = getattr(learner.optimizer, "chained_optimizers", [learner.optimizer])
         states = [state for optimizer in chained for state in optimizer.optimizer.state.values()]
         moments = [v for state in states for v in state.values() if v.dim()]  # not the step count
-        masters = [p.main_param for p in parameters if hasattr(p, "main_param")]
+        masters = [
+            master
+            for master in map(learner._optimizer_shards.master, parameters)
+            if master is not None and config.dtype == "bfloat16"
+        ]
         return {
-            "weights": _bytes({p.data_ptr(): p for p in parameters}.values()),
+            "weights": _bytes(b.param_data for chunk in learner.chunks for b in chunk.buffers),
             "gradients": _bytes(b.grad_data for chunk in learner.chunks for b in chunk.buffers),
             "optimizer": _bytes({m.data_ptr(): m for m in [*moments, *masters]}.values()),
             "activations": saved.most_bytes,

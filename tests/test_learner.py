@@ -6,7 +6,7 @@ query heads share a key-value head, rows differ in length and do not divide even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,27 @@ DIMS: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 FAMILIES: tuple[Family, ...] = ("qwen2", "qwen3", "llama")
-LAYOUTS = {  # tensor, pipeline, data and virtual pipeline parallel sizes, layers in the last stage
-    "TP1": (1, 1, 1),
-    "TP2": (2, 1, 1),
-    "PP2": (1, 2, 1),
-    "DP2": (1, 1, 2),
-    "TP2xPP2": (2, 2, 1),
-    "PP2 in 2 parts": (1, 2, 1, 2),
-    "PP2 of 3 and 1": (1, 2, 1, 1, 1),
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
+DP2: dict[str, Any] = {"data_parallel_size": 2}
+CP2: dict[str, Any] = {"context_parallel_size": 2}
+VPP2: dict[str, Any] = {**PP2, "virtual_pipeline_parallel_size": 2}
+BUDGET: dict[str, Any] = {"tokens_per_micro_batch": 20}
+RECOMPUTE: dict[str, Any] = {"recompute_activations": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP1": {},
+    "TP2": TP2,
+    "PP2": PP2,
+    "DP2": {**DP2, **BUDGET},
+    "TP2xPP2": {**TP2, **PP2},
+    "PP2 in 2 parts": {**VPP2, **BUDGET},
+    "PP2 of 3 and 1": {**PP2, "layers_in_last_pipeline_stage": 1},
+    "CP2": CP2,
+    "CP2xDP2": {**CP2, **DP2, **BUDGET},
+    "CP2xTP2": {**CP2, **TP2, **RECOMPUTE},
+    "CP2xVPP2": {**CP2, **VPP2},
+    "TP2xDP2": {**TP2, **DP2},
+    "VPP2xDP2": {**VPP2, **DP2, **BUDGET},
 }
 TEMPERATURES = (0.7, 1.0)
 OPTIMIZER = OptimizerConfig(
@@ -107,9 +120,8 @@ def policy_gradient(
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
 
-def learner_config(layout: Iterable[Any], **fields: Any) -> LearnerConfig:
-    fields = {"dtype": "float32", "micro_batch_size": 2, **fields}
-    return LearnerConfig(*layout, **fields)
+def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
+    return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
 
 
 def weights_of(learner: Any) -> list[weight_map.TensorPart]:
@@ -139,14 +151,14 @@ class Measurement:
     last_weights: list[weight_map.TensorPart]
 
 
-def measure(models: dict[str, Path], layout: tuple[int, ...]) -> dict[str, Measurement]:
+def measure(models: dict[str, Path], layout: dict[str, Any]) -> dict[str, Measurement]:
     from qurl_megatron import device
 
     device.initialize_distributed()  # once for all models; each learner destroys its own groups
     return {name: measure_model(model, layout) for name, model in models.items()}
 
 
-def measure_model(model: Path, layout: tuple[int, ...], **fields: Any) -> Measurement:
+def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measurement:
     from qurl_megatron.learner.learner import Learner
 
     learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
@@ -229,7 +241,7 @@ def by_rank(
     """Measure one layout; return the measurements of each rank, by family."""
     layout = LAYOUTS[request.param]
     names = [model_name(request.param, family) for family in FAMILIES]
-    world_size = layout[0] * layout[1] * layout[2]
+    world_size = learner_config(layout).world_size
     ranks = run_ranks(measure, world_size, {name: models[name] for name in names}, layout)
     return [dict(zip(FAMILIES, rank.values(), strict=True)) for rank in ranks]
 
@@ -338,7 +350,7 @@ def test_ranks_can_share_a_key_value_head(tmp_path: Path) -> None:
     models = {
         family: build_tiny_model(tmp_path / family, family, **dims) for family in FAMILIES[:2]
     }
-    by_rank = run_ranks(measure, 4, models, (4, 1, 1))
+    by_rank = run_ranks(measure, 4, models, {"tensor_parallel_size": 4})
     for family, model in models.items():
         reference = make_reference(model)
         assert_scores_match(by_rank[0][family], reference)
@@ -351,7 +363,7 @@ def test_ranks_can_share_a_key_value_head(tmp_path: Path) -> None:
 
 
 def measure_with_and_without_recomputation(
-    model: Path, layout: tuple[int, ...]
+    model: Path, layout: dict[str, Any]
 ) -> list[Measurement]:
     from qurl_megatron import device
 
@@ -361,14 +373,14 @@ def measure_with_and_without_recomputation(
     ]
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (1, 2, 1, 2)], ids=["TP2xPP2", "VPP"])
+@pytest.mark.parametrize("layout", [{**TP2, **PP2}, VPP2], ids=["TP2xPP2", "VPP"])
 def test_recomputed_activations_give_the_same_updates_bit_for_bit(
-    layout: tuple[int, ...], models: dict[str, Path]
+    layout: dict[str, Any], models: dict[str, Path]
 ) -> None:
     """`test_memory` shows that they are not kept."""
     for kept, recomputed in run_ranks(
         measure_with_and_without_recomputation,
-        layout[0] * layout[1],
+        learner_config(layout).world_size,
         models["qwen3-untied"],
         layout,
     ):
@@ -377,7 +389,7 @@ def test_recomputed_activations_give_the_same_updates_bit_for_bit(
             assert torch.equal(own.tensor, expected.tensor), own.name
 
 
-def spoil(model: Path, layout: tuple[int, ...], culprit: int) -> dict[str, str]:
+def spoil(model: Path, layout: dict[str, Any], culprit: int) -> dict[str, str]:
     """Put NaN into a loss, a gradient and a weight of rank `culprit`; return what each raises."""
     from qurl_megatron.learner.learner import Learner, NonFinite
 
@@ -447,7 +459,7 @@ ROWS = (7, 1)  # 1: fewer rows than replicas
 
 
 def first_updates(
-    model: Path, layout: tuple[int, ...], micro_batch_sizes: list[int]
+    model: Path, layout: dict[str, Any], micro_batch_sizes: list[int]
 ) -> dict[int, list[Any]]:
     """Return the first update with each micro batch size, by number of rows."""
     from qurl_megatron import device
@@ -470,8 +482,8 @@ def first_updates(
 
 def test_gradients_depend_on_neither_micro_batches_nor_replicas(models: dict[str, Path]) -> None:
     model = models["qwen2-tied"]
-    one_rank, *_ = run_ranks(first_updates, 1, model, (1, 1, 1), [7, 2, 1])
-    replicas, *_ = run_ranks(first_updates, 2, model, (1, 1, 2), [4, 1])
+    one_rank, *_ = run_ranks(first_updates, 1, model, {}, [7, 2, 1])
+    replicas, *_ = run_ranks(first_updates, 2, model, DP2, [4, 1])
     for rows in ROWS:
         expected = one_rank[rows][0]
         for update in [*one_rank[rows], *replicas[rows]]:
@@ -480,7 +492,7 @@ def test_gradients_depend_on_neither_micro_batches_nor_replicas(models: dict[str
             assert update.stats == expected.stats
 
 
-def bfloat16_update(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
+def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
     from qurl_megatron.learner.learner import Learner
 
     def divide_by_three(name: str, tensor: Tensor) -> Tensor:
@@ -496,11 +508,16 @@ def bfloat16_update(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
     parameters = dict(learner.chunks[0].module.named_parameters())
     batch, loss_weights = make_batch()
     logprobs, _ = learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
-    masters = {name: learner._master(p).clone() for name, p in parameters.items()}
+
+    def masters_of() -> dict[str, Tensor]:
+        masters = {name: learner._optimizer_shards.master(p) for name, p in parameters.items()}
+        return {name: master.clone() for name, master in masters.items() if master is not None}
+
+    masters = masters_of()
     computed_with = {name: p.detach().clone() for name, p in parameters.items()}
     update = learner.update(batch, loss_weights, policy_gradient, temperature=1.0)
     learner.reset_optimizer(OptimizerConfig(learning_rate=1e-6))
-    changes = {name: learner._master(p) - masters[name] for name, p in parameters.items()}
+    changes = {name: master - masters[name] for name, master in masters_of().items()}
     learner.close()
     return {
         "logprobs": logprobs,
@@ -515,11 +532,11 @@ def bfloat16_update(model: Path, layout: tuple[int, ...]) -> dict[str, Any]:
 def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
     models: dict[str, Path], references: dict[str, Reference], layout: str
 ) -> None:
-    world_size = torch.Size(LAYOUTS[layout]).numel()
+    world_size = learner_config(LAYOUTS[layout]).world_size
     rank, *_ = run_ranks(bfloat16_update, world_size, models["qwen3-tied"], LAYOUTS[layout])
     stored = references["qwen3-tied"].first_weights["model.layers.0.mlp.down_proj.weight"]
-    expected = stored[:, : rank["master"].shape[1]] / 3
-    assert torch.equal(rank["master"], expected)
+    expected = stored[:, : rank["computed_with"].shape[1]] / 3
+    assert torch.equal(rank["master"].view_as(expected), expected)
     assert torch.equal(rank["computed_with"], expected.bfloat16())
     assert not torch.equal(rank["computed_with"].float(), expected)
     # The change is far below bfloat16's resolution, and survives a reset of the optimizer.
@@ -530,7 +547,7 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
 def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:
     from qurl_megatron.learner.learner import Learner
 
-    learner = Learner(model, learner_config((1, 1, 1), dtype=dtype), OPTIMIZER)
+    learner = Learner(model, learner_config({}, dtype=dtype), OPTIMIZER)
     logprobs, _ = learner.logprobs_and_entropy(make_batch()[0].tokens, temperature=1.0)
     learner.close()
     assert not torch.distributed.is_initialized()  # the learner created the default group
@@ -582,7 +599,7 @@ def use_a_group_of_the_caller(model: Path) -> dict[str, Any]:
 
     device.initialize_distributed()
     results: dict[str, Any] = {}
-    learner = Learner(model, learner_config((1, 1, 1)), OPTIMIZER)
+    learner = Learner(model, learner_config({}), OPTIMIZER)
     batch, loss_weights = make_batch()
 
     def score() -> Tensor:
@@ -629,48 +646,50 @@ def test_closing_a_learner_keeps_the_process_group_of_the_caller(results: dict[s
     assert results["group is alive"]
 
 
-REFUSED_LAYOUTS = {
-    (3, 1, 1): "2 key-value heads",
-    (1, 3, 1): "4 layers",
-    (2, 1, 1): "start 2 ranks",
-    (1, 1, 2): "start 2 ranks",
-    (1, 1, 1, 2): "leave it at 1",
-    (1, 2, 1, 3): "virtual_pipeline_parallel_size=3 does not divide a stage's 2 layers",
-    (1, 3, 1, 1, 3): "leaves 1 layers",
+REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "2 key-value heads": {"tensor_parallel_size": 3},
+    "4 layers": {"pipeline_parallel_size": 3},
+    "start 2 ranks": TP2,
+    "are 1 x 1 x 1 x 2; start 2 ranks": DP2,
+    "are 1 x 1 x 2 x 1; start 2 ranks": CP2,
+    "leave it at 1": {"virtual_pipeline_parallel_size": 2},
+    "virtual_pipeline_parallel_size=3 does not divide a stage's 2 layers": {
+        **PP2,
+        "virtual_pipeline_parallel_size": 3,
+    },
+    "leaves 1 layers": {"pipeline_parallel_size": 3, "layers_in_last_pipeline_stage": 3},
 }
 
 
-def refuse_layouts(model: Path, layouts: list[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+def refuse_layouts(model: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, str]:
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.model.architecture import ArchitectureError
 
     messages = {}
-    for layout in layouts:
+    for name, layout in layouts.items():
         with pytest.raises(ArchitectureError) as refusal:
             Learner(model, learner_config(layout), OPTIMIZER)
-        messages[layout] = str(refusal.value)
+        messages[name] = str(refusal.value)
     return messages
 
 
 @pytest.fixture(scope="module")
-def refusals(models: dict[str, Path]) -> dict[tuple[int, ...], str]:
-    (messages,) = run_ranks(refuse_layouts, 1, models["qwen3-untied"], list(REFUSED_LAYOUTS))
+def refusals(models: dict[str, Path]) -> dict[str, str]:
+    (messages,) = run_ranks(refuse_layouts, 1, models["qwen3-untied"], REFUSED_LAYOUTS)
     return messages
 
 
-@pytest.mark.parametrize("layout", REFUSED_LAYOUTS)
-def test_a_layout_that_does_not_fit_is_refused(
-    layout: tuple[int, ...], refusals: dict[tuple[int, ...], str]
-) -> None:
-    assert REFUSED_LAYOUTS[layout] in refusals[layout] and "\n" not in refusals[layout]
+@pytest.mark.parametrize("expected", REFUSED_LAYOUTS)
+def test_a_layout_that_does_not_fit_is_refused(expected: str, refusals: dict[str, str]) -> None:
+    assert expected in refusals[expected] and "\n" not in refusals[expected]
 
 
-def score_with_a_reference(model_dir: Path, layout: tuple[Any, ...]) -> list[Tensor]:
+def score_with_a_reference(model_dir: Path, layout: dict[str, Any]) -> list[Tensor]:
     """Return log-probs before an update, of the reference, and of the updated policy twice."""
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.loop.warmup import negative_log_likelihood
 
-    learner = Learner(model_dir, LearnerConfig(*layout), OptimizerConfig(learning_rate=1e-2))
+    learner = Learner(model_dir, LearnerConfig(**layout), OptimizerConfig(learning_rate=1e-2))
     learner.keep_reference()
     tokens = torch.arange(3, 43).view(2, 20)
 
@@ -690,9 +709,9 @@ def score_with_a_reference(model_dir: Path, layout: tuple[Any, ...]) -> list[Ten
     return results
 
 
-@pytest.mark.parametrize("layout", [(2,), (1, 2)], ids=["TP2", "PP2 tied"])
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2], ids=["TP2", "PP2 tied", "DP2"])
 def test_the_reference_does_not_change_with_the_policy(
-    layout: tuple[int, ...], tmp_path: Path
+    layout: dict[str, Any], tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, "qwen2", tied=True)
     results, *_ = run_ranks(score_with_a_reference, 2, tmp_path, layout)

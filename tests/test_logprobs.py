@@ -1,4 +1,4 @@
-"""Log-probs over a sharded vocabulary against torch in float64, and the memory they take."""
+"""Log-probs over sharded tokens and vocabulary against torch in float64; the memory they take."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from distributed import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 96, 8, 513
-CHUNKS = {"one token": 1, "some tokens": 4096, "all tokens": 10**6}  # logits held at once
+CHUNKS = {"one token": 1, "some tokens": 8, "all tokens": TOKENS}
 TEMPERATURE = 0.7
+MASK = torch.arange(TOKENS) % 5 != 3
+MASK[:30] = False  # a whole chunk of the first rank
 
 
 @dataclass
@@ -42,15 +44,15 @@ def score_in_chunks() -> dict[tuple[str, torch.dtype], Scores]:
 
     device.initialize_distributed()
     scores = {
-        (chunk, dtype): score(elements, dtype)
-        for chunk, elements in CHUNKS.items()
+        (chunk, dtype): score(tokens, dtype)
+        for chunk, tokens in CHUNKS.items()
         for dtype in (torch.float32, torch.bfloat16)
     }
     torch.distributed.destroy_process_group()
     return scores
 
 
-def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
+def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,17 +74,19 @@ def score(chunk_elements: int, dtype: torch.dtype) -> Scores:
     hidden, weight, targets, grad = problem(dtype)
     num_rows = -(-len(weight) // dist.get_world_size())
     first_row = num_rows * dist.get_rank()
-    hidden.requires_grad_()
+    num_tokens = TOKENS // dist.get_world_size()
+    hidden = hidden[num_tokens * dist.get_rank() :][:num_tokens].clone().requires_grad_()
     own_rows = weight[first_row : first_row + num_rows].clone().requires_grad_()
     with Largest() as largest:
         logprobs, entropy = logprobs_and_entropy(
             hidden,
             own_rows,
             targets,
+            MASK,
             temperature=TEMPERATURE,
             first_row=first_row,
             group=group,
-            chunk_elements=chunk_elements,
+            chunk_tokens=chunk_tokens,
         )
         logprobs.backward(grad)
     assert hidden.grad is not None and own_rows.grad is not None
@@ -99,32 +103,34 @@ def exact_scores(dtype: torch.dtype) -> Scores:
     hidden, weight, targets, grad = problem(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     distribution = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
-    logprobs = distribution.gather(1, targets[:, None]).squeeze(1)
+    logprobs = distribution.gather(1, targets[:, None]).squeeze(1) * MASK
     logprobs.backward(grad.double())
-    entropy = -(distribution.exp() * distribution).sum(-1)
+    entropy = -(distribution.exp() * distribution).sum(-1) * MASK
     assert hidden.grad is not None and weight.grad is not None
     return Scores(logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_scores_and_gradients_over_a_sharded_vocabulary_are_exact(
+def test_scores_and_gradients_over_sharded_tokens_and_vocabulary_are_exact(
     world_size: int, chunk: str
 ) -> None:
     ranks = [scores[chunk, torch.float32] for scores in scores_by_rank(world_size)]
     expected = exact_scores(torch.float32)
     for rank in ranks:
-        for name in ("logprobs", "entropy", "grad_hidden"):
+        for name in ("logprobs", "entropy"):
             torch.testing.assert_close(
                 getattr(rank, name).double(), getattr(expected, name), rtol=1e-5, atol=1e-5
             )
-    grad_weight = torch.cat([rank.grad_weight for rank in ranks])
-    torch.testing.assert_close(grad_weight.double(), expected.grad_weight, rtol=1e-5, atol=1e-5)
+            assert not getattr(rank, name)[~MASK].any()
+    for name in ("grad_hidden", "grad_weight"):  # each rank has its part of both
+        gathered = torch.cat([getattr(rank, name) for rank in ranks])
+        torch.testing.assert_close(gathered.double(), getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
 def test_chunked_scores_never_hold_all_logits() -> None:
     (scores,) = scores_by_rank(1)
-    assert scores["all tokens", torch.float32].largest_tensor >= TOKENS * VOCABULARY
+    assert scores["all tokens", torch.float32].largest_tensor >= MASK.sum() * VOCABULARY
     # The largest tensor is the weight's gradient.
     assert scores["some tokens", torch.float32].largest_tensor <= VOCABULARY * HIDDEN
 

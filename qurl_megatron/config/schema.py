@@ -144,7 +144,8 @@ class LearnerConfig:
     """Data type of the forward and backward pass. Master weights are always float32."""
 
     micro_batch_size: Sequences = 8
-    """Number of sequences in one forward pass."""
+    """Maximum number of sequences in one forward pass. They are packed one behind another, without
+    padding."""
 
     threads_per_rank: Threads = 1
     """Number of CPU threads of each learner process."""
@@ -153,10 +154,22 @@ class LearnerConfig:
     """Keep only each layer's input and recompute the layer in the backward pass: less memory, more
     time."""
 
+    tokens_per_micro_batch: Count | None = None
+    """Maximum number of tokens in one forward pass, in place of `micro_batch_size`; a longer
+    sequence gets a pass of its own. None: `micro_batch_size` limits the sequences instead."""
+
+    context_parallel_size: Count = 1
+    """Number of context-parallel ranks; they share every sequence."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of learner ranks that share one replica of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
     @property
     def world_size(self) -> int:
         """Number of learner ranks."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.model_parallel_size * self.data_parallel_size
 
 
 @dataclasses.dataclass
@@ -261,7 +274,7 @@ class CriticConfig:
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             data_parallel_size=learner.world_size
-            // (tensor_parallel_size * pipeline_parallel_size),
+            // (tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size),
             virtual_pipeline_parallel_size=(
                 learner.virtual_pipeline_parallel_size if has_policy_stages else 1
             ),

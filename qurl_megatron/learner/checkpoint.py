@@ -167,9 +167,7 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> None:
         """Load weights, optimizer and schedule of learner and critic from a checkpoint."""
         with megatron_runtime():
-            state = dist_checkpointing.load(
-                self._sharded_state(loading=True), str(checkpoint / "megatron")
-            )
+            state = dist_checkpointing.load(self._sharded_state(), str(checkpoint / "megatron"))
             self._learner.restore(state)
             if self._critic:
                 self._critic.restore(state["critic"])
@@ -203,10 +201,10 @@ class Checkpoints:
         filesystem_async._results_queue = None
         self._manager.shutdown()
 
-    def _sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
-        state = self._learner.sharded_state(loading=loading)
+    def _sharded_state(self) -> dict[str, Any]:
+        state = self._learner.sharded_state()
         if self._critic:
-            state["critic"] = self._critic.sharded_state(loading=loading)
+            state["critic"] = self._critic.sharded_state()
         return state
 
     def _prepare(self, partial: Path, state: RunState) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -93,10 +94,10 @@ class Critic:
             value_explained_variance=float(1 - unexplained / variance) if variance > 0 else 0.0,
         )
 
-    def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
+    def sharded_state(self) -> dict[str, Any]:
         """Return `Learner.sharded_state` with its names prefixed by `critic.`."""
         with self._own_parallel_state():
-            state = self._learner.sharded_state(loading=loading)
+            state = self._learner.sharded_state()
         add_prefix_for_sharding(state, "critic.")
         return state
 
@@ -144,16 +145,22 @@ class ValueModel(Policy):
                 config.hidden_size, 1, bias=False, dtype=config.params_dtype
             )
             torch.nn.init.zeros_(self.output_layer.weight)
+            # Megatron then adds up the gradients of the tensor-parallel ranks' tokens.
+            self.output_layer.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
-        """Return values [rows, time] float32; 0 where the loss mask is False.
+        """Return values [1, tokens] float32; 0 where the loss mask is False.
 
-        Position t holds the expected return before token t is sampled. Every tensor-parallel rank
-        has the whole head and the whole `hidden` [time - 1, rows, hidden].
+        A value is the expected return before the token is sampled that `rows` has at its position.
+        Every tensor-parallel rank has the whole head, and its part of `hidden`
+        [tokens / tensor-parallel ranks, 1, hidden].
         """
-        mask = rows.loss_mask
-        values = self.output_layer(hidden.transpose(0, 1)[mask[:, 1:]]).float().squeeze(1)
-        return (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values),)
+        values = gather_from_sequence_parallel_region(
+            self.output_layer(hidden).float(),
+            tensor_parallel_output_grad=False,
+            group=self.tp_group,
+        )
+        return (torch.where(rows.loss_mask, values.view(1, -1), 0.0),)
 
 
 def _parallel_state() -> dict[str, Any]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -16,6 +21,7 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 from qurl_megatron.device import accelerator, device
+from qurl_megatron.learner.packing import zigzag
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -27,30 +33,117 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(torch.nn.Module):
-    """torch's causal scaled dot product behind Megatron's core attention interface."""
+    """torch's causal scaled dot product of packed sequences, behind Megatron's interface.
+
+    It computes Transformer Engine's attention where Transformer Engine is not installed. Sequences
+    of similar length are computed together, padded to the longest of them.
+    """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.repeats = config.num_attention_heads // config.num_query_groups
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
     ) -> Tensor:
-        """Attend to the tokens before and including each token.
+        """Attend to the tokens of the same sequence, before and including each token.
 
         Args:
-            query: [time, batch, heads, head_dim].
-            key: [time, batch, key_value_heads, head_dim].
-            value: [time, batch, key_value_heads, head_dim].
+            query: [tokens, heads, head_dim], this context-parallel rank's tokens.
+            key: [tokens, key_value_heads, head_dim].
+            value: [tokens, key_value_heads, head_dim].
+            packed_seq_params: bounds of the whole sequences.
 
         Returns:
-            [time, batch, heads * head_dim].
+            [tokens, heads * head_dim].
         """
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.repeats > 1
+        group = parallel_state.get_context_parallel_group()
+        rank, size = group.rank(), group.size()
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        if size > 1:
+            key, value = _gather_context(key, value, bounds, group)
+        context = torch.empty_like(query)
+        for sequences in _similar_lengths(bounds):
+            keys = _Padded([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
+            queries = _Padded(
+                [torch.arange(bounds[i] // size, bounds[i + 1] // size) for i in sequences]
+            )
+            mask = None
+            if size > 1:
+                lengths = [bounds[i + 1] - bounds[i] for i in sequences]
+                own = _Padded([torch.from_numpy(zigzag(n, rank, size)) for n in lengths])
+                mask = own.index[:, None, :, None] >= torch.arange(max(lengths))
+                mask = mask.to(query.device)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                queries.take(query),
+                keys.take(key),
+                keys.take(value),
+                attn_mask=mask,
+                is_causal=mask is None,
+                enable_gqa=self.repeats > 1,
+            )
+            queries.put(attended, context)
+        return context.flatten(1)
+
+
+class _Padded:
+    """Runs of tokens laid out as rows, which the last token of a run fills up."""
+
+    def __init__(self, runs: list[Tensor]) -> None:
+        longest = max(len(run) for run in runs)
+        lengths = torch.tensor([len(run) for run in runs])
+        self.index = torch.stack(
+            [torch.cat([run, run[-1:].expand(longest - len(run))]) for run in runs]
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        self._is_real = torch.arange(longest) < lengths[:, None]
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Return [rows, heads, time, head_dim] of `tokens` [tokens, heads, head_dim]."""
+        return tokens[self.index.to(tokens.device)].transpose(1, 2)
+
+    def put(self, rows: Tensor, tokens: Tensor) -> None:
+        """Write what `take` would have taken back into `tokens`."""
+        is_real = self._is_real.to(tokens.device)
+        tokens[self.index.to(tokens.device)[is_real]] = rows.transpose(1, 2)[is_real]
+
+
+def _similar_lengths(bounds: list[int]) -> list[list[int]]:
+    """Group sequences whose lengths have the same number of binary digits."""
+    groups: dict[int, list[int]] = {}
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        groups.setdefault((stop - start).bit_length(), []).append(number)
+    return list(groups.values())
+
+
+def _gather_context(
+    key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all context-parallel ranks, in the order of the sequences."""
+    gathered = gather_from_sequence_parallel_region(
+        torch.stack([key, value], dim=1), tensor_parallel_output_grad=True, group=group
+    )
+    order = torch.cat([context_index(bounds, rank, group.size()) for rank in range(group.size())])
+    key, value = gathered[order.argsort().to(key.device)].unbind(1)
+    return key, value
+
+
+def context_index(bounds: list[int], rank: int, size: int) -> Tensor:
+    """Return the positions of packed sequences that a context-parallel rank holds, in its order.
+
+    `bounds` are the first tokens of the sequences, and the number of all tokens.
+    """
+    return torch.cat(
+        [
+            torch.from_numpy(start + zigzag(stop - start, rank, size))
+            for start, stop in itertools.pairwise(bounds)
+        ]
+    )
 
 
 @functools.cache

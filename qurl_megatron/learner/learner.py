@@ -13,6 +13,7 @@ parallelism decides what it computes. Invariants:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,13 +28,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.learner import packing
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
+from qurl_megatron.learner.layers import context_index
 from qurl_megatron.learner.model import (
     Policy,
     build_chunks,
@@ -41,6 +45,7 @@ from qurl_megatron.learner.model import (
     parameters_of,
     virtual_stages,
 )
+from qurl_megatron.learner.optimizer_shards import OptimizerShards
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
@@ -49,9 +54,9 @@ from qurl_megatron.model.weight_map import Rule
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """A loss: (current_logprobs, entropy, micro batch, loss_weights) -> (loss, named sums).
 
-All tensors are [rows, time]. Log-probs and entropies are 0 where the loss mask is False. The loss
-and the named sums are summed over tokens. A model other than `Policy` passes what its `score`
-returns in place of log-probs and entropies.
+All tensors are [1, tokens]: the packed tokens of a micro batch. Log-probs and entropies are 0 where
+the loss mask is False. The loss and the named sums are summed over tokens. A model other than
+`Policy` passes what its `score` returns in place of log-probs and entropies.
 """
 
 Transform = Callable[[str, Tensor], Tensor]
@@ -74,9 +79,16 @@ class Update:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    rows: TrainBatch  # cut after the last token in the loss mask, on this rank's device
-    loss_weights: Tensor  # [rows, time] float32
-    index: Tensor  # [rows] int64, row numbers in the global batch
+    """Packed sequences, or this context-parallel rank's part of them.
+
+    Position t of `rows`, `loss_weights` and `index` describes the token that follows `inputs` at t.
+    """
+
+    inputs: Tensor  # [1, tokens] int64, on this rank's device
+    rows: TrainBatch  # [1, tokens], on this rank's device
+    loss_weights: Tensor  # [1, tokens] float32, on this rank's device
+    index: Tensor  # [1, tokens] int64, positions in the flattened global batch
+    sequences: PackedSeqParams
 
 
 class _Suspect(NamedTuple):
@@ -125,17 +137,18 @@ class Learner:
             device.initialize_distributed()
         if dist.get_world_size() != learner.world_size:
             raise ArchitectureError(
-                f"{dist.get_world_size()} learner ranks, but tensor x pipeline x data parallel "
-                f"sizes are {learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
+                f"{dist.get_world_size()} learner ranks, but tensor x pipeline x context x data "
+                f"parallel sizes are {learner.tensor_parallel_size} x "
+                f"{learner.pipeline_parallel_size} x {learner.context_parallel_size} x "
                 f"{learner.data_parallel_size}; start {learner.world_size} ranks"
             )
-        self._micro_batch_size = learner.micro_batch_size
-        self._interleaved = learner.virtual_pipeline_parallel_size > 1
+        self._config = learner
         with megatron_runtime():
             parallel_state.initialize_model_parallel(
                 learner.tensor_parallel_size,
                 learner.pipeline_parallel_size,
                 virtual_pipeline_model_parallel_size=virtual_stages(learner),
+                context_parallel_size=learner.context_parallel_size,
                 create_gloo_process_groups=False,
             )
             self._dtype = compute_dtype(learner)
@@ -242,32 +255,41 @@ class Learner:
                 yield rule, layer, parameter.detach()
 
     def masters(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield what `shards` yields, but with the optimizer's float32 master weights."""
+        """Yield what `shards` yields, but with the optimizer's float32 master weights.
+
+        Collective over the ranks that hold replicas of the same shards; only the first of them gets
+        values, the others empty tensors.
+        """
         for name, rule, layer, parameter in self._parameters():
             if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
-                yield rule, layer, self._master(parameter)
+                yield rule, layer, self._optimizer_shards.gather_master(parameter)
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replace the optimizer by one with fresh moments and schedule; keep the weights."""
-        masters = [self._master(parameter) for *_, parameter in self._parameters()]
+        masters = [self._optimizer_shards.master(p) for *_, p in self._parameters()]
         with megatron_runtime():
             self._make_optimizer(optimizer)
-        for master, (*_, parameter) in zip(masters, self._parameters(), strict=True):
-            self._master(parameter).copy_(master)
+        for before, (*_, parameter) in zip(masters, self._parameters(), strict=True):
+            master = self._optimizer_shards.master(parameter)
+            if master is not None:
+                assert before is not None  # both optimizers divide the parameters alike
+                master.copy_(before)
 
-    def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
+    def sharded_state(self) -> dict[str, Any]:
         """Return weights, optimizer and schedule as a sharded state of Megatron's checkpoints.
 
-        Tensors are not copied. `loading` allocates the moments that a fresh optimizer lacks. Call
-        this, and use the result, within `megatron_runtime()`.
+        Tensors are not copied, and loading writes into them. Call this, and use the result, within
+        `megatron_runtime()`.
         """
         model = {
             f"chunk{number}": chunk.module.sharded_state_dict()
             for number, chunk in enumerate(self.chunks)
         }
+        self._optimizer_shards.prepare_state(self.scheduler.num_steps)
+        masters = self._dtype == torch.bfloat16
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading),
+            "optimizer": self._optimizer_shards.sharded_state(model, masters=masters),
             "optimizer_steps": self.scheduler.num_steps,
         }
 
@@ -275,11 +297,8 @@ class Learner:
         """Load a `sharded_state`, but keep this learner's own learning rate and weight decay."""
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state["model"][f"chunk{number}"])
-        groups = self.optimizer.param_groups
-        own_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, settings in zip(self.optimizer.param_groups, own_settings, strict=True):
-            group.update(settings)
+        # Masters and moments were loaded in place.
+        self._optimizer_shards.prepare_state(state["optimizer_steps"])
         self.scheduler.step(increment=state["optimizer_steps"])
 
     def close(self) -> None:
@@ -295,11 +314,24 @@ class Learner:
     # Building
 
     def _wrap(self, chunks: list[Policy]) -> list[DistributedDataParallel]:
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return [
+        # Gradients are reduced while the backward pass goes on. Weights are gathered after the
+        # step: gathering them in the next forward pass gives wrong losses where the output layer is
+        # read outside of a module's forward pass, as in `Policy.score`.
+        overlap = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+        )
+        wrapped = [
             DistributedDataParallel(chunk.config, ddp, chunk.to(device.device()))
             for chunk in chunks
         ]
+        if overlap:
+            config = chunks[0].config
+            no_sync = [chunk.no_sync for chunk in wrapped]
+            config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+            if len(wrapped) > 1:
+                config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+        return wrapped
 
     def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
         config = MegatronOptimizerConfig(
@@ -313,8 +345,10 @@ class Learner:
             clip_grad=optimizer.clip_grad,
             bf16=self._dtype == torch.bfloat16,
             params_dtype=self._dtype,
+            use_distributed_optimizer=True,
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
+        self._optimizer_shards = OptimizerShards(self.optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -342,12 +376,7 @@ class Learner:
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
             parameter.copy_(shard)
-            self._master(parameter).copy_(shard)
-
-    @staticmethod
-    def _master(parameter: Tensor) -> Tensor:
-        """Return the float32 tensor that the optimizer updates; a bfloat16 parameter has a copy."""
-        return getattr(parameter, "main_param", parameter).detach()
+            self._optimizer_shards.write_master(parameter, shard)
 
     def _parameters(self) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
         return parameters_of([chunk.module for chunk in self.chunks], self.architecture)
@@ -365,17 +394,17 @@ class Learner:
 
         def keep(micro: _MicroBatch, *scores: Tensor) -> None:
             if self._is_reporting_rank:
-                # Add, do not assign: the index of a filler row belongs to a real row elsewhere.
-                for all_rows, micro_rows in zip(result, scores, strict=True):
-                    time = micro_rows.shape[1]
-                    all_rows[:, :time].index_add_(0, micro.index.to(result.device), micro_rows)
+                mask = micro.rows.loss_mask
+                index = micro.index.to(result.device)[mask]
+                for all_rows, micro_scores in zip(result, scores, strict=True):
+                    all_rows.view(-1)[index] = micro_scores[mask]
 
         micro_batches = self._micro_batches(
             TrainBatch(tokens, loss_mask, unused, unused, unused), loss_weights=unused
         )
         with torch.no_grad(), megatron_runtime():
             self._run(micro_batches, keep, temperature, forward_only=True)
-        dist.all_reduce(result)  # one rank filled each row, so the sum is exact
+        dist.all_reduce(result)  # one rank filled each position, so the sum is exact
         result = result.cpu()
         if not result.isfinite().all():  # on every rank
             self._refuse("a score is not finite", self._weights())
@@ -414,7 +443,7 @@ class Learner:
 
     @property
     def _is_reporting_rank(self) -> bool:
-        """True on the one rank of each data-parallel replica whose results are used."""
+        """True on the rank whose results are used, of those that compute the same tokens."""
         return (
             parallel_state.is_pipeline_last_stage()
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -436,38 +465,92 @@ class Learner:
         return {name: sum(rank.get(name, 0.0) for rank in by_rank) for name in names}
 
     def _micro_batches(self, batch: TrainBatch, loss_weights: Tensor) -> list[_MicroBatch]:
-        """Cut this data-parallel rank's rows into micro batches, each as long as its longest row.
-
-        Rows are sorted by length and dealt out in turn: ranks get equal shares, and the rows of a
-        micro batch have similar lengths.
-        """
+        """Pack this data-parallel rank's sequences into micro batches."""
+        learner = self._config
         mask = batch.loss_mask.clone()
         mask[:, 0] = False  # nothing precedes the first token
-        times = (mask * torch.arange(mask.shape[1])).amax(1) + 1
-        ranks = parallel_state.get_data_parallel_world_size()
-        index = times.argsort(stable=True)[parallel_state.get_data_parallel_rank() :: ranks]
-        # Filler rows are masked out. A rank without rows needs one to take part in the collectives.
-        # Megatron's interleaved schedule needs whole groups of micro batches of one shape.
-        unit = 1
-        if self._interleaved:
-            unit = self._micro_batch_size * parallel_state.get_pipeline_model_parallel_world_size()
-        num_filler = max(unit, -(-len(index) // unit) * unit) - len(index)
-        is_real = torch.arange(len(index) + num_filler) < len(index)
-        index = torch.cat([index, index.new_zeros(num_filler)])
-        times = times[index] * is_real
-        micro_batches = []
-        for start in range(0, len(index), self._micro_batch_size):
-            rows = slice(start, start + self._micro_batch_size)
-            time = max(2, int(times.max() if self._interleaved else times[rows].max()))
+        # The last token that is scored is a target and no input.
+        lengths = (mask * torch.arange(mask.shape[1])).amax(1).tolist()
+        # Context parallelism cuts every sequence into this many pieces.
+        pieces = 2 * learner.context_parallel_size if learner.context_parallel_size > 1 else 1
+        padded = [packing.round_up(length, pieces) for length in lengths]
+        by_tokens = learner.tokens_per_micro_batch
+        plan = packing.plan(
+            sizes=padded if by_tokens else [min(length, 1) for length in lengths],
+            costs=[self.architecture.forward_flops(length) for length in lengths],
+            budget=by_tokens or learner.micro_batch_size,
+            ranks=learner.data_parallel_size,
+            # Megatron's interleaved schedule needs whole groups of micro batches.
+            unit=learner.pipeline_parallel_size if virtual_stages(learner) else 1,
+        )[parallel_state.get_data_parallel_rank()]
+        # Sequence and context parallelism divide the tokens of a micro batch.
+        multiple = pieces * learner.tensor_parallel_size
+        totals = [packing.round_up(sum(padded[row] for row in rows), multiple) for rows in plan]
+        # Pipeline stages exchange tensors of one shape. A rank without sequences computes padding
+        # to take part in the collectives.
+        totals = [max(total, multiple) for total in totals]
+        if learner.pipeline_parallel_size > 1:
+            totals = [max(totals)] * len(totals)
+        masked = dataclasses.replace(batch, loss_mask=mask)
+        return [
+            self._pack(masked, loss_weights, rows, lengths, padded, total)
+            for rows, total in zip(plan, totals, strict=True)
+        ]
 
-            def cut(tensor: Tensor) -> Tensor:
-                values = tensor[index[rows], :time]  # noqa: B023
-                is_filler = ~is_real[rows].view(-1, 1)  # noqa: B023
-                return values.masked_fill(is_filler, 0).to(device.device())
+    def _pack(
+        self,
+        batch: TrainBatch,
+        loss_weights: Tensor,
+        rows: packing.MicroBatch,
+        lengths: list[int],
+        padded: list[int],
+        total: int,
+    ) -> _MicroBatch:
+        """Lay the inputs of `rows` one behind another, each padded, and all of them to `total`.
 
-            trimmed = dataclasses.replace(batch, loss_mask=mask).map(cut)
-            micro_batches.append(_MicroBatch(trimmed, cut(loss_weights), index[rows]))
-        return micro_batches
+        Padding at the end is one more sequence.
+        """
+        time = batch.tokens.shape[1]
+        index = torch.zeros(total, dtype=torch.int64)
+        is_real = torch.zeros(total, dtype=torch.bool)
+        bounds = [0]
+        for row in rows:
+            place = slice(bounds[-1], bounds[-1] + lengths[row])
+            index[place] = torch.arange(row * time + 1, row * time + 1 + lengths[row])
+            is_real[place] = True
+            bounds.append(bounds[-1] + padded[row])
+        if bounds[-1] < total:
+            bounds.append(total)
+        context = context_index(
+            bounds,
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+        )
+        index, is_real = index[context], is_real[context]
+
+        def take(tensor: Tensor, index: Tensor = index) -> Tensor:
+            values = tensor.reshape(-1)[index].masked_fill(~is_real, 0)
+            return values[None].to(device.device())
+
+        longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+        # Megatron caches its rotary tables by this number. If it were that of all tokens, Megatron
+        # would rotate a token by its position in the micro batch.
+        max_length = 1 << (longest - 1).bit_length()
+        max_length *= 2 if max_length == total else 1
+        starts = torch.tensor(bounds, dtype=torch.int32, device=device.device())
+        return _MicroBatch(
+            inputs=take(batch.tokens, (index - 1).clamp(min=0)),
+            rows=batch.map(take),
+            loss_weights=take(loss_weights),
+            index=index[None],
+            sequences=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=starts,
+                cu_seqlens_kv=starts,
+                max_seqlen_q=max_length,
+                max_seqlen_kv=max_length,
+            ),
+        )
 
     def _run(
         self,
@@ -479,7 +562,7 @@ class Learner:
     ) -> None:
         """Run Megatron's schedule over the micro batches.
 
-        On the last pipeline stage, `consume` receives each micro batch and its scores [rows, time].
+        On the last pipeline stage, `consume` receives each micro batch and its scores [1, tokens].
         Its result is what the schedule expects from a loss function.
         """
 
@@ -488,7 +571,10 @@ class Learner:
         ) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(remaining)
             hidden = model(
-                input_ids=micro.rows.tokens[:, :-1], position_ids=None, attention_mask=None
+                input_ids=micro.inputs,
+                position_ids=None,
+                attention_mask=None,
+                packed_seq_params=micro.sequences,
             )
 
             def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
@@ -501,8 +587,9 @@ class Learner:
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(micro_batches),
-            seq_length=max(micro.loss_weights.shape[1] for micro in micro_batches) - 1,
-            micro_batch_size=self._micro_batch_size,
+            # All tokens: the schedule divides them by context and tensor parallelism.
+            seq_length=micro_batches[0].inputs.shape[1] * self._config.context_parallel_size,
+            micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )

@@ -1,9 +1,13 @@
 """Log-probs of given tokens, computed from hidden states over a vocabulary sharded among ranks.
 
 Output layer and softmax are one operation that handles a few tokens at a time, both forward and
-backward, so no rank ever holds the logits of all tokens. Each tensor-parallel rank computes four
-numbers per token over its rows of the vocabulary: the largest logit m, the sum of exp(logit - m),
-the same sum weighted by logit - m, and the target's logit. One gather of these gives every rank
+backward, so no rank ever holds the logits of all tokens. Tensor-parallel ranks share the tokens of
+the hidden states (sequence parallelism) as well as the vocabulary: the hidden states of a few
+tokens are gathered at a time, and their gradients are summed and scattered.
+
+Each tensor-parallel rank computes four numbers per token over its rows of the vocabulary: the
+largest logit m, the sum of exp(logit - m), the same sum weighted by logit - m, and the target's
+logit. One gather of these gives every rank
 
     log p(target) = logit_target - M - log S        entropy = log S - E[logit - M]
 
@@ -24,33 +28,61 @@ def logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    mask: Tensor,
     *,
     temperature: float,
     first_row: int,
     group: dist.ProcessGroup,
-    chunk_elements: int,
+    chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the natural log-prob of each target and the entropy of each distribution.
 
     Args:
-        hidden: [tokens, hidden], the same on every rank of `group`.
+        hidden: [tokens / ranks, hidden], the tokens of this rank of `group`; rank 0 has the first.
         weight: [rows, hidden], this rank's rows of the output layer, without padding rows.
-        targets: [tokens] int64, row numbers in the whole vocabulary.
+        targets: [tokens] int64, row numbers in the whole vocabulary, the same on every rank.
+        mask: [tokens] bool, the tokens to compute, the same on every rank.
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
-        chunk_elements: maximum number of logits to hold at once, but at least those of one token.
+        chunk_tokens: maximum number of tokens to hold the logits of at once, but at least one of
+            every rank; the same on every rank.
 
     Returns:
-        Two float32 tensors [tokens], the same on every rank. Gradients flow through the log-probs
-        only, to `hidden` (summed over `group`) and `weight`.
+        Two float32 tensors [tokens], the same on every rank; 0 where `mask` is False. Gradients
+        flow through the log-probs only, to `hidden` and `weight`.
     """
-    return _LogProbs.apply(hidden, weight, targets, temperature, first_row, group, chunk_elements)
+    return _LogProbs.apply(
+        hidden, weight, targets, mask, temperature, first_row, group, chunk_tokens
+    )
 
 
-def _chunks(tokens: int, rows: int, chunk_elements: int) -> Iterator[slice]:
-    step = max(1, chunk_elements // rows)
-    return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
+def _chunks(
+    tokens: int, mask: Tensor, ranks: int, chunk_tokens: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield a slice of every rank's `tokens`, and the positions of their masked-in tokens.
+
+    Positions count through the tokens of all ranks. Slices in which `mask` is False everywhere are
+    left out, on every rank alike.
+    """
+    step = max(1, chunk_tokens // ranks)
+    positions = torch.arange(tokens * ranks, device=mask.device).view(ranks, tokens)
+    for start in range(0, tokens, step):
+        chunk = slice(start, min(start + step, tokens))
+        chosen = positions[:, chunk].flatten()
+        chosen = chosen[mask[chosen]]
+        if len(chosen):
+            yield chunk, chosen
+
+
+def _gather(hidden: Tensor, chunk: slice, group: dist.ProcessGroup) -> Tensor:
+    """Return the hidden states of a slice of every rank's tokens, rank after rank."""
+    own = hidden[chunk]
+    if group.size() == 1:
+        return own
+    gathered = own.new_empty((group.size() * len(own), own.shape[1]))
+    dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+    return gathered
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -64,32 +96,34 @@ class _LogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        mask: Tensor,
         temperature: float,
         first_row: int,
         group: dist.ProcessGroup,
-        chunk_elements: int,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        rows = weight.shape[0]
+        ranks, rows = group.size(), weight.shape[0]
         local = targets - first_row
         is_local = (local >= 0) & (local < rows)
         local = torch.where(is_local, local, 0)
 
         own = hidden.new_zeros((4, len(targets)), dtype=torch.float32)
-        for chunk in _chunks(len(targets), rows, chunk_elements):
-            logits = _logits(hidden[chunk], weight, temperature)
-            maximum, sum_exp, weighted, target = own[:, chunk]
-            torch.amax(logits, dim=1, out=maximum)
-            target.copy_(logits.gather(1, local[chunk, None]).squeeze(1)).mul_(is_local[chunk])
+        for chunk, positions in _chunks(len(hidden), mask, ranks, chunk_tokens):
+            states = _gather(hidden, chunk, group)[_within(chunk, positions, len(hidden))]
+            logits = _logits(states, weight, temperature)
+            target = logits.gather(1, local[positions, None]).squeeze(1).mul_(is_local[positions])
+            maximum = logits.amax(1)
             logits.sub_(maximum[:, None])
             exp = logits.exp()
-            torch.sum(exp, dim=1, out=sum_exp)
-            torch.sum(exp.mul_(logits), dim=1, out=weighted)
+            sum_exp = exp.sum(1)
+            weighted = exp.mul_(logits).sum(1)
+            own[:, positions] = torch.stack([maximum, sum_exp, weighted, target])
 
         gathered = own
-        if group.size() > 1:
-            gathered = own.new_empty((4 * group.size(), len(targets)))
+        if ranks > 1:
+            gathered = own.new_empty((4 * ranks, len(targets)))
             dist.all_gather_into_tensor(gathered, own, group=group)
-        gathered = gathered.view(group.size(), *own.shape)
+        gathered = gathered.view(ranks, *own.shape)[:, :, mask]
         maxima, sums, weighted_sums, target_logits = gathered.unbind(1)  # each [ranks, tokens]
         maximum = maxima.amax(0)
         difference = maxima - maximum  # <= 0
@@ -97,31 +131,49 @@ class _LogProbs(torch.autograd.Function):
         sum_exp = (sums * scale).sum(0)
         log_sum = sum_exp.log()
         mean_logit = ((weighted_sums + sums * difference) * scale).sum(0) / sum_exp  # E[logit - M]
-        logprobs = target_logits.sum(0) - maximum - log_sum
-        entropy = log_sum - mean_logit
+        zeros = own.new_zeros(len(targets))
+        logprobs = zeros.masked_scatter(mask, target_logits.sum(0) - maximum - log_sum)
+        entropy = zeros.masked_scatter(mask, log_sum - mean_logit)
+        log_partition = zeros.masked_scatter(mask, maximum + log_sum)
 
-        ctx.save_for_backward(hidden, weight, local, is_local, maximum + log_sum)
-        ctx.temperature, ctx.group, ctx.chunk_elements = temperature, group, chunk_elements
+        ctx.save_for_backward(hidden, weight, local, is_local, mask, log_partition)
+        ctx.temperature, ctx.group, ctx.chunk_tokens = temperature, group, chunk_tokens
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, is_local, log_partition = ctx.saved_tensors
+        hidden, weight, local, is_local, mask, log_partition = ctx.saved_tensors
+        ranks = ctx.group.size()
         scale = grad_logprobs / ctx.temperature
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk in _chunks(len(local), weight.shape[0], ctx.chunk_elements):
+        for chunk, positions in _chunks(len(hidden), mask, ranks, ctx.chunk_tokens):
+            within = _within(chunk, positions, len(hidden))
+            gathered = _gather(hidden, chunk, ctx.group)
+            states = gathered[within]
             # d log p(target) / d logit = [is target] - p
-            grad = _logits(hidden[chunk], weight, ctx.temperature)
-            grad.sub_(log_partition[chunk, None]).exp_().mul_(-scale[chunk, None])
-            grad.scatter_add_(1, local[chunk, None], (scale[chunk] * is_local[chunk])[:, None])
+            grad = _logits(states, weight, ctx.temperature)
+            grad.sub_(log_partition[positions, None]).exp_().mul_(-scale[positions, None])
+            on_target = (scale[positions] * is_local[positions])[:, None]
+            grad.scatter_add_(1, local[positions, None], on_target)
             grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.t(), hidden[chunk])
+                grad_weight.addmm_(grad.t(), states)
             else:
-                grad_weight += grad.t() @ hidden[chunk]
-        if ctx.group.size() > 1:
-            dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+                grad_weight += grad.t() @ states
+            grad_gathered = torch.zeros_like(gathered)
+            grad_gathered[within] = grad @ weight
+            if ranks == 1:
+                grad_hidden[chunk] = grad_gathered
+            else:
+                own = torch.empty_like(hidden[chunk])
+                dist.reduce_scatter_tensor(own, grad_gathered, group=ctx.group)
+                grad_hidden[chunk] = own
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
+
+
+def _within(chunk: slice, positions: Tensor, tokens: int) -> Tensor:
+    """Return where `positions` are among the gathered tokens of `chunk`; a rank has `tokens`."""
+    length = chunk.stop - chunk.start
+    return positions // tokens * length + positions % tokens - chunk.start

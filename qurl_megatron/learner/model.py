@@ -63,9 +63,8 @@ def build_chunks(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        # Micro batches differ in length; only the interleaved schedule needs one shape for all.
-        variable_seq_lengths=pipeline_parallel_size > 1 and not num_virtual_stages,
-        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, even if dense
+        context_parallel_size=learner.context_parallel_size,
+        sequence_parallel=learner.tensor_parallel_size > 1,
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
         **(_RECOMPUTE if learner.recompute_activations else {}),
@@ -148,11 +147,11 @@ class Policy(GPTModel):
         return hidden_states
 
     def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
-        """Return log-probs and entropies [rows, time] float32; 0 where the loss mask is False.
+        """Return log-probs and entropies [1, tokens] float32; 0 where the loss mask is False.
 
         Args:
-            hidden: [time - 1, rows, hidden], the last stage's output.
-            rows: rows whose `loss_mask` is False on the first token.
+            hidden: [tokens / tensor-parallel ranks, 1, hidden], the last stage's output.
+            rows: [1, tokens]; each position describes the token after the one in `hidden`.
             temperature: divides the logits.
         """
         rule, _ = weight_map.find_megatron("output_layer.weight")
@@ -165,15 +164,15 @@ class Policy(GPTModel):
             if self._architecture.tie_word_embeddings
             else self.output_layer.weight
         )
-        mask = rows.loss_mask
         logprobs, entropy = logprobs_and_entropy(
-            hidden.transpose(0, 1)[mask[:, 1:]],
+            hidden.squeeze(1),
             weight[: vocabulary.stop - vocabulary.start],
-            rows.tokens[mask],
+            rows.tokens.squeeze(0),
+            rows.loss_mask.squeeze(0),
             temperature=temperature,
             first_row=vocabulary.start,
             group=self.tp_group,
-            chunk_elements=device.logit_chunk_elements(vocabulary.stop - vocabulary.start),
+            # Of the padded shard, which is the same on every rank.
+            chunk_tokens=device.logit_chunk_elements(len(weight)) // len(weight),
         )
-        zeros = torch.zeros(mask.shape, device=mask.device)
-        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+        return logprobs[None], entropy[None]

@@ -177,6 +177,13 @@ class Architecture:
         last = self.num_layers - -(-self.num_layers // stages) * (stages - 1)
         return last if self.num_layers % stages and last > 0 else None
 
+    def forward_flops(self, length: int) -> float:
+        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
+        query = self.num_attention_heads * self.head_dim
+        key_value = 2 * self.num_key_value_heads * self.head_dim
+        weights = self.hidden_size * (2 * query + key_value + 3 * self.intermediate_size)
+        return self.num_layers * (2.0 * weights * length + 2.0 * query * length**2)
+
     def check_layout(
         self,
         tensor_parallel_size: int,

@@ -4,24 +4,25 @@ All figures follow from an `Architecture` and a `Config`. Symbols:
 
     B          bytes
     e          bytes of a value in the learner's compute dtype
-    t, p, d    the learner's tensor, pipeline and data parallel sizes
+    t, p, d, c the learner's tensor, pipeline, data and context parallel sizes
     h          hidden size
     Q, K       query and key-value channels
     F          intermediate channels
-    rows, time sequences in a micro batch and tokens in each, all of the maximum length
+    tokens     tokens in a micro batch on one rank: learner.tokens_per_micro_batch, or
+               learner.micro_batch_size sequences of the maximum length; divided by c
 
 Memory of a learner rank; a plan shows the fullest pipeline stage:
 
-    weights      e B per parameter of the rank. Linear layers are divided by t and p, the vocabulary
-                 by t; norms are not divided by t.
-    gradients    4 B per parameter: Megatron's float32 buffer.
+    weights      e B per parameter of the rank, in Megatron's buffer, which aligns every parameter
+                 to 64 values. Linear layers are divided by t and p, the vocabulary by t; norms are
+                 not divided by t.
+    gradients    4 B per parameter, in a float32 buffer of the same shape.
     optimizer    8 B per parameter for Adam's two moments, and 4 B for a float32 master if the
-                 weights are bfloat16. Every data-parallel rank keeps all of it; with a distributed
-                 optimizer, 1/d of it.
+                 weights are bfloat16, divided by d c. A rank has less where the alignment leaves
+                 gaps in its share.
     reference    e B per parameter if objective.kl_coefficient is not 0.
     activations  Kept for the backward pass, per layer and token:
-                   4eh + 8                 two norms, inputs of qkv and fc1; divided by t if
-                                           sequence parallel
+                   (4eh + 8)/t             two norms, inputs of qkv and fc1 (sequence parallel)
                    e(3Q + 3K)/t + 4 heads/t  qkv, rotated q and k, attention output, log-sum-exp
                    3eF/t                   fc1 output and fc2 input
                    eQ/t                    if query and key are normalized
@@ -29,7 +30,7 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  layers of a stage and by its micro batches in flight, at most p - stage. With v
                  virtual stages the product is layers x p x (1 + (p - 1) / (p v)) (Korthikanti et
                  al., arXiv:2205.05198, Section 4.2.3).
-                 With recomputation: eh per layer and token, and all of the above for one layer.
+                 With recomputation: eh/t per layer and token, and all of the above for one layer.
                  Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more.
     logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
                  forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
@@ -51,11 +52,9 @@ out.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model import weight_map
@@ -70,19 +69,6 @@ RUNTIME_BYTES = 4 * GIB
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
 MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
-
-
-@dataclass(frozen=True)
-class Savings:
-    """Memory savings to assume in a plan. The learner implements neither of them."""
-
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the savings that are assumed."""
-        return [name for name, on in dataclasses.asdict(self).items() if on]
 
 
 def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
@@ -168,6 +154,21 @@ def num_rank_parameters(architecture: Architecture, learner: LearnerConfig, stag
     return sum(n * count for _, n, count in _rank_parameters(architecture, learner, stage))
 
 
+def _buffer_numel(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
+    """Return the values of Megatron's parameter buffer on one rank, with its alignment.
+
+    A tied embedding that two pipeline stages hold has a bucket of its own. Further buckets of large
+    models add at most 128 values per 40 million.
+    """
+    bucket = math.lcm(128, learner.data_parallel_size * learner.context_parallel_size)
+    own_bucket = architecture.tie_word_embeddings and learner.pipeline_parallel_size > 1
+    sizes = {"embedding": 0, "rest": 0}
+    for rule, numel, count in _rank_parameters(architecture, learner, stage):
+        is_embedding = own_bucket and rule.tensors[0].sizes[0] == "vocabulary"
+        sizes["embedding" if is_embedding else "rest"] += count * -(-numel // 64) * 64
+    return sum(-(-numel // bucket) * bucket for numel in sizes.values())
+
+
 def _num_scales(shape: tuple[int, ...], weight_format: str) -> int:
     """Return the number of scales that a server holds for a quantized weight."""
     if weight_format == "fp8-tensor":
@@ -221,15 +222,17 @@ def kv_bytes_per_token(architecture: Architecture, tensor_parallel_size: int = 1
 def layer_activation_bytes(
     architecture: Architecture,
     learner: LearnerConfig,
-    rows: int,
+    tokens: int,
     time: int,
     *,
-    sequence_parallel: bool = False,
     fused: bool = True,
 ) -> int:
-    """Return the bytes that one layer keeps for the backward pass of `rows` x `time` tokens.
+    """Return the bytes that one layer keeps for the backward pass of a micro batch.
 
-    `fused` is True for a GPU, where a norm and SwiGLU are one kernel each, and False for a CPU.
+    Args:
+        tokens: tokens of this context-parallel rank.
+        time: length of the longest sequence.
+        fused: True for a GPU, where a norm and SwiGLU are one kernel each, and False for a CPU.
     """
     size = learner.tensor_parallel_size
     element = element_bytes(learner)
@@ -237,16 +240,20 @@ def layer_activation_bytes(
     query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
     hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
     norm = (element if fused else 8) * hidden + 4  # with the token's float32 factor
-    replicated = 2 * norm + 2 * element * hidden  # on all ranks unless sequence parallel
-    partitioned = element * (3 * query + 3 * key) + 4 * heads
+    per_token = 2 * norm + 2 * element * hidden
+    per_token += element * (3 * query + 3 * key) + 4 * heads
     if architecture.qk_norm:
         # The norm's input is a view of the qkv output for key, and a copy of it for query. On a
         # CPU the norm keeps float32 tensors of both.
-        partitioned += 4 * (heads + kv_heads)
-        partitioned += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
-    partitioned += element * intermediate * (3 if fused else 5)
-    per_token = replicated / (size if sequence_parallel else 1) + partitioned / size
-    return int(rows * time * per_token) + 4 * element * architecture.head_dim * time
+        per_token += 4 * (heads + kv_heads)
+        per_token += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
+    per_token += element * intermediate * (3 if fused else 5)
+    return tokens * per_token // size + 4 * element * architecture.head_dim * time
+
+
+def state_bytes(learner: LearnerConfig) -> int:
+    """Return the bytes of a parameter's moments and master, on all ranks that share them."""
+    return 12 if learner.dtype == "bfloat16" else 8
 
 
 def element_bytes(learner: LearnerConfig) -> int:
@@ -254,11 +261,26 @@ def element_bytes(learner: LearnerConfig) -> int:
     return 2 if learner.dtype == "bfloat16" else 4
 
 
-def num_micro_batches(config: Config) -> int:
-    """Return the micro batches of one minibatch on one data-parallel rank."""
-    rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-    rows //= config.optimizer.minibatches_per_step * config.learner.data_parallel_size
-    return -(-rows // config.learner.micro_batch_size)
+def num_micro_batches(config: Config, mean_length: float) -> int:
+    """Return the micro batches of one minibatch on one data-parallel rank.
+
+    `mean_length` is that of prompt plus response, in tokens.
+    """
+    learner, rollout = config.learner, config.rollout
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    rows //= config.optimizer.minibatches_per_step * learner.data_parallel_size
+    budget, needed = float(learner.micro_batch_size), float(rows)
+    if learner.tokens_per_micro_batch:
+        budget, needed = learner.tokens_per_micro_batch, rows * mean_length
+    return max(1, math.ceil(needed / budget))
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Return the most tokens of a micro batch on one context-parallel rank."""
+    learner = config.learner
+    longest = config.rollout.max_length
+    budget = learner.tokens_per_micro_batch or learner.micro_batch_size * longest
+    return -(-max(budget, longest) // learner.context_parallel_size)
 
 
 def _layers_in_flight(layers: int, stage: int, config: Config) -> float:
@@ -267,7 +289,8 @@ def _layers_in_flight(layers: int, stage: int, config: Config) -> float:
     virtual = config.learner.virtual_pipeline_parallel_size
     if virtual > 1:
         return layers * stages * (1 + (stages - 1) / (stages * virtual))
-    return layers * min(stages - stage, num_micro_batches(config))
+    longest = config.rollout.max_length  # the case in which most memory is taken
+    return layers * min(stages - stage, num_micro_batches(config, longest))
 
 
 def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> int:
@@ -287,34 +310,27 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     return total * stage_layers(architecture, config.learner)[stage]
 
 
-def learner_memory(
-    architecture: Architecture, config: Config, stage: int, savings: Savings
-) -> dict[str, int]:
+def learner_memory(architecture: Architecture, config: Config, stage: int) -> dict[str, int]:
     """Return the bytes by part on one rank of a pipeline stage, without the publishing buckets."""
     learner = config.learner
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
-    numel = sum(n * count for _, n, count in parameters)
-    masters_and_moments = (12 if element == 2 else 8) * numel
-    if savings.distributed_optimizer:
-        masters_and_moments //= learner.data_parallel_size
+    numel = _buffer_numel(architecture, learner, stage)
+    sharing = learner.data_parallel_size * learner.context_parallel_size
 
-    rows, time = learner.micro_batch_size, config.rollout.max_length
-    tokens = rows * time
+    tokens = micro_batch_tokens(config)
     layers = stage_layers(architecture, learner)
     in_flight = _layers_in_flight(layers[stage], stage, config)
     hidden = architecture.hidden_size
-    whole_layer = layer_activation_bytes(
-        architecture, learner, rows, time, sequence_parallel=savings.sequence_parallel
-    )
+    whole_layer = layer_activation_bytes(architecture, learner, tokens, config.rollout.max_length)
     if learner.recompute_activations:
-        kept = element * hidden * tokens // (size if savings.sequence_parallel else 1)
+        kept = element * hidden * tokens // size
         activations = int((in_flight - 1) * kept) + whole_layer
     else:
         activations = int(in_flight * whole_layer)
     logits = 0
     if stage == len(layers) - 1:
-        activations += tokens * (2 * element * hidden + 4)  # final norm, scored positions
+        activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
@@ -322,7 +338,7 @@ def learner_memory(
     return {
         "weights": element * numel,
         "gradients": 4 * numel,
-        "optimizer": masters_and_moments,
+        "optimizer": state_bytes(learner) * numel // sharing,
         "reference": element * numel if config.objective.kl_coefficient else 0,
         "converter": _measured_bytes(architecture, config, stage),
         "runtime": RUNTIME_BYTES,

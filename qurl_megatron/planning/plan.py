@@ -16,7 +16,6 @@ from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_
 from qurl_megatron.planning.memory import (
     GIB,
     GPU_BYTES,
-    Savings,
     bucket_memory,
     kv_bytes_per_token,
     learner_memory,
@@ -50,7 +49,6 @@ class Plan:
     publish_bytes: int  # sent to each server
     step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
     asynchronous: SteadyState | None  # None: synchronous
-    savings: Savings
 
     @property
     def total_s(self) -> float:
@@ -67,7 +65,6 @@ def plan(
     architecture: Architecture,
     config: Config,
     gpus: int,
-    savings: Savings = Savings(),  # noqa: B008 (frozen)
     workload: Workload | None = None,
 ) -> Plan:
     """Return the memory and time of the layout of `config` on `gpus` H100s.
@@ -75,7 +72,6 @@ def plan(
     Rollout servers take all GPUs that the learner and the evaluation server leave.
 
     Args:
-        savings: memory savings to assume in the learner.
         workload: mean lengths; None for half the maximum.
 
     Raises:
@@ -90,7 +86,7 @@ def plan(
 
     buckets = bucket_memory(architecture, config)
     by_stage = [
-        learner_memory(architecture, config, stage, savings)
+        learner_memory(architecture, config, stage)
         for stage in range(learner.pipeline_parallel_size)
     ]
     fullest = max(by_stage, key=lambda parts: total_bytes(parts, buckets))
@@ -150,7 +146,6 @@ def plan(
         publish_bytes=published_bytes(architecture, weight_format),
         step_s=step_s,
         asynchronous=asynchronous,
-        savings=savings,
     )
 
 
@@ -265,8 +260,9 @@ def _check_learner_fits(config: Config, parts: dict[str, int], buckets: int, sta
     learner = config.learner
     sizes = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
     raise ConfigError(
-        f"learner of tensor x pipeline x data parallel sizes {learner.tensor_parallel_size} x "
-        f"{learner.pipeline_parallel_size} x {learner.data_parallel_size}: the {excess} {verb} not "
+        f"learner of tensor x pipeline x context x data parallel sizes "
+        f"{learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
+        f"{learner.context_parallel_size} x {learner.data_parallel_size}: the {excess} {verb} not "
         f"fit: a rank of stage {stage} needs {total / GIB:.1f} of {GPU_BYTES / GIB:.1f} GiB "
         f"({sizes})"
     )
@@ -276,18 +272,21 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
     """Yield `config` in every layout that the model admits and that may be the fastest.
 
     Tensor-parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
-    with a shorter last one, and as many data-parallel replicas as fit. Micro batches have one
-    sequence, and activations are kept or recomputed.
+    with a shorter last one, one, two or four context-parallel ranks, and as many data-parallel
+    replicas as fit. Micro batches have the tokens of one longest sequence, and activations are kept
+    or recomputed.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
-    for tensor, stages, server_size in itertools.product(sizes, range(1, 17), sizes):
+    for tensor, stages, context, server_size in itertools.product(
+        sizes, range(1, 17), (1, 2, 4), sizes
+    ):
         in_last = architecture.shorter_last_stage(stages)
         try:
             architecture.check_layout(tensor, stages, 1, in_last)
             architecture.check_server_layout(server_size)
         except ArchitectureError:
             continue
-        replicas = range(1, gpus // (tensor * stages) + 1)
+        replicas = range(1, gpus // (tensor * stages * context) + 1)
         for data, recompute in itertools.product(replicas, (False, True)):
             yield dataclasses.replace(
                 config,
@@ -298,7 +297,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
                     data_parallel_size=data,
                     virtual_pipeline_parallel_size=1,
                     layers_in_last_pipeline_stage=in_last,
-                    micro_batch_size=1,
+                    context_parallel_size=context,
+                    tokens_per_micro_batch=config.rollout.max_length,
                     recompute_activations=recompute,
                 ),
                 rollout=dataclasses.replace(
@@ -314,14 +314,13 @@ def suggest(
     architecture: Architecture,
     config: Config,
     gpus: int,
-    savings: Savings = Savings(),  # noqa: B008 (frozen)
     workload: Workload | None = None,
 ) -> Plan | None:
     """Return the plan with the shortest step over all `layouts`, or None if none fits."""
     best: Plan | None = None
     for layout in layouts(architecture, config, gpus):
         try:
-            candidate = plan(architecture, layout, gpus, savings, workload)
+            candidate = plan(architecture, layout, gpus, workload)
         except ConfigError:
             continue
         if best is None or candidate.total_s < best.total_s:
@@ -333,7 +332,6 @@ def plan_or_suggest(
     architecture: Architecture,
     config: Config,
     gpus: int,
-    savings: Savings,
     workload: Workload,
     *,
     has_layout: bool,
@@ -346,28 +344,19 @@ def plan_or_suggest(
     """
     if has_layout:
         try:
-            return plan(architecture, config, gpus, savings, workload)
+            return plan(architecture, config, gpus, workload)
         except ConfigError as error:
             refusal = f"{error}; "
     else:
         refusal = ""
-    best = suggest(architecture, config, gpus, savings, workload)
+    best = suggest(architecture, config, gpus, workload)
     if best is not None and not has_layout:
         return best
     if best is not None:
         raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_overrides(best.config))}")
-    all_savings = Savings(sequence_parallel=True, distributed_optimizer=True)
-    with_savings = suggest(architecture, config, gpus, all_savings, workload)
     raise ConfigError(
         f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
-        f"{config.rollout.max_length} tokens; "
-        + (
-            "with sequence parallelism and a distributed optimizer, which the learner lacks, this "
-            f"would fit: {' '.join(layout_overrides(with_savings.config))}"
-            if with_savings
-            else "not even with sequence parallelism and a distributed optimizer: use more GPUs "
-            "or shorter responses"
-        )
+        f"{config.rollout.max_length} tokens: use more GPUs or shorter responses"
     )
 
 
@@ -379,7 +368,11 @@ def layout_overrides(config: Config) -> list[str]:
         "learner.pipeline_parallel_size": learner.pipeline_parallel_size,
         "learner.data_parallel_size": learner.data_parallel_size,
         "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage,
-        "learner.micro_batch_size": learner.micro_batch_size,
+        "learner.context_parallel_size": learner.context_parallel_size,
+        "learner.micro_batch_size": (
+            None if learner.tokens_per_micro_batch else learner.micro_batch_size
+        ),
+        "learner.tokens_per_micro_batch": learner.tokens_per_micro_batch,
         "learner.recompute_activations": str(learner.recompute_activations).lower(),
         "rollout.server.tensor_parallel_size": config.rollout.server.tensor_parallel_size,
     }

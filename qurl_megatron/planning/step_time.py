@@ -1,7 +1,8 @@
 """Estimate the time of a step on H100s, by phase.
 
-Symbols are those of `memory`: B bytes, e the bytes of a value, t, p and d the tensor, pipeline and
-data parallel sizes, h hidden size, Q query channels, V vocabulary rows.
+Symbols are those of `memory`: B bytes, e the bytes of a value, t and p the tensor and
+pipeline parallel sizes, d the data parallel size times the context parallel size, h hidden size, Q
+query channels, V vocabulary rows.
 
     decode     One token for each of b sequences with C tokens of context in all, on one server, is
                the sum of:
@@ -20,14 +21,17 @@ data parallel sizes, h hidden size, Q query channels, V vocabulary rows.
                rollout is shorter than its longest response.
     forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention,
                and 2hV per response token on the last stage, at peak x `LEARNER_MFU`; plus two
-               all-reduces of eh B per layer and token over NVLink. The slowest stage counts. The
+               all-reduces of eh B per layer and token over NVLink (with sequence parallelism, a
+               reduce-scatter and an all-gather each). With context
+               parallel size c, (c - 1) times the keys and values of a rank's tokens per layer, over
+               NVLink within a node, not overlapped. The slowest stage counts. The
                pipeline bubble multiplies it by 1 + (p - 1) / (m v), with m micro batches and v
                virtual stages.
     proximal   One forward pass, or two with a reference.
     update     Three forward passes, or four with recomputation. The output layer counts four times,
-               because its logits are computed twice. Plus one all-reduce of the gradients per
-               minibatch over InfiniBand, 2 (d - 1) / d of their bytes, not overlapped, and one pass
-               over the optimizer state.
+               because its logits are computed twice. Plus, per minibatch, over InfiniBand and not
+               overlapped: the scattered sum of the gradients and the gathered weights,
+               (d - 1) / d of their bytes. Plus one pass over the rank's optimizer state.
     publish    (t - 1) / t of the bytes over NVLink to the first rank of each stage; (p - 1) / p of
                them to rank 0, over InfiniBand if a replica of the learner spans nodes; all of them
                to the servers over InfiniBand. The three transfers follow one another. This is a
@@ -211,10 +215,18 @@ def _forward_s(
     rate = learner.world_size * PEAK_FLOPS["bf16"] * LEARNER_MFU
     layers_s = sequences * (2 * num_linear_weights(architecture) * length + attention) / rate
     # Each tensor-parallel group has the layers of its stage and the sequences of its replica.
-    tokens = sequences * length / learner.data_parallel_size
+    tokens = sequences * length / (learner.data_parallel_size * learner.context_parallel_size)
     layers = architecture.num_layers / learner.pipeline_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
     layers_s += 2 * layers * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size)
+    # Every context-parallel rank passes on the keys and values of all the others.
+    channels = 2 * architecture.num_key_value_heads * architecture.head_dim
+    channels //= min(learner.tensor_parallel_size, architecture.num_key_value_heads)
+    in_one_node = learner.tensor_parallel_size * learner.context_parallel_size <= GPUS_PER_NODE
+    ring_bytes = (learner.context_parallel_size - 1) * element_bytes(learner) * channels * tokens
+    layers_s += (
+        layers * ring_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
+    )
     output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
     return layers_s, output / (rate / learner.pipeline_parallel_size)
 
@@ -235,16 +247,18 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
         virtual = learner.virtual_pipeline_parallel_size
         return max(by_stage) * (1 + (stages - 1) / (micro_batches * virtual))
 
-    proximal_s = passes_s(1, 1, num_micro_batches(config) * minibatches)
+    micro_batches = num_micro_batches(config, workload.mean_prompt + workload.mean_response)
+    proximal_s = passes_s(1, 1, micro_batches * minibatches)
     if config.objective.kl_coefficient:
         proximal_s *= 2
     layer_passes = 4 if learner.recompute_activations else 3
-    update_s = passes_s(layer_passes, 4, num_micro_batches(config))
+    update_s = passes_s(layer_passes, 4, micro_batches)
     numel = max(num_rank_parameters(architecture, learner, stage) for stage in range(stages))
-    replicas = learner.data_parallel_size
+    replicas = learner.data_parallel_size * learner.context_parallel_size
     update_s += minibatches * (
-        2 * (replicas - 1) / replicas * 4 * numel / INFINIBAND_BYTES_PER_S
-        + 2 * 16 * numel / HBM_BYTES_PER_S  # gradient, master and moments, read and written
+        (replicas - 1) / replicas * (4 + element_bytes(learner)) * numel / INFINIBAND_BYTES_PER_S
+        # gradient, master and moments, read and written
+        + 2 * 16 * numel / replicas / HBM_BYTES_PER_S
     )
     return {"proximal": proximal_s, "update": update_s}
 

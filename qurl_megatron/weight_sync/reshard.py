@@ -110,7 +110,10 @@ class Converter:
         bucket after another. Only its result is complete; that of another rank covers its own
         pipeline stage or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
         """
-        if parallel_state.get_data_parallel_rank() != 0:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+            if self._format == "masters":
+                for _ in self._learner.masters():  # the first replica gathers this rank's part
+                    pass
             return Conversion()
         first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
         conversion = self._convert_stage(send if first_stage else _send_to_first_stage)

@@ -1,0 +1,207 @@
+"""This rank's part of the optimizer: where it lies, how it is saved, loaded and gathered.
+
+Megatron's distributed optimizer lays the parameters of a chunk one behind another in buffers. It
+cuts each buffer into one run per data-parallel rank, and keeps master weights and moments of its
+own run only. A run ignores the bounds of parameters: of one parameter a rank has a flat range,
+which may be empty.
+
+A flat range of a row-major tensor consists of a few boxes, and torch's distributed checkpoints
+consist of boxes. So each rank saves what it has, under the names and shapes of the whole tensors,
+without a gather, and any layout can load what any other has saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import DistributedOptimizer
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a row-major tensor that is also one flat range of it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int  # first flat position
+
+    @property
+    def stop(self) -> int:
+        """The flat position after the last."""
+        return self.start + math.prod(self.shape)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes, in order, that a flat range of a row-major tensor consists of.
+
+    The range is [start, stop). With n dimensions there are at most 2n - 1 boxes: part of a row,
+    whole rows, part of a row, where the parts consist of boxes of n - 1 dimensions.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,), start)
+        return
+    row_numel = math.prod(shape[1:])
+    first_whole, end_whole = -(-start // row_numel), stop // row_numel
+
+    def part_of_row(row: int, start: int, stop: int) -> Iterator[Box]:
+        begin = row * row_numel
+        for box in boxes(shape[1:], start - begin, stop - begin):
+            yield Box((row, *box.offset), (1, *box.shape), begin + box.start)
+
+    if first_whole > end_whole:  # the range lies within one row
+        yield from part_of_row(end_whole, start, stop)
+        return
+    if start < first_whole * row_numel:
+        yield from part_of_row(first_whole - 1, start, first_whole * row_numel)
+    if first_whole < end_whole:
+        zeros = (0,) * (len(shape) - 1)
+        rows = end_whole - first_whole
+        yield Box((first_whole, *zeros), (rows, *shape[1:]), first_whole * row_numel)
+    if end_whole * row_numel < stop:
+        yield from part_of_row(end_whole, end_whole * row_numel, stop)
+
+
+class OptimizerShards:
+    """Master weights and moments on this rank, by parameter."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Find the parts of `optimizer`, from `get_megatron_optimizer`."""
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._parts: list[DistributedOptimizer] = [
+            part for part in parts if not part.is_stub_optimizer
+        ]
+        self._part_of = {
+            parameter: part for part in self._parts for parameter in part.model_param_gbuf_map
+        }
+
+    def master(self, parameter: Tensor) -> Tensor | None:
+        """Return the flat float32 values that the optimizer updates; None if this rank has none.
+
+        For a float32 parameter they are a view of it.
+        """
+        part = self._part_of.get(parameter)
+        if part is None:
+            return None
+        group, order = part.model_param_group_index_map[parameter]
+        return part.optimizer.param_groups[group]["params"][order].detach()
+
+    def write_master(self, parameter: Tensor, values: Tensor) -> None:
+        """Copy this rank's range of `values`, which have the parameter's shape."""
+        master = self.master(parameter)
+        if master is not None:
+            start, stop = self._range(parameter)
+            master.copy_(values.reshape(-1)[start:stop])
+
+    def gather_master(self, parameter: Tensor) -> Tensor:
+        """Return the whole master, in the parameter's shape, on the first data-parallel rank.
+
+        Collective over the data-parallel ranks; the other ranks get an empty tensor.
+        """
+        if parameter.dtype == torch.float32:
+            return parameter.detach()  # every rank has all of it
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own = torch.tensor(self._range(parameter), device=parameter.device)
+        ranges = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(ranges, own, group=group)
+        master = self.master(parameter)
+        if group.rank() != 0:
+            if master is not None:
+                dist.send(master, group=group, group_dst=0)
+            return torch.empty(0, device=parameter.device)
+        whole = torch.empty(parameter.numel(), device=parameter.device)
+        for rank, (start, stop) in enumerate(bounds.tolist() for bounds in ranges):
+            if rank == 0 and master is not None:
+                whole[start:stop] = master
+            elif start < stop:
+                dist.recv(whole[start:stop], group=group, group_src=rank)
+        return whole.view(parameter.shape)
+
+    def prepare_state(self, num_steps: int) -> None:
+        """Allocate the moments that do not exist yet, and set Adam's number of steps."""
+        for part in self._parts:
+            is_torch = isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+            part.init_state_fn(part.optimizer, part.config)
+            for group in part.optimizer.param_groups:
+                if is_torch:  # one tensor each, because Adam increments it in place
+                    for parameter in group["params"]:
+                        part.optimizer.state[parameter]["step"] = torch.tensor(float(num_steps))
+                else:  # Transformer Engine's FusedAdam
+                    group["step"] = num_steps
+
+    def sharded_state(self, model: dict[str, Any], *, masters: bool) -> dict[str, ShardedTensor]:
+        """Return moments, and with `masters` masters, as Megatron's checkpoints take them.
+
+        Loading writes into them. `model` is the model's sharded state, from which names, offsets
+        and replicas are taken. Call `prepare_state` before.
+        """
+        state: dict[str, ShardedTensor] = {}
+        for sharded in nested_values(model):
+            parameter = sharded.data
+            part = self._part_of.get(parameter) if isinstance(parameter, Tensor) else None
+            if part is None:
+                continue
+            master = self.master(parameter)
+            group, order = part.model_param_group_index_map[parameter]
+            key = part.optimizer.param_groups[group]["params"][order]
+            tensors = {
+                name: values for name, values in part.optimizer.state[key].items() if name != "step"
+            }
+            if masters:
+                tensors["fp32_param"] = master
+            for piece in _pieces(sharded):
+                for name, values in tensors.items():
+                    for tensor in self._boxes_of(piece, parameter, name, values):
+                        state[f"{tensor.key}.{tensor.global_offset}"] = tensor
+        return state
+
+    def _range(self, parameter: Tensor) -> tuple[int, int]:
+        """Return the flat range of `parameter` that this rank updates."""
+        part = self._part_of.get(parameter)
+        if part is None:
+            return 0, 0
+        span = part._get_model_param_range_map(parameter)["param"]
+        return span.start, span.end
+
+    def _boxes_of(
+        self, piece: ShardedTensor, parameter: Tensor, name: str, values: Tensor
+    ) -> Iterator[ShardedTensor]:
+        """Yield the boxes of one piece of a parameter that this rank has `values` of."""
+        start, stop = self._range(parameter)
+        begin = (piece.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+        end = begin + piece.data.numel()
+        prepended = piece.prepend_axis_num
+        place = piece.global_offset
+        for box in boxes(piece.data.shape, max(start, begin) - begin, min(stop, end) - begin):
+            flat = slice(begin + box.start - start, begin + box.stop - start)
+            shape = (1,) * prepended + box.shape
+            inner = (at + offset for at, offset in zip(place[prepended:], box.offset, strict=True))
+            yield ShardedTensor(
+                f"optimizer.state.{name}.{piece.key}",
+                values.detach()[flat].view(shape),
+                values.dtype,
+                shape,
+                piece.global_shape,
+                place[:prepended] + tuple(inner),
+                None,  # the boxes form no regular grid
+                # Each data-parallel rank has boxes of its own: none is a replica.
+                replica_id=(*piece.replica_id[:2], 0),
+                allow_shape_mismatch=piece.allow_shape_mismatch,
+            )
+
+
+def _pieces(sharded: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return the tensors that a parameter is stored as; SwiGLU's gate and up are two."""
+    if isinstance(sharded, ShardedTensorFactory):
+        return list(nested_values(sharded.build()))
+    return [sharded]

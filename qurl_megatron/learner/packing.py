@@ -1,0 +1,89 @@
+"""Decide which sequences share a micro batch. Pure, and the same on every rank.
+
+Micro batches are planned for the whole batch and dealt out to data-parallel ranks, so that
+
+- none is larger than the budget, unless one sequence alone is;
+- every rank has the same number of them, a multiple of `unit`;
+- they cost about the same, and so do the ranks.
+
+The sequence that costs most goes first, each into the cheapest micro batch with room for it. If one
+finds no room, all ranks get more micro batches. This is within 4/3 of the best balance (Graham,
+"Bounds on multiprocessing timing anomalies", 1969).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MicroBatch = list[int]
+"""Numbers of the sequences in a micro batch."""
+
+
+def plan(
+    sizes: Sequence[int], costs: Sequence[float], *, budget: int, ranks: int, unit: int = 1
+) -> list[list[MicroBatch]]:
+    """Return the micro batches of each data-parallel rank.
+
+    Args:
+        sizes: what the budget limits the sum of, for each sequence: its tokens, or 1 to count
+            sequences. A sequence of size 0 is in no micro batch.
+        costs: work of each sequence, in any unit.
+        budget: largest size of a micro batch.
+        ranks: number of data-parallel ranks.
+        unit: divides the number of micro batches of every rank.
+    """
+    sequences = np.flatnonzero(np.asarray(sizes))
+    all_sizes, all_costs = np.asarray(sizes), np.asarray(costs, dtype=np.float64)
+    # Equal costs keep their order, which makes the plan deterministic.
+    sequences = sequences[np.argsort(-all_costs[sequences], kind="stable")]
+    step = ranks * unit
+    count = round_up(max(1, -(-int(all_sizes.sum()) // budget)), step)
+    while (filled := _fill(sequences, all_sizes, all_costs, budget, count)) is None:
+        count += step
+    micro_batches, totals = filled
+    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    for turn, start in enumerate(range(0, count, ranks)):
+        chosen = np.argsort(-totals, kind="stable")[start : start + ranks]
+        # There and back again: the rank with the largest of one turn has the smallest of the next.
+        for rank, number in enumerate(chosen if turn % 2 == 0 else reversed(chosen)):
+            dealt[rank].append(micro_batches[number])
+    return dealt
+
+
+def _fill(
+    sequences: np.ndarray, sizes: np.ndarray, costs: np.ndarray, budget: int, count: int
+) -> tuple[list[MicroBatch], np.ndarray] | None:
+    """Return `count` micro batches and their costs, or None if a sequence finds no room."""
+    micro_batches: list[MicroBatch] = [[] for _ in range(count)]
+    used, totals = np.zeros(count, dtype=np.int64), np.zeros(count)
+    for sequence in sequences:
+        has_room = (used + sizes[sequence] <= budget) | (used == 0)
+        best = int(np.where(has_room, totals, np.inf).argmin())
+        if not has_room[best]:
+            return None
+        micro_batches[best].append(int(sequence))
+        used[best] += sizes[sequence]
+        totals[best] += costs[sequence]
+    return micro_batches, totals
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
+def zigzag(length: int, rank: int, size: int) -> np.ndarray:
+    """Return the positions of a sequence that a context-parallel rank holds, in its order.
+
+    The sequence is cut into 2 x `size` pieces. A rank has one from the front and one from the back,
+    as in Megatron and Transformer Engine, so causal attention costs all ranks the same.
+
+    Args:
+        length: number of tokens, a multiple of 2 x `size`; with `size` 1 any number.
+    """
+    if size == 1:
+        return np.arange(length)
+    pieces = np.arange(length).reshape(2 * size, length // (2 * size))
+    return np.concatenate([pieces[rank], pieces[2 * size - 1 - rank]])

@@ -1,0 +1,38 @@
+"""Check how a flat range of a tensor is cut into boxes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurl_megatron.learner.optimizer_shards import boxes
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_the_boxes_of_a_range_are_the_range_in_order(shape: list[int], data: st.DataObject) -> None:
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, values.numel()))
+    stop = data.draw(st.integers(start, values.numel()))
+    cut = list(boxes(shape, start, stop))
+    assert len(cut) <= 2 * len(shape) - 1
+    taken = []
+    for box in cut:
+        index = tuple(
+            slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True)
+        )
+        assert values[index].shape == box.shape
+        assert values[index].flatten()[0] == box.start
+        assert values[index].flatten()[-1] == box.stop - 1
+        taken += values[index].flatten().tolist()
+    assert taken == list(range(start, stop))
+
+
+def test_a_range_over_several_rows_is_a_part_whole_rows_and_a_part() -> None:
+    cut = [(box.offset, box.shape) for box in boxes((4, 5), 3, 17)]
+    assert cut == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+
+
+def test_an_empty_range_has_no_boxes() -> None:
+    assert list(boxes((4, 5), 7, 7)) == []
+    assert list(boxes((4, 5), 9, 7)) == []
