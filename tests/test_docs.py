@@ -139,7 +139,12 @@ def test_every_field_that_is_named_exists(page: Path) -> None:
     fields = set(leaves(dataclasses.asdict(Config())))
     parts = {field.rpartition(".")[0] for field in fields} - {""}
     parts |= {part.partition(".")[0] for part in parts}
-    tables = {"evaluation.data", "quantization.uaq.layer_scales", "rollout.stages"}
+    tables = {
+        "evaluation.data",
+        "quantization.uaq.layer_scales",
+        "rollout.server.options",
+        "rollout.stages",
+    }
     pattern = rf"(?<![\w./-])((?:{'|'.join(parts)})\.[a-z_][\w.]*\w)(?![\w/(])"
     for name in re.findall(pattern, page.read_text()):
         is_part = any(field.startswith(f"{name}.") for field in fields)
