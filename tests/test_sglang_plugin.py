@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from qurl_megatron.quantization.quantize import dequantize, quantize
-from qurl_megatron.sglang_plugin import attention
+from qurl_megatron.sglang_plugin import attention, receive
 from qurl_megatron.sglang_plugin.linear import (
     Fp8BlockConfig,
     Fp8Config,
@@ -154,3 +155,14 @@ def test_a_layer_with_partial_blocks_multiplies_by_its_dequantized_weight() -> N
 def test_a_block_that_would_belong_to_two_fused_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"\[256, 64\].*multiples of 128"):
         build_layer(Fp8BlockConfig(), 128, [256, 64])
+
+
+def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_own_limit() -> None:
+    """The hook also changes the function in a learner that is forked beside the servers."""
+
+    def join(**options: Any) -> dict[str, Any]:
+        return options
+
+    own = timedelta(seconds=3)
+    assert receive.join_group(join, rank=1) == {"rank": 1, "timeout": timedelta(seconds=120)}
+    assert receive.join_group(join, rank=0, timeout=own) == {"rank": 0, "timeout": own}

@@ -17,9 +17,7 @@ def test_nan_ends_a_rank_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def find_nan(*args: object) -> NoReturn:
-        raise NonFinite(
-            "on learner rank 3 the loss holds NaN or infinity; resume from a checkpoint"
-        )
+        raise NonFinite("on learner rank 3 the loss holds NaN; resume from a checkpoint")
 
     monkeypatch.setattr(train, "train", find_nan)
     monkeypatch.setattr(train, "load", lambda path: None)

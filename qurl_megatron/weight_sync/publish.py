@@ -297,8 +297,11 @@ class _Link:
                 rank=0,
                 group_name=self._group_name,
             )
-        finally:
-            joining.result()  # if both fail, it is the server's answer that says why
+        except RuntimeError:
+            if joining.done():
+                joining.result()  # raises the server's answer, which says more
+            raise
+        joining.result()
 
     def _transfer(self, bucket: Bucket, message: Tensor) -> None:
         receiving = self._requests.submit(
