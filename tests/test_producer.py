@@ -193,6 +193,22 @@ def test_a_wait_that_was_interrupted_goes_on() -> None:
         assert 0.3 < producer.waited_s < 10
 
 
+def test_only_the_wait_for_scores_alone_counts_as_scoring() -> None:
+    class SlowVerifier(Servers):
+        def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+            scores: Future[list[Score]] = Future()
+            done = super().score(prompt, completions).result()
+            threading.Timer(0.3, scores.set_result, [done]).start()
+            return scores
+
+    slow_samplers = Servers(delay_s=lambda prompt: 0.5)
+    for servers, least_s, most_s in ((SlowVerifier(), 0.25, 10), (slow_samplers, 0, 0.25)):
+        with closing(make(servers, rollout(0))) as producer:
+            take(producer, PER_STEP, 1, servers)
+            assert least_s <= producer.scoring_s <= most_s
+            assert producer.scoring_s <= producer.waited_s
+
+
 def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again_first() -> None:
     servers = Servers()
     with closing(make(servers, rollout(1))) as producer:

@@ -49,6 +49,7 @@ class ScoredGroup(NamedTuple):
     prompt: Prompt
     completions: list[Completion]
     scores: list[Score]
+    sampled_at_s: float  # time.perf_counter() when the completions were there
 
     @property
     def rewards(self) -> list[float]:
@@ -99,6 +100,7 @@ class Producer:
         self._taken = 0  # groups of the step, which the position of the stream does not count yet
         self.dropped = 0  # groups so far
         self.waited_s = 0.0  # seconds that calls of `take` have waited so far
+        self.scoring_s = 0.0  # of these, with nothing but scores missing
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
@@ -181,8 +183,9 @@ class Producer:
 
     async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> ScoredGroup:
         completions = await self._sample(prompt, settings)
+        sampled_at_s = time.perf_counter()
         scores = await asyncio.wrap_future(self._score(prompt, completions))
-        return ScoredGroup(prompt, completions, scores)
+        return ScoredGroup(prompt, completions, scores, sampled_at_s)
 
     def _wait(self, count: int, interrupted: Callable[[], bool]) -> bool:
         """Return True when the first `count` groups are done, False if interrupted before."""
@@ -193,8 +196,12 @@ class Producer:
                 done, missing = wait(groups, POLL_S)
                 for group in done:
                     group.result()  # raises what sampling or scoring raised
-                if not missing or interrupted():
-                    return not missing
+                if not missing:
+                    last_s = max(group.result().sampled_at_s for group in groups)
+                    self.scoring_s += time.perf_counter() - max(begin, last_s)
+                    return True
+                if interrupted():
+                    return False
         finally:
             self.waited_s += time.perf_counter() - begin
 

@@ -43,6 +43,7 @@ class SampleSummary:
     groups_dropped: int  # sampled again, because they were too old
     groups_in_flight: int  # asked for and not trained yet, when the batch was complete
     waited_s: float  # time that training waited for groups
+    scoring_s: float  # of this, with nothing but scores missing
     sampled_tokens: int
     equal_reward_fraction: float  # fraction of the batch's groups
     reward_counts: list[tuple[float, int]]  # as in StepMetrics
@@ -132,7 +133,7 @@ class Sampler:
     ) -> Generator[tuple[TrainBatch, SampleSummary] | None]:
         """Yield None whenever a server waits for weights, and at the end batch and summary."""
         producer = self._producer
-        dropped, waited_s = producer.dropped, producer.waited_s
+        dropped, waited_s, scoring_s = producer.dropped, producer.waited_s, producer.scoring_s
 
         def take(count: int) -> Generator[None, None, list[ScoredGroup]]:
             while True:
@@ -160,6 +161,7 @@ class Sampler:
             dropped=producer.dropped - dropped,
             in_flight=producer.in_flight,
             waited_s=producer.waited_s - waited_s,
+            scoring_s=producer.scoring_s - scoring_s,
         )
         groups = [_penalize_length(group, rollout) for group in chosen]
         self._groups = groups
@@ -203,6 +205,7 @@ def _summarize(
     dropped: int,
     in_flight: int,
     waited_s: float,
+    scoring_s: float,
 ) -> SampleSummary:
     """Return the statistics over all `sampled` groups, of which the batch has those `chosen`."""
     completions = [completion for group in sampled for completion in group.completions]
@@ -222,6 +225,7 @@ def _summarize(
         groups_dropped=dropped,
         groups_in_flight=in_flight,
         waited_s=waited_s,
+        scoring_s=scoring_s,
         sampled_tokens=sum(lengths),
         equal_reward_fraction=fmean(is_zero_variance(group.rewards) for group in chosen),
         reward_counts=count_rewards(values),

@@ -80,6 +80,7 @@ def step_metrics(
         stale_token_fraction=(lags > 0).double().mean().item(),
         by_lag=_by_lag(config, batch, updates) if config.rollout.max_staleness else None,
         time_waited_s=summary.waited_s,
+        time_scoring_s=summary.scoring_s,
         groups_in_flight=summary.groups_in_flight,
         groups_dropped=summary.groups_dropped,
         equal_reward_fraction=summary.equal_reward_fraction,

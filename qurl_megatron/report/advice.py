@@ -58,8 +58,8 @@ def advice(run: RunRecord) -> list[str]:
         )
     if late_failures > FAILURE_LIMIT * completions:
         sentences.append(
-            f"{late_failures / completions:.1%} of verifier calls fail and score 0. Check the "
-            "data. (Rule: more than 1%.)"
+            f"{late_failures / completions:.1%} of verifier calls fail, and count as wrong. Check "
+            "the data. (Rule: more than 1%.)"
         )
     return sentences or [
         f"No sign that {'quantized' if is_quantized else 'BF16'} rollouts harm this run: "

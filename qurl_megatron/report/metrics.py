@@ -202,6 +202,10 @@ class StepMetrics:
     time_waited_s: float = 0.0
     """Seconds of `time_rollout_s` in which training waited for answers and their scores."""
 
+    time_scoring_s: float = 0.0
+    """Seconds of `time_waited_s` in which all answers were there, and nothing but scores was
+    missing."""
+
     groups_in_flight: int = 0
     """Number of groups asked for and not trained yet, finished or not, when the step's batch was
     complete: at most `rollout.max_staleness` x `rollout.prompts_per_step`."""

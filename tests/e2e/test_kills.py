@@ -6,6 +6,7 @@ appear, or seconds of a phase that the last step measured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -19,7 +20,7 @@ from e2e.running import SMALL, TIMEOUT_S, Command, Start, metrics_of
 from qurl_megatron.files import PARTIAL
 from qurl_megatron.learner.checkpoint import list_checkpoints
 
-STEPS = 6
+STEPS = 5
 POLL_S = 0.005
 WORDS = ["checkpoint.every_steps=1", "evaluation.held_out_fraction=0.01"]
 
@@ -64,8 +65,15 @@ def in_next_step(run: Command, phase: str) -> Callable[[], bool]:
 
 
 def exists(run: Command, pattern: str) -> Callable[[], bool]:
-    """Return a function that is true once a file of the run matches."""
-    return lambda: any(run.run_dir.glob(pattern))
+    """Return a function that is true once a file or directory that is new matches."""
+    begin = time.time()
+
+    def is_reached() -> bool:
+        with contextlib.suppress(FileNotFoundError):  # it was renamed or removed meanwhile
+            return any(path.stat().st_mtime > begin for path in run.run_dir.glob(pattern))
+        return False
+
+    return is_reached
 
 
 Phase = Callable[[Command], Callable[[], bool]]
