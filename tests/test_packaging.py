@@ -177,7 +177,7 @@ def imported_packages() -> set[str]:
 
 def test_every_imported_package_is_a_dependency_and_every_dependency_is_used() -> None:
     declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in CORE}
-    not_imported = {"leptonai", "numpy", "tensorboard"}  # by others, or run
+    not_imported = {"leptonai", "tensorboard"}  # by others, or run
     assert declared - not_imported == imported_packages() - BROUGHT_BY_OTHERS
 
 

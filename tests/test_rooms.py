@@ -44,6 +44,7 @@ PURE = {
     "data/reward_function",
     "data/reward_types",
     "data/rewards",
+    "learner/packing",
     "data/scoring",
     "data/scoring_worker",
     "data/verifiers",
