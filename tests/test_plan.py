@@ -37,11 +37,11 @@ def test_every_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout
 
 
 def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
-    """docs/findings.md: 833 s with TP 4 x PP 5, against 885 s for TP 2 x PP 5 x DP 2."""
+    """docs/findings.md: 837 s with TP 4 x PP 5, against 889 s for TP 2 x PP 5 x DP 2."""
     config = study("Qwen2.5-32B", 64, "int8")
     best = plan.suggest(QWEN2, config, 32)
     assert best is not None
-    assert best.total_s == pytest.approx(833, abs=0.5)
+    assert best.total_s == pytest.approx(837, abs=0.5)
     assert not best.config.learner.recompute_activations
     words = [
         "learner.tensor_parallel_size=2",
@@ -49,7 +49,7 @@ def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
         "learner.recompute_activations=true",
     ]
     recomputed = plan.plan(QWEN2, with_overrides(config, words), 32)
-    assert recomputed.total_s == pytest.approx(885, abs=0.5)
+    assert recomputed.total_s == pytest.approx(889, abs=0.5)
 
 
 @pytest.mark.parametrize(
