@@ -25,12 +25,12 @@ def test_options_are_given_by_name_and_keep_their_yaml_types(tmp_path: Path) -> 
         "chunked_prefill_size": -1,
         "enable_mixed_chunk": True,
     }
-    assert command_line(options) == [
-        "--kv-cache-dtype",
-        "fp8_e4m3",
-        "--chunked-prefill-size",
-        "-1",
+    assert command_line({**options, "model": "-m", "config": "key.yaml"}) == [
+        "--kv-cache-dtype=fp8_e4m3",
+        "--chunked-prefill-size=-1",
         "--enable-mixed-chunk",
+        "--model=-m",
+        *("--config", "key.yaml"),
     ]
     assert command_line({"enable_mixed_chunk": False}) == []
     save(config, tmp_path / "config.yaml")

@@ -22,7 +22,8 @@ from qurl_megatron.config.server_options import refusal
 def command_line(options: Mapping[str, object]) -> list[str]:
     """Return options, by name with underscores, as words of a command line.
 
-    True is a flag that is given, False one that is not.
+    True is a flag that is given, False one that is not. A value is in the word of its option, so
+    that it may begin with a dash. SGLang finds its configuration file in a word of its own only.
     """
     words = []
     for name, value in options.items():
@@ -30,7 +31,7 @@ def command_line(options: Mapping[str, object]) -> list[str]:
         if value is True:
             words.append(flag)
         elif value is not False:
-            words += [flag, str(value)]  # SGLang does not find --config=FILE in one word
+            words += [flag, str(value)] if name == "config" else [f"{flag}={value}"]
     return words
 
 
