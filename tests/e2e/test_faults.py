@@ -114,11 +114,11 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(start: Start)
     words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
     run = start("train", "quickstart", *SMALL, *words, "steps=1000")
     run.wait_for(r"step 5/")
-    model = run.run_dir / "model"
-    model.rename(model.with_name("hidden"))  # no server can start without it
+    model = run.run_dir / "model" / "config.json"
+    model.rename(run.run_dir / "hidden")  # no server can start without it
     run.find("sglang::scheduler").kill()
     assert run.exit_code() == STOPPED_EARLY, run.text()
-    model.with_name("hidden").rename(model)
+    (run.run_dir / "hidden").rename(model)
     assert "not restarting it, after 3 restarts within 60 minutes" in run.text()
     assert "server_rollout_0_restarted_3.log ends" in run.text()
     assert run.survivors() == []
@@ -126,7 +126,8 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(start: Start)
     (*_, newest) = list_checkpoints(run.run_dir)
     done = read_state(newest).step
     assert done == len(before) >= 5  # no step is lost
-    assert f"stopped early after step {done}; continue: qurl resume runs/run" in run.text()
+    assert f"stopped early after step {done}, with a checkpoint" in run.text()
+    assert f"to resume after step {done}: qurl resume runs/run" in run.text()
 
     resumed = start("resume", "runs/run", "learner.tensor_parallel_size=1")
     resumed.wait_for(rf"step {done + 4}/")
