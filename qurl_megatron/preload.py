@@ -218,6 +218,7 @@ def _serve(connection: Connection) -> _Request | None:
             return None
         if isinstance(question, tuple):
             pid, number = question
+            _reap(exit_codes)  # the answer about a child that has ended is its exit code
             if exit_codes[pid] is None:  # not reaped, so no other process can have its pid
                 os.kill(pid, number)
             connection.send(exit_codes[pid])

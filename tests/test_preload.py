@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from qurl_megatron.preload import Preload, PreloadFailed
+from qurl_megatron.process import start_ticks
 
 FUNCTIONS = """
 import os, signal, sys, threading, time
@@ -103,6 +104,19 @@ def test_a_running_child_is_waited_for_signalled_and_shown_by_its_title(
     assert child.wait(30) == -signal.SIGTERM
     child.kill()  # the process has ended, so no other is signalled
     assert not process.is_running()
+
+
+def test_the_exit_code_of_a_child_is_known_as_soon_as_it_has_ended(
+    preload: Preload, tmp_path: Path
+) -> None:
+    for _ in range(5):
+        child = preload.start(
+            "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "child.log"
+        )
+        os.kill(child.pid, signal.SIGKILL)
+        while start_ticks(child.pid) is not None:
+            pass
+        assert child.poll() == -signal.SIGKILL
 
 
 def test_closing_the_parent_ends_every_child(modules: Path, tmp_path: Path) -> None:
