@@ -167,7 +167,7 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
     cluster.kill_node("n1")
     cluster.wait_for(lambda: job.show("Restarts"), lambda number: number == "2", 300, "requeued")
     cluster.start_node("n1")
-    assert cluster.left_over() == []
+    cluster.wait_for(cluster.left_over, lambda left: left == [], what="ended")
 
 
 def test_a_node_with_too_few_gpus_is_named_before_anything_starts(
