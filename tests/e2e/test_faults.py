@@ -6,13 +6,11 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
 
 from e2e.running import SMALL, Command, Start, curve_steps, metrics_of
-from launch.servers import MAX_RESTARTS
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 from qurl_megatron.process import start_ticks
