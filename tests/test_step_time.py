@@ -198,8 +198,9 @@ def test_parallel_passes_have_all_reduces_and_a_pipeline_bubble() -> None:
     # The last stage has half of the output layer, the final norm, and 16 layers: half of their
     # weights and biases, and two norms each.
     numel = OUTPUT / 2 + 5120 + 16 * ((LAYER + 5120 + 2 * 1024) / 2 + 2 * 5120)
-    gradients = 2 * (2 * 1 / 2) * 4 * numel / 50e9
-    optimizer = 2 * 2 * 16 * numel / HBM
+    # A minibatch scatters half of the 4-byte gradients and gathers half of the 2-byte weights.
+    gradients = 2 * (1 / 2) * (4 + 2) * numel / 50e9
+    optimizer = 2 * 2 * 16 * (numel / 2) / HBM
     expected = (4 * layers + 4 * output) * (1 + 3 / (512 * 2)) + gradients + optimizer
     assert times["update"] == pytest.approx(expected, rel=1e-6)
 

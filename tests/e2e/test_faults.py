@@ -85,8 +85,11 @@ def test_the_run_goes_on_without_one_of_two_servers_and_without_the_evaluation_s
     run.wait_for(r"step 2/")
     os.kill(pid_of(run, "rollout", 1), signal.SIGKILL)
     os.kill(pid_of(run, "evaluation", 0), signal.SIGKILL)
-    run.wait_for(r"server rollout_1 died \(killed by signal 9\); restarting \(1\)")
-    run.wait_for(r"server evaluation_0 died \(killed by signal 9\); restarting \(1\)")
+    for name in ("rollout_1", "evaluation_0"):
+        # Its parent, the preloaded process, may not have seen yet how it ended.
+        run.wait_for(
+            rf"server {name} died \((killed by signal 9|exit code unknown)\); restarting \(1\)"
+        )
     done = len(metrics_of(run))
     run.wait_for("server rollout_1 answers again")
     assert len(metrics_of(run)) > done  # the other server has sampled
