@@ -3,6 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+# Its pytest plugin imports it after the last test, where Python 3.11 can fail with "AST constructor
+# recursion depth mismatch": parsing after exceptions that crossed C code.
+import hypothesis  # noqa: F401
 import pytest
 
 from e2e.running import Command, Start
