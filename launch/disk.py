@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launch.status import checkpoint_names
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.files import PARTIAL, free_bytes, gigabytes
+from qurl_megatron.files import free_bytes, gigabytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import stored_dtype
 from qurl_megatron.planning.memory import checkpoint_bytes, num_parameters
@@ -25,10 +26,8 @@ def check_disk(config: Config) -> str:
     each = checkpoint_bytes(architecture, config)
     final = num_parameters(architecture) * stored_dtype(model).itemsize
     saves = config.checkpoint.every_steps > 0
-    written = [
-        path for path in (config.run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
-    ]
-    count = max(1, config.checkpoint.keep_last + 1 - len(written)) if saves else 0
+    num_written = len(checkpoint_names(config.run_dir))
+    count = max(1, config.checkpoint.keep_last + 1 - num_written) if saves else 0
     needed, free = count * each + final, free_bytes(config.run_dir)
     need = f"{gigabytes(needed)} of disk for {count} checkpoints and the final model"
     if free < needed:
