@@ -11,23 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from published import MODELS
 from qurl_megatron.model import check, weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.check import check_model, load_tokenizer
 from tiny import build_tiny_model
 
-QWEN_32B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}
+QWEN_32B = {**MODELS["Qwen2.5-32B"], "torch_dtype": "bfloat16"}
 NUM_FILES = 17
 
 

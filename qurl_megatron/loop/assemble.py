@@ -120,7 +120,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
-    score = _start_scorer(config, stack) if device.rank() == 0 else _score_nothing
+    score: StartScoring = _score_nothing
+    if device.rank() == 0:
+        score = stack.enter_context(Scorer(config, config.scoring_workers)).submit
     learner = Learner(
         Path(config.model),
         config.learner,
@@ -199,10 +201,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         checkpoints=checkpoints,
         log=log,
     )
-
-
-def _start_scorer(config: Config, stack: ExitStack) -> StartScoring:
-    return stack.enter_context(Scorer(config, config.scoring_workers)).submit
 
 
 def _score_nothing(prompt: Prompt, completions: Sequence[Completion]) -> NoReturn:
