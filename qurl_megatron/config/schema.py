@@ -161,6 +161,12 @@ class LearnerConfig:
     context_parallel_size: Count = 1
     """Number of context-parallel ranks; they share every sequence."""
 
+    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
+    """Recipe of Transformer Engine by which the layers multiply in FP8 while they train. tensorwise:
+    one scale per tensor, E4M3 forward and E5M2 backward. blockwise: one scale per 128 x 128 weights
+    or 128 activations, E4M3. Parameters keep `dtype`. none: no FP8. The others need Transformer
+    Engine and a GPU, and were never run."""
+
     @property
     def model_parallel_size(self) -> int:
         """Number of learner ranks that share one replica of the model."""
