@@ -71,10 +71,10 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
     Raises:
         ConfigError: it is set elsewhere.
     """
-    if learner.fp8 != "none" and not has_transformer_engine:
+    if learner.fp8 and not has_transformer_engine:
         raise ConfigError(
-            f"learner.fp8={learner.fp8}: needs Transformer Engine and a GPU, and there is none "
-            "here; install requirements-gpu.txt beside a GPU, or set learner.fp8=none"
+            f"learner.fp8={learner.fp8}: needs Transformer Engine on a GPU, which is not installed "
+            "here; install requirements-gpu.txt, or leave learner.fp8 out"
         )
 
 

@@ -31,15 +31,15 @@ from qurl_megatron.learner.packing import zigzag
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Megatron's fields for each recipe of Transformer Engine.
-_FP8: dict[str, dict[str, Any]] = {
-    "none": {},
+_FP8: dict[str | None, dict[str, Any]] = {
+    None: {},
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
 
 # A tensor-parallel rank's tokens must be a multiple of this: the matrix products take 16, the
 # gather of blockwise activations whole blocks.
-FP8_TOKENS = {"none": 1, "tensorwise": 16, "blockwise": 128}
+FP8_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
 
 
 class RMSNorm(torch.nn.RMSNorm):
