@@ -150,21 +150,25 @@ def test_logits_on_a_gpu_are_never_rounded_to_bfloat16() -> None:
 
     from qurl_megatron.learner.logprobs import _logits
 
-    dtypes = []
+    operations = []
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if result.shape == (TOKENS, VOCABULARY):
-                dtypes.append(result.dtype)
-            return result
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
 
-    for device, rounded in (("cuda", False), ("cpu", True)):
-        dtypes.clear()
-        with FakeTensorMode(), Record():
+    def operations_on(device: str) -> set[Any]:
+        operations.clear()
+        with FakeTensorMode():
             hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
             weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device)
-            assert _logits(hidden, weight, TEMPERATURE).dtype == torch.float32
-        assert (torch.bfloat16 in dtypes) == rounded
+            with Record():
+                logits = _logits(hidden, weight, TEMPERATURE)
+            assert logits.dtype == torch.float32 and logits.shape == (TOKENS, VOCABULARY)
+        return set(operations)
+
+    rounds = torch.ops.aten._to_copy.default
+    assert torch.ops.aten.mm.dtype in operations_on("cuda") and rounds not in operations
+    assert torch.ops.aten.mm.default in operations_on("cpu") and rounds in operations

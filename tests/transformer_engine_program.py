@@ -4,8 +4,8 @@
 
 Transformer Engine's Python is real: the wheel without its compiled parts, from a directory of its
 own, because megatron.core uses Transformer Engine wherever it can be imported. A stand-in takes the
-place of the compiled extension, so nothing can be computed. `tests/test_transformer_engine_layers.py` runs
-this file and knows what DIRECTORY holds.
+place of the compiled extension, so nothing can be computed.
+`tests/test_transformer_engine_layers.py` runs this file and knows what DIRECTORY holds.
 """
 
 from __future__ import annotations
