@@ -27,7 +27,7 @@ from tiny import build_tiny_model
 
 TESTS = Path(__file__).parent
 WHEEL = TESTS.parent / ".venv" / "transformer-engine"  # where `make .venv/ready` installs it
-INSTALL = "pip install --no-deps --target .venv/transformer-engine -r requirements-te.txt"
+INSTALL = ".venv/bin/pip install --no-deps --target .venv/transformer-engine -r requirements-te.txt"
 
 MODELS: dict[str, dict[str, Any]] = {
     f"{architecture}, {'tied' if tied else 'untied'}": {"architecture": architecture, "tied": tied}

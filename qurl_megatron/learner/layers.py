@@ -60,7 +60,6 @@ class CausalAttention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
-        self.repeats = config.num_attention_heads // config.num_query_groups
 
     def forward(
         self,
@@ -89,6 +88,9 @@ class CausalAttention(torch.nn.Module):
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         if size > 1:
             key, value = _gather_context(key, value, bounds, group)
+        if query.is_cuda:  # grouped heads would be computed with the scores of all pairs in memory
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         context = torch.empty_like(query)
         for sequences in _similar_lengths(bounds):
             keys = _Padded([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
@@ -108,7 +110,7 @@ class CausalAttention(torch.nn.Module):
                     keys.take(value),
                     attn_mask=mask,
                     is_causal=mask is None,
-                    enable_gqa=self.repeats > 1,
+                    enable_gqa=key.shape[1] < query.shape[1],
                 )
             queries.put(attended, context)
         return context.flatten(1)
@@ -118,7 +120,7 @@ def _flash_attention(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSeqParams
 ) -> Tensor:
     """Return causal attention [tokens, heads, head_dim] of a pack; torch has it for CUDA only."""
-    return varlen_attn(
+    attended = varlen_attn(
         query,
         key,
         value,
@@ -128,6 +130,8 @@ def _flash_attention(
         sequences.max_seqlen_kv,
         window_size=(-1, 0),  # causal
     )
+    assert isinstance(attended, Tensor)  # no log-sum-exp is asked for
+    return attended
 
 
 class _Padded:
