@@ -389,6 +389,15 @@ def test_wandb_is_required_only_if_the_run_uses_it(
         validate(runnable(model_dir, "wandb_project=project"))
 
 
+def test_fp8_is_refused_where_transformer_engine_is_not_installed(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="^learner.fp8=blockwise: needs Transformer Engine on a"):
+        validate(runnable(model_dir, "learner.fp8=blockwise"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine")
+    validate(runnable(model_dir, "learner.fp8=blockwise"))
+
+
 def on_gpus(num_gpus: int, *words: str) -> dict[str, list[list[int]]]:
     small = ["rollout.server.mem_fraction_static=0.4", "evaluation.server.mem_fraction_static=0.4"]
     return place_servers(with_overrides(Config(), [*small, *words]), num_gpus)

@@ -141,3 +141,34 @@ def test_bfloat16_gradients_of_many_small_chunks_add_up() -> None:
     for chunk in ("one token", "all tokens"):
         grad_weight = scores[chunk, torch.bfloat16].grad_weight.double()
         assert 1e-4 < (grad_weight - exact).norm() / exact.norm() < 1e-2, chunk
+
+
+def test_logits_on_a_gpu_are_never_rounded_to_bfloat16() -> None:
+    """Fake tensors claim to be on a GPU; they have shapes and dtypes, but no values."""
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from qurl_megatron.learner.logprobs import _logits
+
+    operations = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def operations_on(device: str) -> set[Any]:
+        operations.clear()
+        with FakeTensorMode():
+            hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+            weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device)
+            with Record():
+                logits = _logits(hidden, weight, TEMPERATURE)
+            assert logits.dtype == torch.float32 and logits.shape == (TOKENS, VOCABULARY)
+        return set(operations)
+
+    rounds = torch.ops.aten._to_copy.default
+    assert torch.ops.aten.mm.dtype in operations_on("cuda") and rounds not in operations
+    assert torch.ops.aten.mm.default in operations_on("cpu") and rounds in operations

@@ -89,6 +89,16 @@ def test_a_parameter_takes_6_bytes_and_its_share_of_12_for_adam() -> None:
     )
 
 
+def test_fp8_keeps_two_codes_beside_every_weight_of_the_linear_layers() -> None:
+    config = study("", 64, "int8")
+    without = memory.learner_memory(QWEN2, config, 1)
+    config.learner.fp8 = "blockwise"
+    parts = memory.learner_memory(QWEN2, config, 1)
+    layers = memory.stage_layers(QWEN2, config.learner)[1]
+    weights = layers * LAYER_WEIGHTS // config.learner.tensor_parallel_size
+    assert parts == {**without, "fp8 codes": 2 * weights}
+
+
 def test_micro_batches_have_the_tokens_of_their_budget_but_at_least_the_longest_sequence() -> None:
     config = study("", 64, "int8")
     assert config.rollout.max_length == 9216

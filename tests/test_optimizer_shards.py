@@ -1,12 +1,15 @@
-"""Check how a flat range of a tensor is cut into boxes."""
+"""Check how a flat range of a tensor is cut into boxes, and the kernel of torch's Adam."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_megatron.learner.optimizer_shards import boxes
+from qurl_megatron.learner.optimizer_shards import boxes, fuse_adam
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -36,3 +39,31 @@ def test_a_range_over_several_rows_is_a_part_whole_rows_and_a_part() -> None:
 def test_an_empty_range_has_no_boxes() -> None:
     assert list(boxes((4, 5), 7, 7)) == []
     assert list(boxes((4, 5), 9, 7)) == []
+
+
+def test_torchs_adam_updates_a_parameter_in_one_kernel() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    operations = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    parameter = torch.nn.Parameter(torch.ones(5))
+    parameter.grad = torch.arange(5.0)
+    adam = torch.optim.AdamW([parameter], lr=0.1)
+    fuse_adam(adam)
+    with Record():
+        adam.step()
+    assert torch.ops.aten._fused_adamw_.default in operations
+    assert torch.ops.aten.sqrt.default not in operations
+
+
+def test_another_adam_is_left_as_it_is() -> None:
+    group = {"lr": 0.1, "bias_correction": True}
+    fuse_adam(SimpleNamespace(param_groups=[group]))
+    assert "fused" not in group

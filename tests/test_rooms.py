@@ -179,6 +179,8 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "rollout/server",
         },
         ("is_cuda",): {
+            "learner/layers",
+            "learner/logprobs",
             "quantization/checksum",
             "quantization/quantize",
             "sglang_plugin/linear",

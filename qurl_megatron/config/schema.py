@@ -25,6 +25,7 @@ VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
 ]
 VERIFIER_NAMES: tuple[str, ...] = get_args(VerifierName)
+Fp8Recipe = Literal["tensorwise", "blockwise"]
 OverlongPrompts = Literal["drop", "refuse"]
 
 # Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
@@ -160,6 +161,12 @@ class LearnerConfig:
 
     context_parallel_size: Count = 1
     """Number of context-parallel ranks; they share every sequence."""
+
+    fp8: Fp8Recipe | None = None
+    """Recipe of Transformer Engine by which layers multiply in FP8; parameters keep `dtype`.
+    tensorwise: one scale per tensor, E4M3 forward and E5M2 backward. blockwise: one scale per
+    128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and were
+    never run. None: no FP8."""
 
     @property
     def model_parallel_size(self) -> int:

@@ -58,10 +58,24 @@ def validate(config: Config) -> Architecture:
             f"wandb_project={config.wandb_project}: the package wandb is not installed; "
             "pip install wandb, or leave wandb_project empty"
         )
+    check_fp8(config.learner, importlib.util.find_spec("transformer_engine") is not None)
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
         _validate_critic(config, architecture, completions_per_step)
     return architecture
+
+
+def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
+    """Check that `learner.fp8` is set only where Transformer Engine is.
+
+    Raises:
+        ConfigError: it is set elsewhere.
+    """
+    if learner.fp8 and not has_transformer_engine:
+        raise ConfigError(
+            f"learner.fp8={learner.fp8}: needs Transformer Engine on a GPU, which is not installed "
+            "here; install requirements-gpu.txt, or leave learner.fp8 out"
+        )
 
 
 def validate_server(

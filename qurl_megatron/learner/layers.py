@@ -19,9 +19,27 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
+from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.config.validate import check_fp8
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.packing import zigzag
+
+# All of torch's but cuDNN, which makes a plan for every new shape. Packs have ever new shapes.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# Megatron's fields for each recipe of Transformer Engine.
+_FP8: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+
+# A tensor-parallel rank's tokens must be a multiple of this: the matrix products take 16, the
+# gather of blockwise activations whole blocks.
+FP8_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -36,12 +54,12 @@ class CausalAttention(torch.nn.Module):
     """torch's causal scaled dot product of packed sequences, behind Megatron's interface.
 
     It computes Transformer Engine's attention where Transformer Engine is not installed. Sequences
-    of similar length are computed together, padded to the longest of them.
+    of similar length are computed together, padded to the longest of them. On a GPU torch's flash
+    attention takes a pack in BF16 as it is, but not with context parallelism.
     """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
-        self.repeats = config.num_attention_heads // config.num_query_groups
 
     def forward(
         self,
@@ -65,9 +83,14 @@ class CausalAttention(torch.nn.Module):
         """
         group = parallel_state.get_context_parallel_group()
         rank, size = group.rank(), group.size()
+        if query.is_cuda and query.dtype == torch.bfloat16 and size == 1:
+            return _flash_attention(query, key, value, packed_seq_params).flatten(1)
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         if size > 1:
             key, value = _gather_context(key, value, bounds, group)
+        if query.is_cuda:  # grouped heads would be computed with the scores of all pairs in memory
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         context = torch.empty_like(query)
         for sequences in _similar_lengths(bounds):
             keys = _Padded([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
@@ -80,16 +103,35 @@ class CausalAttention(torch.nn.Module):
                 own = _Padded([torch.from_numpy(zigzag(n, rank, size)) for n in lengths])
                 mask = own.index[:, None, :, None] >= torch.arange(max(lengths))
                 mask = mask.to(query.device)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                queries.take(query),
-                keys.take(key),
-                keys.take(value),
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=self.repeats > 1,
-            )
+            with sdpa_kernel(_BACKENDS):
+                attended = torch.nn.functional.scaled_dot_product_attention(
+                    queries.take(query),
+                    keys.take(key),
+                    keys.take(value),
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=key.shape[1] < query.shape[1],
+                )
             queries.put(attended, context)
         return context.flatten(1)
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSeqParams
+) -> Tensor:
+    """Return causal attention [tokens, heads, head_dim] of a pack; torch has it for CUDA only."""
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        sequences.cu_seqlens_q,
+        sequences.cu_seqlens_kv,
+        sequences.max_seqlen_q,
+        sequences.max_seqlen_kv,
+        window_size=(-1, 0),  # causal
+    )
+    assert isinstance(attended, Tensor)  # no log-sum-exp is asked for
+    return attended
 
 
 class _Padded:
@@ -147,7 +189,8 @@ def context_index(bounds: list[int], rank: int, size: int) -> Tensor:
 
 
 @functools.cache
-def _has_transformer_engine() -> bool:
+def has_transformer_engine() -> bool:
+    """Return whether the layers are Transformer Engine's."""
     # Importing it without a GPU raises RuntimeError.
     return accelerator() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
@@ -159,7 +202,7 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
     Megatron's own, with torch's RMSNorm and scaled dot product attention.
     """
     norm: type[torch.nn.Module]
-    if _has_transformer_engine():
+    if has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
@@ -182,15 +225,22 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
     )
 
 
-def transformer_config_fields() -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that depend on the machine."""
+def transformer_config_fields(learner: LearnerConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that depend on the machine.
+
+    Raises:
+        ConfigError: `learner.fp8` is set where the layers are not Transformer Engine's.
+    """
+    check_fp8(learner, has_transformer_engine())
     return {
+        **_FP8[learner.fp8],
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
-        "apply_rope_fusion": _has_transformer_engine(),
+        "apply_rope_fusion": has_transformer_engine(),
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "batch_p2p_comm": accelerator() == "cuda",
+        "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait
     }

@@ -37,7 +37,7 @@ from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.learner import packing
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
-from qurl_megatron.learner.layers import context_index
+from qurl_megatron.learner.layers import FP8_TOKENS, context_index
 from qurl_megatron.learner.model import (
     Policy,
     build_chunks,
@@ -45,7 +45,7 @@ from qurl_megatron.learner.model import (
     parameters_of,
     virtual_stages,
 )
-from qurl_megatron.learner.optimizer_shards import OptimizerShards
+from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
@@ -348,6 +348,7 @@ class Learner:
             use_distributed_optimizer=True,
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
+        fuse_adam(self.optimizer)
         self._optimizer_shards = OptimizerShards(self.optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -484,7 +485,7 @@ class Learner:
             unit=learner.pipeline_parallel_size if virtual_stages(learner) else 1,
         )[parallel_state.get_data_parallel_rank()]
         # Sequence and context parallelism divide the tokens of a micro batch.
-        multiple = pieces * learner.tensor_parallel_size
+        multiple = pieces * learner.tensor_parallel_size * FP8_TOKENS[learner.fp8]
         totals = [packing.round_up(sum(padded[row] for row in rows), multiple) for rows in plan]
         # Pipeline stages exchange tensors of one shape. A rank without sequences computes padding
         # to take part in the collectives.

@@ -86,7 +86,12 @@ def _gather(hidden: Tensor, chunk: slice, group: dist.ProcessGroup) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.t()).float().div_(temperature)
+    """Return [tokens, rows] float32; on a GPU they are never rounded to the weight's dtype."""
+    if weight.is_cuda and weight.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = (hidden @ weight.t()).float()
+    return logits.div_(temperature)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -29,6 +29,8 @@ _RECOMPUTE: dict[str, Any] = {
     "recompute_num_layers": 1,
 }
 
+_EXTRA_STATE = "._extra_state"  # ends the names of what is no parameter in a model's state
+
 
 def build_chunks(
     architecture: Architecture, learner: LearnerConfig, model: type[Policy]
@@ -68,7 +70,7 @@ def build_chunks(
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
         **(_RECOMPUTE if learner.recompute_activations else {}),
-        **transformer_config_fields(),
+        **transformer_config_fields(learner),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
@@ -115,6 +117,11 @@ def compute_dtype(learner: LearnerConfig) -> torch.dtype:
     return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
 
 
+def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:
+    """Let a model load what `Policy.sharded_state_dict` returns."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_EXTRA_STATE)]
+
+
 class Policy(GPTModel):
     """A GPTModel whose last stage returns hidden states, which `score` turns into log-probs."""
 
@@ -137,11 +144,21 @@ class Policy(GPTModel):
             vp_stage=virtual_stage,
         )
         self._architecture = architecture
+        self.register_load_state_dict_post_hook(_ignore_extra_state)
         if architecture.rope_scaling is not None:
             rotary = self.rotary_pos_emb
             rotary.inv_freq = rotary._apply_scaling(
                 rotary.inv_freq, **dataclasses.asdict(architecture.rope_scaling)
             )
+
+    def sharded_state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+        """Return the parameters as Megatron's checkpoints take them, the same for all layers.
+
+        Transformer Engine's layers also keep FP8 settings, which local layers lack. No recipe of
+        `learner.fp8` needs what they were before.
+        """
+        state = super().sharded_state_dict(*arguments, **keywords)
+        return {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

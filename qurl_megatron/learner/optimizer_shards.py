@@ -72,6 +72,19 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield from part_of_row(end_whole, end_whole * row_numel, stop)
 
 
+def fuse_adam(optimizer: Any) -> None:
+    """Let torch's Adam update a parameter in one kernel, where it stands for Transformer Engine's.
+
+    Its default on a GPU computes in steps, which takes 4 more bytes of memory for each value.
+
+    Args:
+        optimizer: from `get_megatron_optimizer`.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group:  # torch's
+            group["fused"] = True
+
+
 class OptimizerShards:
     """Master weights and moments on this rank, by parameter."""
 
@@ -135,7 +148,8 @@ class OptimizerShards:
             for group in part.optimizer.param_groups:
                 if is_torch:  # one tensor each, because Adam increments it in place
                     for parameter in group["params"]:
-                        part.optimizer.state[parameter]["step"] = torch.tensor(float(num_steps))
+                        step = torch.tensor(float(num_steps), device=parameter.device)
+                        part.optimizer.state[parameter]["step"] = step
                 else:  # Transformer Engine's FusedAdam
                     group["step"] = num_steps
 

@@ -20,6 +20,9 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
     optimizer    8 B per parameter for Adam's two moments, and 4 B for a float32 master if the
                  weights are bfloat16, divided by d c. A rank has less where the alignment leaves
                  gaps in its share.
+    fp8 codes    2 B per weight of the linear layers with learner.fp8: Transformer Engine keeps
+                 their codes by rows and by columns. It keeps some activations as codes, which is
+                 not counted on.
     reference    e B per parameter if objective.kl_coefficient is not 0.
     activations  Kept for the backward pass, per layer and token:
                    (4eh + 8)/t             two norms, inputs of qkv and fc1 (sequence parallel)
@@ -335,6 +338,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
     backward = element * tokens * (3 * architecture.intermediate_size // size + 2 * hidden)
+    linear = sum(n * count for rule, n, count in parameters if rule.quantized)
     return {
         "weights": element * numel,
         "gradients": 4 * numel,
@@ -345,6 +349,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),
         "logits": logits,
+        **({"fp8 codes": 2 * linear} if learner.fp8 else {}),
     }
 
 

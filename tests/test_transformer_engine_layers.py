@@ -1,0 +1,219 @@
+"""Transformer Engine's layers in the learner: parameters, checkpoints, FP8. No GPU is needed.
+
+What Transformer Engine would build is found by `tests/transformer_engine_program.py`, in a process
+that can import it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import Config, OptimizerConfig
+from qurl_megatron.learner.packing import round_up
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
+from tiny import build_tiny_model
+
+TESTS = Path(__file__).parent
+WHEEL = TESTS.parent / ".venv" / "transformer-engine"  # where `make .venv/ready` installs it
+INSTALL = ".venv/bin/pip install --no-deps --target .venv/transformer-engine -r requirements-te.txt"
+
+MODELS: dict[str, dict[str, Any]] = {
+    f"{architecture}, {'tied' if tied else 'untied'}": {"architecture": architecture, "tied": tied}
+    for architecture in ("qwen2", "qwen3")
+    for tied in (True, False)
+}
+# What Transformer Engine calls a recipe, and the tokens of which it takes multiples.
+RECIPES = {"tensorwise": ("Float8CurrentScaling", 16), "blockwise": ("Float8BlockScaling", 128)}
+LENGTH = 12  # of a sequence
+
+
+def config_of(directory: Path) -> Config:
+    config = Config(model=str(directory / "model"), output_dir=str(directory), name="run")
+    config.optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
+    return config
+
+
+def checkpoint_of(config: Config) -> Path:
+    return config.run_dir / "checkpoints" / "step_000001"
+
+
+def state_of_step_1() -> Any:
+    from qurl_megatron.learner.checkpoint import RunState
+
+    return RunState(1, 2, 0.0, {}, {})
+
+
+def learner_of(config: Config) -> Any:
+    """Return the learner of a configuration, whose masters no BF16 number is equal to."""
+    from qurl_megatron.learner.learner import Learner
+
+    return Learner(
+        Path(config.model), config.learner, config.optimizer, transform=lambda _, t: t / 3
+    )
+
+
+def masters_of(learner: Any) -> dict[tuple[str, int | None], Tensor]:
+    return {(rule.megatron_names[0], layer): t.clone() for rule, layer, t in learner.masters()}
+
+
+def batch_of(step: int) -> tuple[TrainBatch, Tensor]:
+    """Return the batch of a step, and loss weights that make its loss a mean over tokens."""
+    tokens = torch.randint(2, 90, (4, LENGTH), generator=torch.Generator().manual_seed(step))
+    mask, zeros = torch.ones_like(tokens, dtype=torch.bool), torch.zeros(tokens.shape)
+    return TrainBatch(tokens, mask, zeros, zeros, zeros), mask / mask.sum()
+
+
+def train(learner: Any, step: int) -> tuple[float, float, dict[Any, Tensor]]:
+    """Take the step; return loss, gradient norm, and the masters after it."""
+    from qurl_megatron.loop.warmup import negative_log_likelihood
+
+    update = learner.update(*batch_of(step), negative_log_likelihood, temperature=1.0)
+    return update.loss, update.grad_norm, masters_of(learner)
+
+
+def train_with_local_layers(directory: Path) -> dict[str, list[Any]]:
+    """Return what each model is after step 1, which is saved, and after step 2."""
+    from qurl_megatron.learner.checkpoint import Checkpoints
+
+    steps = {}
+    for name in MODELS:
+        config = config_of(directory / name)
+        learner = learner_of(config)
+        checkpoints = Checkpoints(config, learner)
+        steps[name] = [train(learner, 1)]
+        checkpoints.save(state_of_step_1())
+        steps[name].append(train(learner, 2))
+        checkpoints.poll(wait=True)
+        checkpoints.close()
+        learner.close()
+    return steps
+
+
+def resume_with_local_layers(directory: Path) -> dict[str, Any]:
+    """Return what each model is after step 2, from a checkpoint by Transformer Engine's layers."""
+    from qurl_megatron.learner.checkpoint import Checkpoints
+
+    steps = {}
+    for name in MODELS:
+        config = config_of(directory / name)
+        learner = learner_of(config)
+        config.output_dir = str(directory / name / "saved by Transformer Engine")
+        checkpoints = Checkpoints(config, learner)
+        checkpoints.restore(checkpoint_of(config))
+        steps[name] = train(learner, 2)
+        checkpoints.close()
+        learner.close()
+    return steps
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with each model in a directory of its own."""
+    assert WHEEL.is_dir(), f"Transformer Engine's wheel is missing; in {TESTS.parent}: {INSTALL}"
+    directory = tmp_path_factory.mktemp("transformer-engine")
+    for name, fields in MODELS.items():
+        build_tiny_model(directory / name / "model", **fields)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def steps(directory: Path) -> dict[str, list[Any]]:
+    return run_ranks(train_with_local_layers, 1, directory)[0]
+
+
+@pytest.fixture(scope="module")
+def reports(directory: Path, steps: dict[str, Any]) -> dict[str, Any]:
+    """Return what the program wrote; its learners load the checkpoints of `steps`."""
+    path = [str(WHEEL), str(TESTS), str(TESTS.parent)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "NVTE_PROJECT_BUILDING": "1",  # its own switch: look for no CUDA libraries at import
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, TESTS / "transformer_engine_program.py", directory],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    reports: dict[str, Any] = torch.load(directory / "reports.pt", weights_only=False)
+    return reports
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_learner_is_built_of_transformer_engines_layers_and_optimizer(
+    name: str, reports: dict[str, Any]
+) -> None:
+    assert reports[name]["layer"] == "TELayerNormColumnParallelLinear"
+    assert reports[name]["adam"].startswith("transformer_engine.")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_has_a_rule_and_the_name_and_shape_that_the_rule_gives_it(
+    name: str, reports: dict[str, Any], directory: Path
+) -> None:
+    architecture = Architecture.from_directory(directory / name / "model")
+    expected = {}
+    rules = weight_map.rules(architecture)
+    for rule in rules:
+        shapes = [weight_map.full_shape(tensor, architecture) for tensor in rule.tensors]
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        for layer in range(architecture.num_layers) if rule.layered else [None]:
+            expected[rule.megatron_names[-1].format(layer=layer)] = shape
+    assert reports[name]["shapes"] == expected
+    assert set(reports[name]["rules"]) == {rule.megatron_names[0] for rule in rules}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_local_layers_loads_into_transformer_engines_bit_for_bit(
+    name: str, reports: dict[str, Any], steps: dict[str, Any]
+) -> None:
+    (*_, saved), _ = steps[name]
+    loaded = reports[name]["masters"]
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+
+
+def test_local_layers_resume_from_transformer_engines_as_if_they_had_never_stopped(
+    directory: Path, reports: dict[str, Any], steps: dict[str, Any]
+) -> None:
+    resumed = run_ranks(resume_with_local_layers, 1, directory)[0]
+    for name, (_, (loss, grad_norm, masters)) in steps.items():
+        resumed_loss, resumed_norm, resumed_masters = resumed[name]
+        assert (resumed_loss, resumed_norm) == (loss, grad_norm)
+        assert all(torch.equal(resumed_masters[key], masters[key]) for key in masters)
+
+
+@pytest.mark.parametrize("fp8", RECIPES)
+def test_fp8_is_a_recipe_of_transformer_engine_over_parameters_in_bfloat16(
+    fp8: str, reports: dict[str, Any]
+) -> None:
+    recipe, multiple = RECIPES[fp8]
+    assert reports[fp8]["recipe"] == recipe
+    assert reports[fp8]["dtypes"] == {torch.bfloat16}
+    batch, _ = batch_of(1)
+    tokens = len(batch.tokens) * (LENGTH - 1)
+    assert reports[fp8]["tokens"] == round_up(tokens, multiple)
+    assert math.gcd(tokens, 16) < 16, "the pack is a multiple without padding"
+
+
+def test_transformer_engine_gathers_whole_blocks_of_blockwise_activations(
+    reports: dict[str, Any],
+) -> None:
+    _, multiple = RECIPES["blockwise"]
+    assert reports["quantizable"] == [multiple, 2 * multiple]
