@@ -1,0 +1,1 @@
+"""A study of objectives and UAQ on small policies, many seeds at once."""

@@ -1,0 +1,209 @@
+"""Find out when an objective or UAQ matters: `python -m benchmarks.study run`, then `show`.
+
+Small policies without attention learn from what their quantized copies sampled. There is no server,
+no learner and no noise in what is measured: 64 seeds of a setting ("arm") are trained in one tensor
+program, and their scores are computed exactly. What is compared is the project's own code: the
+objective, the advantages, the quantizer, UAQ and the settings of the optimizer.
+
+All arms of a task begin with the same policies and draw the same random numbers, so two arms are
+compared seed by seed. `show` prints mean differences with 95 % intervals of the mean, and draws the
+map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be interrupted.
+
+    chapter     what differs between its arms
+    map         objective x gap x staleness x minibatches per step
+    cap         C of tis and acr
+    length      length of the answers
+    rate        learning rate
+    uaq         s, against a learning rate that is as much larger, below and above a code's step
+    rivals      objectives of others, and a learner that computes with the engine's codes
+    bandit      the second task, with one token per answer
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from benchmarks.study.figures import draw_map
+from benchmarks.study.rivals import RIVALS
+from benchmarks.study.train import Arm, Gap, run
+from qurl_megatron.files import read_json_lines
+
+RESULTS = Path(__file__).parents[1] / "results" / "study.jsonl"
+MAP_PICTURE = Path(__file__).parents[2] / "docs" / "study_map.svg"
+SEEDS, STEPS = 64, 100
+OBJECTIVES = ("naive", "on_policy", "decoupled", "tis", "acr")
+# Where the engine and the age of the weights both matter, and where neither does.
+FAR = Arm(gap="int4", staleness=4, minibatches=4)
+NEAR = Arm(gap="int8", staleness=0, minibatches=1)
+
+
+def chapters() -> dict[str, list[Arm]]:
+    """Return the arms of each chapter, the most telling chapters first."""
+    gaps: tuple[Gap, ...] = ("none", "int8", "int4", "int4x2")
+    rivals = [
+        replace(cell, objective=objective)
+        for cell in (
+            FAR,
+            replace(FAR, staleness=0),
+            replace(FAR, gap="int8"),
+            replace(FAR, gap="int8", staleness=0),
+            replace(FAR, gap="int4x2", staleness=0),
+        )
+        for objective in (*OBJECTIVES, *RIVALS)
+    ]
+    straight = [
+        replace(arm, straight_through=True)
+        for arm in rivals
+        if arm.objective in ("on_policy", "tis", "acr")
+    ]
+    return {
+        "map": [
+            Arm(objective=objective, gap=gap, staleness=staleness, minibatches=minibatches)
+            for minibatches, staleness, gap in itertools.product((1, 4, 16), (0, 1, 4, 16), gaps)
+            for objective in OBJECTIVES
+        ],
+        "rivals": rivals + straight,
+        "cap": [
+            replace(cell, objective=objective, ratio_cap=cap)
+            for cell in (FAR, replace(FAR, staleness=16))
+            for cap in (1.2, 2.0, 8.0)
+            for objective in ("tis", "acr")
+        ],
+        "length": [
+            replace(FAR, objective=objective, length=length)
+            for length in (16, 64, 128)
+            for objective in OBJECTIVES
+        ],
+        "rate": [
+            replace(FAR, objective=objective, learning_rate=rate)
+            for rate in (1e-4, 3e-4, 3e-3)
+            for objective in OBJECTIVES
+        ],
+        "uaq": [
+            replace(NEAR, gap=gap, objective="tis", learning_rate=rate * factor, uaq_scale=scale)
+            for gap in ("int8", "int4")
+            for rate in (1e-4, 1e-3, 5e-3)
+            for factor, scale in ((1, 1.0), (1, 1.25), (1, 1.5), (1, 2.0), (1.5, 1.0), (2.0, 1.0))
+        ],
+        "bandit": [
+            Arm(task="bandit", objective=objective, gap="int4", staleness=staleness, minibatches=4)
+            for staleness in (0, 4, 16)
+            for objective in OBJECTIVES
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("run", "show"))
+    parser.add_argument("--chapters", nargs="+", choices=chapters(), default=list(chapters()))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        torch.set_num_threads(1)
+        for chapter in arguments.chapters:
+            for arm in chapters()[chapter]:
+                run_once(arm, arguments.seeds, arguments.steps, arguments.results)
+        return
+    outcomes = read(arguments.results, arguments.seeds, arguments.steps)
+    for chapter in arguments.chapters:
+        show(chapter, [arm for arm in chapters()[chapter] if arm in outcomes], outcomes)
+    if "map" in arguments.chapters:
+        draw_map({arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}, MAP_PICTURE)
+
+
+def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
+    """Train an arm and append what it measured, unless the file has it."""
+    if arm in read(path, seeds, steps):
+        return
+    outcome = run(arm, seeds, steps)
+    line = {
+        "arm": asdict(arm),
+        "seeds": seeds,
+        "steps": steps,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": version("torch"),
+        **asdict(outcome),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(
+        f"{describe(arm)}: {mean_and_interval(outcome.after)} ({outcome.seconds:.0f} s)", flush=True
+    )
+
+
+def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
+    """Return the recorded outcomes of this many seeds and steps."""
+    lines = read_json_lines(path) if path.exists() else []
+    return {
+        Arm(**line["arm"]): line
+        for line in lines
+        if (line["seeds"], line["steps"]) == (seeds, steps)
+    }
+
+
+def show(chapter: str, arms: list[Arm], outcomes: dict[Arm, dict[str, Any]]) -> None:
+    """Print a Markdown table: scores in percent, and the difference to tis in the same cell."""
+    print(f"\n### {chapter}\n")
+    print(
+        "| arm | after, % | quantized, % | over tis, points | ended lower than begun "
+        "| KL k3 | largest rho | above C | clipped | widened |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for arm in arms:
+        outcome, stats = outcomes[arm], outcomes[arm]["stats"]
+        base = outcomes.get(replace(arm, objective="tis", straight_through=False))
+        gain = ""
+        if base is not None and base is not outcome:
+            pairs = zip(outcome["after"], base["after"], strict=True)
+            gain = mean_and_interval([after - other for after, other in pairs], sign="+")
+        worse = sum(a < b for a, b in zip(outcome["after"], outcome["before"], strict=True))
+        cells = (
+            describe(arm),
+            mean_and_interval(outcome["after"]),
+            mean_and_interval(outcome["after_quantized"]),
+            gain,
+            f"{worse} of {len(outcome['after'])}",
+            f"{stats['kl_behaviour_proximal_k3']:.1e}",
+            f"{stats['ratio_proximal_behaviour_max']:.3g}",
+            f"{stats['tis_truncated_fraction']:.2%}",
+            f"{stats['clipped']:.2%}",
+            f"{stats['acr_widened']:.3%}",
+        )
+        print(f"| {' | '.join(cells)} |")
+
+
+def describe(arm: Arm) -> str:
+    """Return the settings of an arm that are not the defaults, and its objective."""
+    default = asdict(Arm())
+    changed = {key: value for key, value in asdict(arm).items() if value != default[key]}
+    names = [f"{key} {value}" for key, value in changed.items() if key != "objective"]
+    return ", ".join([arm.objective, *names])
+
+
+def mean_and_interval(fractions: list[float], sign: str = "") -> str:
+    """Return the mean in percent with its 95 % interval."""
+    points = [100 * fraction for fraction in fractions]
+    interval = 1.96 * stdev(points) / sqrt(len(points)) if len(points) > 1 else float("nan")
+    return f"{fmean(points):{sign}.1f} ± {interval:.1f}"
+
+
+if __name__ == "__main__":
+    main()

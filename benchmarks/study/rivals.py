@@ -1,0 +1,78 @@
+"""Objectives of others, on the same three log-probs: what QuRL's are compared with.
+
+rho = proximal / behaviour and R = current / proximal are those of `algorithm/objective.py`, A is
+the advantage, T the number of tokens of a sequence. Each objective maximizes J token by token:
+
+    icepop         weight = rho if 0.5 <= rho <= 5, else 0 (Ring-1T, arXiv 2510.18855)
+    mis            weight = rho if rho <= C, else 0: masked importance sampling, by token
+    sequence_tis   weight = min(product of the sequence's rho, C)
+    sequence_mis   weight = that product if it is at most C, else 0
+    cispo          J = min(current / behaviour, C) * A * log current, with no gradient through the
+                   factor (MiniMax-M1, arXiv 2506.13585, Eq. 4)
+    gspo           R = (product over the sequence of current / behaviour)^(1 / T), clipped within
+                   [1 - 3e-4, 1 + 4e-4], weight 1 (arXiv 2507.18071, Eq. 5 and 7)
+
+All but `cispo` and `gspo` have J = weight * min(R * A, clip(R, 1 - eps_low, 1 + eps_high) * A).
+They stay here and are no choice of `objective.objective`: the study shows none that would be
+chosen over QuRL's own, and each would be one more thing to understand there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ICEPOP_RANGE = 0.5, 5.0
+GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
+RIVALS = ("icepop", "mis", "sequence_tis", "sequence_mis", "cispo", "gspo")
+
+
+def rival_loss(
+    current: Tensor,
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    *,
+    objective: str,
+    eps_low: float,
+    eps_high: float,
+    ratio_cap: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of `objective` and its stats, as `policy_objective` does.
+
+    All tensors are `[batch, time]` float32, without padding: log-probs, advantages, weights.
+    """
+    log_rho = proximal - behaviour
+    rho = log_rho.exp()
+    sequence_rho = log_rho.sum(-1, keepdim=True).clamp(max=20.0).exp().expand_as(rho)
+    low, high = 1 - eps_low, 1 + eps_high
+    ratio = (current - proximal).exp()
+    zero = torch.zeros_like(rho)
+    if objective == "icepop":
+        smallest, largest = ICEPOP_RANGE
+        weight = rho.where((rho >= smallest) & (rho <= largest), zero)
+    elif objective == "mis":
+        weight = rho.where(rho <= ratio_cap, zero)
+    elif objective == "sequence_tis":
+        weight = sequence_rho.clamp(max=ratio_cap)
+    elif objective == "sequence_mis":
+        weight = sequence_rho.where(sequence_rho <= ratio_cap, zero)
+    elif objective == "cispo":
+        weight = (current - behaviour).detach().exp().clamp(max=ratio_cap)
+        loss = -(loss_weights * weight * advantages * current).sum()
+        return loss, _stats(zero > 0, rho)
+    elif objective == "gspo":
+        weight = torch.ones_like(rho)
+        ratio = (current - behaviour).mean(-1, keepdim=True).exp().expand_as(rho)
+        low, high = 1 - GSPO_LOW, 1 + GSPO_HIGH
+    else:
+        raise ValueError(f"unknown objective {objective!r}; valid are {', '.join(RIVALS)}")
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    return -(loss_weights * weight * surrogate).sum(), _stats(clipped, rho)
+
+
+def _stats(clipped: Tensor, rho: Tensor) -> dict[str, Tensor]:
+    tokens = torch.tensor(float(rho.numel()))
+    return {"tokens": tokens, "clipped": clipped.sum(), "acr_widened": torch.zeros(())}

@@ -1,0 +1,218 @@
+"""Train all seeds of one arm, with the project's quantizer, UAQ, advantages and objective."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.study.policy import (
+    STATES,
+    SYMBOLS,
+    Engine,
+    Parameters,
+    logprob_table,
+    new_parameters,
+)
+from benchmarks.study.rivals import RIVALS, rival_loss
+from benchmarks.study.tasks import Bandit, Chain, Task
+from qurl_megatron.algorithm.advantages import grpo_advantages
+from qurl_megatron.algorithm.objective import policy_objective, rollout_statistics, token_weights
+from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqConfig
+from qurl_megatron.quantization import uaq
+
+PROMPTS, COMPLETIONS = 16, 8  # per step and seed
+EVALUATIONS = 10  # per arm, equally spaced
+
+Gap = Literal["none", "fp8", "int8", "int4", "int4x2"]
+ENGINES: dict[Gap, Engine | None] = {
+    "none": None,
+    "fp8": Engine("fp8"),
+    "int8": Engine("int8"),
+    "int4": Engine("int4"),
+    "int4x2": Engine("int4", error=2.0),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting, trained with many seeds. Two arms of a task begin with the same policies."""
+
+    task: Literal["chain", "bandit"] = "chain"
+    objective: str = "acr"
+    gap: Gap = "int4"
+    staleness: int = 0  # optimizer steps between the sampling policy and the proximal one, in steps
+    minibatches: int = 1
+    ratio_cap: float = 2.0
+    learning_rate: float = 1e-3
+    length: int = 32  # symbols per answer of a chain
+    uaq_scale: float = 1.0
+    straight_through: bool = False  # the learner computes with the engine's codes
+
+
+@dataclass
+class Outcome:
+    """What an arm measured. Lists have one entry per seed."""
+
+    before: list[float]  # score of the full-precision policy before training
+    after: list[float]
+    after_quantized: list[float]  # score of the engine's copy after training
+    curve: list[float]  # mean score over seeds, at equal distances
+    stats: dict[str, float] = field(default_factory=dict)  # means over steps, seeds and tokens
+    seconds: float = 0.0
+
+
+def run(arm: Arm, seeds: int, steps: int) -> Outcome:
+    """Train `seeds` policies for `steps` steps and return what was measured."""
+    began = time.monotonic()
+    task = make_task(arm)
+    engine = ENGINES[arm.gap]
+    parameters = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    settings = OptimizerConfig(learning_rate=arm.learning_rate)
+    optimizer = make_optimizer(parameters, settings)
+    objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
+    generator = torch.Generator().manual_seed(2)  # the same numbers in every arm
+    behind: deque[Tensor] = deque(maxlen=arm.staleness + 1)  # the engines' last tables
+    learner_engine = engine if arm.straight_through else None
+
+    def score(of: Engine | None) -> Tensor:
+        with torch.no_grad():
+            return task.score(logprob_table(parameters, of))
+
+    before, curve = score(None), []
+    sums: dict[str, list[float]] = defaultdict(list)
+    for step in range(steps):
+        with torch.no_grad():
+            behind.append(logprob_table(parameters, engine))
+            proximal_table = logprob_table(parameters, learner_engine)
+        rollouts = task.sample(behind[0], PROMPTS, COMPLETIONS, generator)
+        advantages = advantages_of(rollouts.rewards)
+        rows = PROMPTS * COMPLETIONS // arm.minibatches
+        for first in range(0, PROMPTS * COMPLETIONS, rows):
+            minibatch = slice(first, first + rows)
+            states, symbols = rollouts.states[:, minibatch], rollouts.symbols[:, minibatch]
+            behaviour = taken(behind[0], states, symbols)
+            proximal = taken(proximal_table, states, symbols)
+            mask = torch.ones_like(behaviour, dtype=torch.bool)
+            table = logprob_table(parameters, learner_engine, straight_through=arm.straight_through)
+            loss, stats = (rival_loss if arm.objective in RIVALS else policy_objective)(
+                taken(table, states, symbols),
+                proximal,
+                behaviour,
+                advantages[:, minibatch].reshape(-1, 1).expand_as(mask),
+                # They sum to 1 over all seeds, and should over each.
+                seeds * token_weights(mask, objective.aggregation),
+                objective=arm.objective,
+                eps_low=objective.eps_low,
+                eps_high=objective.eps_high,
+                ratio_cap=objective.ratio_cap,
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            clip_gradients(parameters, settings.clip_grad)
+            optimizer.step()
+            for name in ("clipped", "acr_widened"):
+                sums[name].append((stats[name] / stats["tokens"]).item())
+            for name, value in rollout_statistics(
+                proximal, behaviour, mask, objective.ratio_cap
+            ).items():
+                sums[name].append(value)
+        if (step + 1) * EVALUATIONS % steps < EVALUATIONS:
+            curve.append(score(None).mean().item())
+    return Outcome(
+        before=before.tolist(),
+        after=score(None).tolist(),
+        after_quantized=score(engine).tolist(),
+        curve=curve,
+        stats={
+            name: max(values) if name.endswith("_max") else fmean(values)
+            for name, values in sums.items()
+        },
+        seconds=time.monotonic() - began,
+    )
+
+
+def make_task(arm: Arm) -> Task:
+    return Chain(arm.length) if arm.task == "chain" else Bandit()
+
+
+_starts: dict[tuple[Any, ...], Parameters] = {}
+
+
+def start(task: str, length: int, seeds: int, score: float = 0.3) -> Parameters:
+    """Return the policies that training begins with.
+
+    Those of a chain were shown right steps until they score at least `score`, each seed for itself.
+    """
+    key = (task, length, seeds)
+    if key not in _starts:
+        parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
+        _starts[key] = (
+            warmed_up(parameters, Chain(length), score) if task == "chain" else parameters
+        )
+    return {name: parameter.clone() for name, parameter in _starts[key].items()}
+
+
+def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:
+    states = torch.arange(STATES)
+    right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
+    learned = {name: parameter.clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    optimizer = torch.optim.Adam(parameters.values(), lr=3e-3)
+    is_done = torch.zeros(len(learned["lm_head.weight"]), dtype=torch.bool)
+    while not is_done.all():
+        table = logprob_table(parameters)
+        reached = (task.score(table.detach()) >= score) & ~is_done
+        for name, parameter in parameters.items():
+            learned[name][reached] = parameter.detach()[reached]
+        is_done |= reached
+        optimizer.zero_grad()
+        (-table[:, states, right].mean(-1).sum()).backward()
+        optimizer.step()
+    return learned
+
+
+def scaled(parameters: Parameters, uaq_scale: float) -> Parameters:
+    transform = uaq.transform(UaqConfig(scale=uaq_scale))
+    return {name: transform(name, parameter) for name, parameter in parameters.items()}
+
+
+def make_optimizer(parameters: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the learner's Adam. It is element-wise, so seeds do not meet in it."""
+    return torch.optim.AdamW(
+        parameters.values(),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Parameters, largest: float) -> None:
+    """Scale each seed's gradients down to a norm of at most `largest`."""
+    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    squares = sum(gradient.flatten(1).square().sum(1) for gradient in gradients)
+    factor = (largest / (torch.as_tensor(squares).sqrt() + 1e-6)).clamp(max=1)
+    for gradient in gradients:
+        gradient *= factor.view(-1, *[1] * (gradient.dim() - 1))
+
+
+def advantages_of(rewards: Tensor) -> Tensor:
+    """Return GRPO's advantages `[seeds, rows]` of `rewards` `[seeds, rows]`."""
+    groups = rewards.view(-1, COMPLETIONS).tolist()
+    return torch.tensor(grpo_advantages(groups)).view_as(rewards)
+
+
+def taken(table: Tensor, states: Tensor, symbols: Tensor) -> Tensor:
+    """Return the log-probs of what was sampled, one row per completion: `[seeds * rows, time]`."""
+    places = (states * SYMBOLS + symbols).flatten(1)
+    return table.flatten(1).gather(1, places).view(-1, states.shape[-1])

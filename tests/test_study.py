@@ -1,0 +1,177 @@
+"""The study's policies, exact scores and rivals; what it compares is tested with the project."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
+from benchmarks.study.rivals import RIVALS, rival_loss
+from benchmarks.study.tasks import Bandit, Chain
+from benchmarks.study.train import Arm, clip_gradients, run, scaled, taken
+from qurl_megatron.algorithm.objective import policy_objective
+
+SETTINGS = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
+
+
+@pytest.fixture(scope="module")
+def table() -> Tensor:
+    return logprob_table(new_parameters(3, torch.Generator().manual_seed(5)))
+
+
+def test_a_table_holds_the_distribution_of_every_state(table: Tensor) -> None:
+    assert table.shape == (3, STATES, SYMBOLS)
+    torch.testing.assert_close(table.exp().sum(-1), torch.ones(3, STATES))
+
+
+def test_a_seed_does_not_see_the_others() -> None:
+    parameters = new_parameters(3, torch.Generator().manual_seed(5))
+    changed = {name: parameter.clone() for name, parameter in parameters.items()}
+    for parameter in changed.values():
+        parameter[1] *= 1.5
+    for engine in (None, Engine("int4")):
+        before, after = logprob_table(parameters, engine), logprob_table(changed, engine)
+        assert torch.equal(before[[0, 2]], after[[0, 2]])
+        assert not torch.equal(before[1], after[1])
+
+
+def test_uaq_does_not_change_the_policy() -> None:
+    parameters = new_parameters(2, torch.Generator().manual_seed(5))
+    torch.testing.assert_close(
+        logprob_table(scaled(parameters, 1.5)), logprob_table(parameters), atol=1e-5, rtol=0
+    )
+    assert not torch.equal(
+        scaled(parameters, 1.5)["model.layers.0.mlp.up_proj.weight"],
+        parameters["model.layers.0.mlp.up_proj.weight"],
+    )
+
+
+def test_an_engine_with_twice_the_error_is_twice_as_far_from_the_weights() -> None:
+    weight = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+    once, twice = Engine("int4").weights(weight), Engine("int4", error=2.0).weights(weight)
+    torch.testing.assert_close(twice - weight, 2 * (once - weight))
+
+
+def test_straight_through_computes_with_codes_and_passes_gradients() -> None:
+    parameters = new_parameters(1, torch.Generator().manual_seed(5))
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    table = logprob_table(parameters, Engine("int8"), straight_through=True)
+    torch.testing.assert_close(table, logprob_table(parameters, Engine("int8")))
+    table[:, :, 0].sum().backward()
+    gradient = parameters["model.layers.0.mlp.gate_proj.weight"].grad
+    assert gradient is not None and gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("task", [Chain(6), Bandit()])
+def test_an_exact_score_is_what_samples_tend_to(task: Chain | Bandit, table: Tensor) -> None:
+    # New prompts differ from the held-out ones, so the policies must do equally well on all.
+    sharp = torch.log_softmax(table, dim=-1)
+    if isinstance(task, Chain):
+        states = torch.arange(STATES)
+        right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
+        sharp = torch.full_like(table, math.log(0.1 / (SYMBOLS - 1)))
+        sharp[:, states, right] = math.log(0.9)
+    rewards = task.sample(sharp, 4000, 1, torch.Generator().manual_seed(0)).rewards.mean(-1)
+    best = task.chances.amax(-1).mean() if isinstance(task, Bandit) else 1.0
+    torch.testing.assert_close(task.score(sharp) * best, rewards, atol=0.03, rtol=0)
+
+
+def test_the_best_policy_of_the_bandit_scores_one() -> None:
+    task = Bandit()
+    best = torch.full((1, STATES, SYMBOLS), -1e9)
+    best[0, torch.arange(STATES), task.chances.argmax(-1)] = 0
+    assert task.score(best).item() == pytest.approx(1.0)
+
+
+def test_samples_are_scored_where_they_were_sampled(table: Tensor) -> None:
+    rollouts = Chain(5).sample(table, 2, 3, torch.Generator().manual_seed(0))
+    logprobs = taken(table, rollouts.states, rollouts.symbols)
+    assert logprobs.shape == (3 * 6, 5)
+    seed, row, time = 2, 4, 3
+    state, symbol = rollouts.states[seed, row, time], rollouts.symbols[seed, row, time]
+    assert logprobs[seed * 6 + row, time] == table[seed, state, symbol]
+
+
+def test_gradients_are_clipped_seed_by_seed() -> None:
+    weight = torch.zeros(2, 3, requires_grad=True)
+    weight.grad = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0]])
+    clip_gradients({"weight": weight}, 1.0)
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.6, 0.8, 0.0], [0.3, 0.4, 0.0]]))
+
+
+def test_an_engine_without_error_has_ratios_of_one_and_one_minibatch_clips_nothing() -> None:
+    outcome = run(Arm(objective="tis", gap="none", length=4), seeds=2, steps=10)
+    assert outcome.stats["ratio_proximal_behaviour_max"] == 1.0
+    assert outcome.stats["clipped"] == 0.0
+    assert len(outcome.after) == 2 and len(outcome.curve) == 10
+    assert sum(outcome.after) > sum(outcome.before)
+
+
+def rival(objective: str, current: Tensor, log_rho: Tensor, advantage: float) -> Tensor:
+    """Return the gradient of the loss in `current`, with proximal log-probs of -1."""
+    current = current.clone().requires_grad_()
+    proximal = torch.full_like(current, -1.0)
+    ones = torch.ones_like(current)
+    loss, _ = rival_loss(
+        current, proximal, proximal - log_rho, advantage * ones, ones, objective=objective,
+        **SETTINGS,
+    )  # fmt: skip
+    loss.backward()
+    assert current.grad is not None
+    return current.grad
+
+
+def test_rivals_weigh_tokens_as_their_papers_say() -> None:
+    rho = torch.tensor([[0.4, 1.5, 3.0]])  # the product is 1.8
+    current = torch.full((1, 3), -1.0)
+    expected = {
+        "icepop": [0.0, -1.5, -3.0],  # 0.4 is below the range
+        "mis": [-0.4, -1.5, 0.0],  # 3 is above C
+        "sequence_tis": [-1.8, -1.8, -1.8],
+        "sequence_mis": [-1.8, -1.8, -1.8],
+        "cispo": [-0.4, -1.5, -2.0],
+    }
+    for objective, gradient in expected.items():
+        actual = rival(objective, current, rho.log(), advantage=1.0)
+        torch.testing.assert_close(actual, torch.tensor([gradient]), atol=1e-5, rtol=0)
+
+
+def test_sequences_with_a_large_product_are_capped_or_masked() -> None:
+    rho = torch.tensor([[2.0, 2.0]])
+    current = torch.full((1, 2), -1.0)
+    assert rival("sequence_tis", current, rho.log(), 1.0).tolist() == [[-2.0, -2.0]]
+    assert rival("sequence_mis", current, rho.log(), 1.0).abs().sum() == 0
+
+
+def test_gspo_clips_the_mean_ratio_of_a_sequence() -> None:
+    current = torch.tensor([[-1.0 + 2e-4, -1.0], [-1.0 + 2e-3, -1.0]])
+    gradient = rival("gspo", current, torch.zeros(2, 2), advantage=1.0)
+    # Ratios of exp(1e-4) and exp(1e-3): the second is above 1 + 4e-4. Each token has the gradient
+    # of both terms of its sequence, over two tokens.
+    torch.testing.assert_close(gradient[0], torch.full((2,), -math.exp(1e-4)))
+    assert gradient[1].abs().sum() == 0
+
+
+def test_rivals_are_tis_where_no_token_is_above_a_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    current = -1 - torch.rand(4, 5, generator=generator)
+    proximal = current + 0.1 * torch.randn(4, 5, generator=generator)
+    behaviour = proximal + 0.1 * torch.randn(4, 5, generator=generator)
+    advantages = torch.randn(4, 5, generator=generator)
+    weights = torch.full((4, 5), 1 / 20)
+    tensors = (current, proximal, behaviour, advantages, weights)
+    tis = policy_objective(*tensors, objective="tis", **SETTINGS)
+    for objective in ("icepop", "mis"):
+        loss, stats = rival_loss(*tensors, objective=objective, **SETTINGS)
+        torch.testing.assert_close(loss, tis.loss)
+        assert stats["clipped"] == tis.stats["clipped"]
+
+
+def test_an_unknown_rival_is_refused() -> None:
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=f"valid are {', '.join(RIVALS)}"):
+        rival_loss(one, one, one, one, one, objective="ppo", **SETTINGS)
