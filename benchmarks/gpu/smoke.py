@@ -23,11 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import exact_interpreter, kernels, policy, publish, record, throughput
+from benchmarks.gpu import exact_interpreter, kernels, record
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.weight_sync.publish import Publisher
 
 LIMITS_S = {"quantize": 30.0, "products": 30.0, "rank": 20.0, "server": 100.0}  # 3 minutes in all
 ANSWER = "smoke: "  # begins the line on which a check prints what it measured
@@ -106,7 +104,7 @@ def check_products(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     """Join the process group of a learner with one rank, and reduce a tensor."""
-    publish.initialize_single_rank()
+    device.initialize_distributed()
     ones = torch.ones(1024, device=device.device())
     torch.distributed.all_reduce(ones)
     if float(ones.sum()) != 1024:
@@ -116,6 +114,11 @@ def check_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_server(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a tiny INT8 server, publish verified weights to it over gloo, and sample."""
+    # Here, because importing Megatron takes most of the time that the other checks have.
+    from benchmarks.gpu import policy, publish, throughput
+    from qurl_megatron.rollout.fleet import Fleet
+    from qurl_megatron.weight_sync.publish import Publisher
+
     publish.initialize_single_rank()
     server = ServerConfig(mem_fraction_static=0.2, max_total_tokens=8192, max_running_requests=8)
     log = record.RESULTS / "smoke_server.log"
