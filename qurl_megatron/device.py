@@ -23,6 +23,10 @@ from qurl_megatron.process import bind_stores
 
 T = TypeVar("T")
 
+# The other ranks wait in a collective while rank 0 samples, which can take hours. What notices a
+# rank that died is the launcher.
+COLLECTIVE_TIMEOUT_S = 48 * 3600.0
+
 
 class SharedError(Exception):
     """An error of rank 0 that `from_rank_zero` raises on every rank as it is."""
@@ -131,7 +135,7 @@ def limit_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def initialize_distributed(timeout_s: float = 1800.0) -> None:
+def initialize_distributed(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
     """Create the default process group of all learner ranks.
 
     Several ranks meet at MASTER_ADDR:MASTER_PORT; a single rank needs no address. A collective that
@@ -143,6 +147,8 @@ def initialize_distributed(timeout_s: float = 1800.0) -> None:
     if accelerator() == "cuda":
         torch.cuda.set_device(device())
     bind_stores()
+    # What SGLang sets in its servers. Where the two sides differ, NCCL's weight transfers fail.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         # Without these, gloo resolves the hostname, which may not be reachable, and gloo and NCCL
         # listen on an address that other machines reach.

@@ -36,9 +36,7 @@ def run_ranks(
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
         pytest.skip(f"{world_size} ranks need {world_size} GPUs: NCCL refuses two ranks on one")
-    context = multiprocessing.get_context("forkserver")
-    # These imports take seconds; the fork server does them once for all ranks.
-    context.set_forkserver_preload(["qurl_megatron.learner.checkpoint"])
+    context = rank_context()
     port = free_port()
     receivers, processes = [], []
     for rank in range(world_size):
@@ -62,6 +60,19 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def rank_context() -> Any:
+    """Return how ranks are started: forked from a server with the imports, unless there are GPUs.
+
+    The imports ask whether there is a GPU. CUDA refuses to work in forks of a process that asked.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # These imports take seconds; the fork server does them once for all ranks.
+    context.set_forkserver_preload(["qurl_megatron.learner.checkpoint"])
+    return context
 
 
 def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> list[Any]:

@@ -231,11 +231,16 @@ def test_the_vocabulary_is_padded_to_equal_rows_per_rank(tmp_path: Path) -> None
 
 
 def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
-    fits = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 512}
+    fits = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 512, "hidden_size": 128}
     qwen = write_config(tmp_path, architectures=["Qwen3ForCausalLM"], **fits)
     Architecture.from_directory(qwen).check_blocks(2)
     with pytest.raises(ArchitectureError, match="one of 4 server ranks has 192 query channels"):
         Architecture.from_directory(qwen).check_blocks(4)
+    narrow = write_config(
+        tmp_path, architectures=["Qwen3ForCausalLM"], **{**fits, "hidden_size": 192}
+    )
+    with pytest.raises(ArchitectureError, match="has 192 hidden channels"):
+        Architecture.from_directory(narrow).check_blocks(2)
     llama = write_config(tmp_path, **fits)
     with pytest.raises(ArchitectureError, match="SGLang's Llama"):
         Architecture.from_directory(llama).check_blocks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed import run_ranks
+from distributed import rank_context, run_ranks
 from qurl_megatron import device
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -79,6 +81,35 @@ def test_results_and_failures_of_rank_zero_reach_every_rank() -> None:
         ("from rank 0", "KeyError: 'no such key'"),
         ("from rank 0", "RuntimeError: rank 0 failed: KeyError: 'no such key'"),
     ]
+
+
+def test_ranks_of_tests_are_no_forks_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert rank_context().get_start_method() == "spawn"
+
+
+def limits_of_the_group() -> tuple[float, str]:
+    device.initialize_distributed()
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    limit_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    torch.distributed.destroy_process_group()
+    return limit_s, os.environ["NCCL_CUMEM_ENABLE"]
+
+
+def test_ranks_wait_for_a_long_rollout_and_share_the_servers_memory_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They wait in a broadcast while rank 0 samples. NCCL wants one cuMem mode on both sides."""
+    from sglang.srt.entrypoints.engine import _set_envs_and_config  # what a server sets
+    from sglang.srt.server_args import ServerArgs
+
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    ((limit_s, learners_mode),) = run_ranks(limits_of_the_group, 1)
+    assert limit_s >= 24 * 3600
+    source = inspect.getsource(_set_envs_and_config)
+    assert 'os.environ["NCCL_CUMEM_ENABLE"] = str(int(server_args.enable_symm_mem))' in source
+    assert learners_mode == str(int(ServerArgs.enable_symm_mem))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU needs no CPU runtime")

@@ -77,7 +77,8 @@ def test_the_kit_contains_what_the_bare_machine_lacks() -> None:
     everything = kit.missing_packages({})
     assert everything["sglang"] == version("sglang")
     assert {"megatron-core", "dill", "sglang-kernel", "reasoning-gym"} <= everything.keys()
-    assert not any(name == "torch" or name.startswith("nvidia-") for name in everything)
+    assert "torch" not in everything
+    assert {name for name in everything if name.startswith("nvidia-")} == kit.NEEDED_OF_NVIDIA
     preinstalled = {"httpx": version("httpx"), "transformers": "4.0.0", "xgrammar": "0.0.1"}
     # The preinstalled transformers and xgrammar are too old.
     assert everything.keys() - kit.missing_packages(preinstalled).keys() == {"httpx"}

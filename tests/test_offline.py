@@ -26,7 +26,9 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Build a tiny Qwen2 in two files, as large models are stored."""
-    directory = build_tiny_model(tmp_path / "model", intermediate_size=256, head_dim=64)
+    directory = build_tiny_model(
+        tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=64
+    )
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     halves = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}

@@ -1,9 +1,9 @@
 """Time quantization and quantized linear layers on a GPU: `python -m benchmarks.gpu.kernels`.
 
-First, `channel_kernel.py` computes a weight's absmax, scales and codes in one pass. It is compared
-with eager PyTorch, and with a device-to-device copy that moves the same number of bytes. Bandwidth
-counts one read of each BF16 weight and one write of each code. The codes must equal the CPU's, byte
-for byte.
+First, the kernels of `channel_kernel.py` and `block_kernel.py` compute a weight's absmax, scales
+and codes, without and with the codes' checksum. They are compared with a device-to-device copy that
+moves the same number of bytes, and INT8 with eager PyTorch. Bandwidth counts one read of each BF16
+weight and one write of each code. Codes, scales and checksum must equal the CPU's, byte for byte.
 
 Then it times one linear layer with the server's kernels, by format and number of tokens, including
 quantization of the activations. If throughput misses its goal, this shows which layer is slow.
@@ -13,16 +13,25 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import record, timing
+from benchmarks.gpu import exact_interpreter, record, timing
 from qurl_megatron import device
-from qurl_megatron.quantization.quantize import code_flips, quantize
+from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.quantization.checksum import hash_codes
+from qurl_megatron.quantization.quantize import (
+    SMALLEST_SCALE,
+    code_dtype,
+    code_flips,
+    quantize,
+)
 
-GOAL = 0.8  # fraction of a copy's bandwidth
-LARGEST = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+GOAL = 0.85  # fraction of a copy's bandwidth
+FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-block")
+LARGEST = {"int8": 127.0, "fp8": 448.0}
 WEIGHTS = {  # [out, in]
     "32B down": (5120, 27648),
     "32B gate": (27648, 5120),
@@ -42,10 +51,11 @@ def main() -> None:
     results = record.Record("kernels", arguments)
     if results.rehearsal:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
-    weights = {"tiny": (33, 200)} if arguments.rehearsal else WEIGHTS
+        exact_interpreter.install()
+    weights = {"tiny": (33, 208)} if arguments.rehearsal else WEIGHTS
     tokens = (1, 16) if arguments.rehearsal else TOKENS
     for name, shape in weights.items():
-        for weight_format in LARGEST:
+        for weight_format in FORMATS:
             key = f"quantize {name} {weight_format}"
             if key not in results.rows:
                 results.add(key, measure_quantize(shape, weight_format, arguments))
@@ -58,51 +68,72 @@ def main() -> None:
 
 
 def measure_quantize(
-    shape: tuple[int, int], weight_format: str, arguments: argparse.Namespace
+    shape: tuple[int, int], weight_format: WeightFormat, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Time the kernel, eager PyTorch and a copy on a weight `[out, in]`; compare with the CPU."""
-    from qurl_megatron.quantization.channel_kernel import quantize_channels
-
-    code_dtype, largest = LARGEST[weight_format]
     generator = torch.Generator(device=device.device()).manual_seed(0)
     first = torch.empty(shape, device=device.device()).normal_(std=0.02, generator=generator)
     first = first.bfloat16()
     moved_bytes = first.nbytes + first.numel()
     count = timing.copies_to_rotate(moved_bytes)
     inputs = [first] + [first.clone() for _ in range(count - 1)]
-    outputs = [torch.empty_like(first, dtype=code_dtype) for _ in inputs]
+    outputs = [torch.empty_like(first, dtype=code_dtype(weight_format)) for _ in inputs]
     sources = [torch.ones(moved_bytes // 2, dtype=torch.uint8, device=first.device) for _ in inputs]
     targets = [torch.empty_like(source) for source in sources]
-
-    def kernel(turn: int) -> None:
-        quantize_channels(inputs[turn % count], None, outputs[turn % count], largest)
+    hashes = hash_codes(outputs[0], 0, 0)
 
     def eager(turn: int) -> torch.Tensor:
         weight = inputs[turn % count]
-        scale = weight.abs().amax(1, keepdim=True).float() / largest
-        scaled = (weight.float() / scale).clamp_(-largest, largest)
-        return (scaled.round_() if code_dtype == torch.int8 else scaled).to(code_dtype)
+        scale = weight.abs().amax(1, keepdim=True).float() / 127
+        return (weight.float() / scale).clamp_(-127, 127).round_().to(torch.int8)
 
-    def copy(turn: int) -> None:
-        targets[turn % count].copy_(sources[turn % count])
-
-    times = timing.take_turns(
-        {"kernel": kernel, "eager": eager, "copy": copy}, arguments.repetitions
-    )
-    on_cpu = quantize(first.cpu(), weight_format)
-    codes = torch.full(shape, 1.0, device=first.device).to(code_dtype)  # the kernel overwrites all
-    _, scale = quantize_channels(first, None, codes, largest)
-    copy_fraction = times["copy"]["median_s"] / times["kernel"]["median_s"]
+    passes: dict[str, Callable[[int], object]] = {
+        "kernel": lambda turn: run_kernel(
+            inputs[turn % count], outputs[turn % count], weight_format, None
+        ),
+        "with_checksum": lambda turn: run_kernel(
+            inputs[turn % count], outputs[turn % count], weight_format, hashes
+        ),
+        "copy": lambda turn: targets[turn % count].copy_(sources[turn % count]),
+    }
+    if weight_format == "int8":
+        passes["eager"] = eager
+    times = timing.take_turns(passes, arguments.repetitions)
+    on_cpu = quantize(first.cpu(), weight_format, with_checksum=True)
+    assert on_cpu.checksum is not None
+    codes = torch.full(shape, 1.0, device=first.device).to(outputs[0].dtype)  # all overwritten
+    _, scale, total = run_kernel(first, codes, weight_format, hashes)
+    assert total is not None
+    fractions = {
+        f"{name}_of_a_copy": times["copy"]["median_s"] / times[name]["median_s"]
+        for name in ("kernel", "with_checksum")
+    }
     return {
         "kernel_gb_per_s": moved_bytes / times["kernel"]["median_s"] / 1e9,
         "copy_gb_per_s": moved_bytes / times["copy"]["median_s"] / 1e9,
-        "of_a_copy": copy_fraction,
-        "reaches_goal": copy_fraction >= GOAL,
-        "eager_over_kernel": times["eager"]["median_s"] / times["kernel"]["median_s"],
+        **fractions,
+        "reaches_goal": fractions["kernel_of_a_copy"] >= GOAL,
         "codes_that_differ_from_the_cpu": code_flips(codes.cpu(), on_cpu.codes),
         "scales_equal_the_cpu": torch.equal(scale.cpu(), on_cpu.scale),
+        "checksum_equals_the_cpu": int(total) == int(on_cpu.checksum),
         "times": times,
     }
+
+
+def run_kernel(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    weight_format: WeightFormat,
+    hashes: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Run the kernel that `quantize` uses on a GPU; return absmax, scale and checksum."""
+    from qurl_megatron.quantization.block_kernel import quantize_blocks
+    from qurl_megatron.quantization.channel_kernel import quantize_channels
+
+    if weight_format == "fp8-block":
+        return quantize_blocks(weight, None, codes, (0, 0), hashes)
+    largest = LARGEST[weight_format]
+    return quantize_channels(weight, None, codes, largest, SMALLEST_SCALE, hashes)
 
 
 def measure_linear(

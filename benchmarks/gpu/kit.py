@@ -13,7 +13,7 @@ each, so that they can be copied one at a time.
 
 sglang-kernel is reduced to its Python files and the library for compute capability 9.0: 19 MB of
 1.2 GB. Its attention kernels are left out; `device.lacks_flash_attention` detects that, and servers
-use Triton's. `install` needs only pip, and prints the environment variable to set.
+use Triton's. `install` needs only pip, and prints the environment variables to set.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -64,6 +65,7 @@ OPTIONAL = {
 }
 WRITTEN_BY_PIP = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 UNDECLARED = ["dill"]  # SGLang imports it, but only packages that are left out require it
+NEEDED_OF_NVIDIA = {"nvidia-ml-py"}  # flashinfer imports its module, pynvml
 KEPT_LIBRARIES = {"sglang-kernel": "sgl_kernel/sm90/common_ops.abi3.so"}  # only this one is packed
 
 
@@ -141,7 +143,8 @@ def missing_packages(preinstalled: dict[str, str]) -> dict[str, str]:
     while todo:
         requirement, extras = todo.pop()
         name = canonical(requirement.name)
-        if name in BASE_PACKAGES | OPTIONAL or name.startswith(("nvidia-", "cuda-")):
+        is_cuda = name.startswith(("nvidia-", "cuda-")) and name not in NEEDED_OF_NVIDIA
+        if is_cuda or name in BASE_PACKAGES | OPTIONAL:
             continue
         fits = name in preinstalled and requirement.specifier.contains(
             preinstalled[name], prereleases=True
@@ -226,6 +229,15 @@ def install(directory: Path, target: Path) -> None:
     # This repository is installed for its entry points: SGLang finds the layers through them.
     subprocess.run([*pip, *wheels, str(REPOSITORY)], check=True)
     print(f"export PYTHONPATH={REPOSITORY}:{target.resolve()}")
+    print("\n".join(toolkit_exports(shutil.which("nvcc"))))
+
+
+def toolkit_exports(nvcc: str | None) -> list[str]:
+    """Return the lines with which SGLang's just-in-time compiler finds the CUDA toolkit."""
+    if nvcc is None:
+        return ["# nvcc is not on PATH: SGLang's first server will fail to compile its kernels"]
+    toolkit = Path(nvcc).resolve().parents[1]
+    return [f"export CUDA_HOME={toolkit}", f"export LIBRARY_PATH={toolkit}/lib64:$LIBRARY_PATH"]
 
 
 def canonical(name: str) -> str:

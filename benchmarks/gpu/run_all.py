@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.gpu import record
 
 # Parts that the others depend on run first; the longest runs last.
-PARTS = ("kernels", "plugin", "learner", "publish", "throughput", "end_to_end")
+PARTS = ("smoke", "kernels", "plugin", "learner", "publish", "throughput", "end_to_end")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ prompts of 512 random tokens, and 1024 tokens sampled at temperature 1. End-of-s
 BF16, INT8 and FP8 run in turn on the same GPU. Tokens per second are sampled tokens over
 the duration of the whole request, prefill included.
 
+The server gets the GPU's memory less `RESERVED_BYTES`, which its CUDA graphs and the learner share.
 If a batch does not fit the cache beside the weights, SGLang queues part of it, as in training;
 `cache_tokens` records the capacity. A batch that needs more than twice the cache is left out, and
 its row says so.
@@ -21,6 +22,7 @@ from typing import Any, get_args
 import httpx
 
 from benchmarks.gpu import policy, publish, record
+from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
@@ -28,6 +30,10 @@ from qurl_megatron.weight_sync.publish import Carrier, Publisher
 
 GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
 BATCHES = (1, 16, 64, 256)
+BUCKET_BYTES = 2**28
+# What weights and cache leave on the GPU: CUDA graphs and workspaces of the server, the weights of
+# `RandomPolicy`, buckets on both sides and two CUDA contexts.
+RESERVED_BYTES = 13 * 2**30
 
 
 def main() -> None:
@@ -36,8 +42,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--prompt-length", type=int)
     parser.add_argument("--output-length", type=int)
-    parser.add_argument("--mem-fraction", type=float, default=0.9)
-    parser.add_argument("--carrier", choices=get_args(Carrier), default="shared_memory")
+    parser.add_argument("--mem-fraction", type=float, help="of the GPU, for weights and cache")
+    parser.add_argument("--carrier", choices=get_args(Carrier), default="gloo")
     arguments = parser.parse_args()
     small = arguments.rehearsal
     arguments.shapes = arguments.shapes or (["tiny"] if small else ["32B", "7B", "14B"])
@@ -64,8 +70,9 @@ def measure(
 ) -> None:
     """Start one server and add one row per batch size."""
     length = arguments.prompt_length + arguments.output_length
+    memory = 0 if results.rehearsal else device.gpu_properties()[0].total_memory
     server = ServerConfig(
-        mem_fraction_static=0.2 if results.rehearsal else arguments.mem_fraction,
+        mem_fraction_static=arguments.mem_fraction or static_fraction(memory),
         max_running_requests=max(arguments.batches),
         max_total_tokens=8192 if results.rehearsal else None,
     )
@@ -73,7 +80,7 @@ def measure(
     with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
         learner = policy.random_learner(architecture)
         fleet = Fleet("rollout", {0: running})
-        publisher = Publisher(learner, fleet, weight_format, 2**28, arguments.carrier)
+        publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, arguments.carrier)
         assert publisher.publish().num_servers == 1
         publisher.close()
         vocabulary = architecture.vocab_size
@@ -102,6 +109,11 @@ def measure(
                     "cache_tokens": cache,
                 },
             )
+
+
+def static_fraction(gpu_bytes: int) -> float:
+    """Return the fraction of a GPU for weights and cache; 0.2 for a rehearsal, which has none."""
+    return round(1 - RESERVED_BYTES / gpu_bytes, 3) if gpu_bytes else 0.2
 
 
 def sample(

@@ -12,6 +12,8 @@ from qurl_megatron import device
 
 # Minimum total size of rotated inputs: several times the last-level cache of a GPU.
 ROTATED_BYTES = 512 * 2**20
+# Cycles for which a GPU spins before a pass: 1 ms and, if the pass was queued too late, 20, 400.
+SPIN_CYCLES = (2_000_000, 40_000_000, 800_000_000)
 
 
 def take_turns(
@@ -53,14 +55,24 @@ def copy_bandwidth(num_bytes: int, repetitions: int = 9) -> float:
 
 
 def _time(run: Callable[[int], object], repetition: int) -> float:
+    """Return the seconds of one pass: on a GPU, of its kernels and not of the Python before them.
+
+    Raises:
+        RuntimeError: the pass waits for the device, so that its kernels cannot be timed alone.
+    """
     if device.accelerator() == "cpu":
         start = time.perf_counter()
         run(repetition)
         return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    run(repetition)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    for spin_cycles in SPIN_CYCLES:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(spin_cycles)  # keeps the GPU busy until all kernels are queued
+        begin.record()
+        run(repetition)
+        end.record()
+        queued_in_time = not begin.query()
+        end.synchronize()
+        if queued_in_time:
+            return begin.elapsed_time(end) / 1e3
+    raise RuntimeError("the pass took longer to queue than the GPU spun, or waits for the GPU")

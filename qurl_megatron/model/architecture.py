@@ -224,7 +224,8 @@ class Architecture:
         """Check that a server can hold this model in fp8-block, with one scale per 128 x 128 block.
 
         SGLang fuses q, k, v and gate, up, and shards layers over its ranks. It can do both only at
-        block boundaries, so every width on a rank must be a multiple of 128.
+        block boundaries, so every width on a rank must be a multiple of 128. Its GPU kernels also
+        need whole blocks along the inputs, of which the hidden size is one.
 
         Raises:
             ArchitectureError: it cannot.
@@ -238,6 +239,7 @@ class Architecture:
             ("query", self.num_attention_heads // tensor_parallel_size * self.head_dim),
             ("key-value", self.key_value_heads_on_rank(tensor_parallel_size) * self.head_dim),
             ("intermediate", self.intermediate_size // tensor_parallel_size),
+            ("hidden", self.hidden_size),
         ):
             if width % 128:
                 raise ArchitectureError(

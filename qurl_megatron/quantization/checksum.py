@@ -9,6 +9,9 @@ elements, each weighted by its position in the full tensor:
 `bits` is an element's memory as a signed integer, i and j are its row and column in the full
 tensor, and the weights are odd 64-bit hashes of i and j.
 
+Codes of one byte are summed four at a time, as words: their `bits` is unsigned, and their column
+weight is the hash of j // 4, times 256 to the power of j % 4.
+
 Invariants:
 - The checksums of a tensor's shards add up to the tensor's checksum, for any layout.
 - It changes if one bit flips, and if a tensor is transposed, permuted, shifted or partly lost.
@@ -29,7 +32,7 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> int:
@@ -42,12 +45,20 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
     Returns:
         A signed 64-bit integer.
     """
+    if not tensor.numel():
+        return 0
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
     bits = bits.unsqueeze(1) if bits.dim() == 1 else bits
     rows, columns = bits.shape
-    column_weights = _weights(column_offset, columns, 0x2545F4914F6CDD1D, bits.device)
-    row_weights = _weights(row_offset, rows, 0x1B873593CC9E2D51, bits.device)
-    if bits.is_cuda and bits.numel():
+    row_weights = _hash_rows(row_offset, rows, bits.device)
+    if bits.dtype != torch.uint8:
+        column_weights = _hash_columns(column_offset, columns, bits.device)
+    elif columns % 4 or column_offset % 4 or bits.data_ptr() % 4:
+        column_weights = _byte_weights(column_offset, columns, bits.device)
+    else:
+        row_weights, column_weights = hash_codes(bits, row_offset, column_offset)
+        bits = bits.view(torch.uint32)
+    if bits.is_cuda:
         from qurl_megatron.quantization.checksum_kernel import weighted_sum
 
         return int(weighted_sum(bits, row_weights, column_weights))
@@ -84,7 +95,32 @@ def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return totals
 
 
-def _weights(start: int, count: int, factor: int, device: torch.device) -> Tensor:
+def hash_codes(codes: Tensor, row_offset: int, column_offset: int) -> tuple[Tensor, Tensor]:
+    """Return the weights of the rows [rows] and of the words [columns / 4] of codes, int64.
+
+    The codes `[rows, columns]` begin at the offsets; columns are multiples of 4.
+    """
+    rows, columns = codes.shape
+    words = _hash_columns(column_offset // 4, columns // 4, codes.device)
+    return _hash_rows(row_offset, rows, codes.device), words
+
+
+def _hash_rows(start: int, count: int, device: torch.device) -> Tensor:
+    return _hashes(start, count, 0x1B873593CC9E2D51, device)
+
+
+def _hash_columns(start: int, count: int, device: torch.device) -> Tensor:
+    return _hashes(start, count, 0x2545F4914F6CDD1D, device)
+
+
+def _byte_weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Return the weights of codes that are not whole words: [count] int64."""
+    columns = torch.arange(start, start + count, device=device)
+    hashes = _hash_columns(start // 4, (start + count + 3) // 4 - start // 4, device)
+    return hashes[columns // 4 - start // 4] << columns % 4 * 8
+
+
+def _hashes(start: int, count: int, factor: int, device: torch.device) -> Tensor:
     """Return odd hashes of start, start + 1, ...: the weights of these rows or columns."""
     hashed = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
     for shift in (29, 31):

@@ -21,9 +21,9 @@ Invariants:
 - The weight is the value the learner computes with (BF16, if it trains in BF16), upcast to float32.
 - `int8` and `fp8` divide the weight by the float32 scale and round half to even. The engine
   multiplies by the same scale, so this picks the nearest value that the engine can represent.
-- A channel whose scale would be below float32's smallest normal number gets scale 1 and codes 0.
-  Subnormal scales lose digits, and some devices flush them to zero. This concerns rows of zeros and
-  rows with an absmax below 1.5e-36 (int8).
+- A channel whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns rows of zeros
+  and rows with an absmax below 1.1e-25 (int8). No intermediate number of a division by a larger
+  scale is subnormal; a GPU's kernel relies on that.
 - `fp8-tensor` and `fp8-block` are Transformer Engine's Float8CurrentScaling and
   Float8BlockScaling, bit for bit. They multiply by the factor 448 / absmax, which gives other codes
   than dividing by absmax / 448. An absmax of 0 gets scale 1. A factor that overflows becomes the
@@ -32,7 +32,9 @@ Invariants:
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.
 
-On a GPU, the formats with a scale per channel are one pass of `channel_kernel.py`.
+On a GPU, the formats with a scale per channel are a kernel of `channel_kernel.py`, and `fp8-block`
+is one of `block_kernel.py`, if rows are contiguous multiples of 16 in bfloat16 or float32. They can
+take the checksum of the codes on the way. All else is the code below.
 
 Example:
 
@@ -50,6 +52,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qurl_megatron.quantization import checksum
+
+SMALLEST_SCALE = 2.0**-90  # of a channel
 CHUNK_ELEMENTS = 2**18  # converted to float32 at once: 1 MiB, within a core's cache
 GPU_CHUNK_ELEMENTS = 2**24  # 64 MiB; smaller chunks would spend the time on kernel launches
 _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent of a float32
@@ -106,6 +111,7 @@ class QuantizedTensor:
     scale: Tensor  # [block rows, block columns] float32, of the blocks it touches; never 0
     weight_format: str
     offset: tuple[int, int] = (0, 0)  # row and column of the full tensor
+    checksum: Tensor | None = None  # of the codes: an int64 scalar; None: not asked for
 
 
 def code_dtype(weight_format: str) -> torch.dtype:
@@ -169,6 +175,7 @@ def quantize(
     *,
     offset: tuple[int, int] = (0, 0),
     out: Tensor | None = None,
+    with_checksum: bool = False,
 ) -> QuantizedTensor:
     """Quantize `weight` `[out, in]`, of any floating dtype, by the rules above (QuRL Eq. 2).
 
@@ -177,6 +184,7 @@ def quantize(
             None: computed from `weight`, which must then hold whole blocks.
         offset: row and column of the full tensor at which `weight` begins.
         out: tensor `[out, in]` for the codes; None: a new one.
+        with_checksum: also return the codes' `checksum.checksum`, as a tensor on their device.
 
     Raises:
         ValueError: the format is unknown, or `absmax` has another shape or dtype.
@@ -188,12 +196,20 @@ def quantize(
     codes = out
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
-    if weight.is_cuda and format_.block == (1, None):
-        from qurl_megatron.quantization.channel_kernel import quantize_channels
+    if weight.is_cuda and format_.block != (None, None):
+        from qurl_megatron.quantization import block_kernel, channel_kernel
 
-        absmax, scale = quantize_channels(weight, absmax, codes, format_.largest)
-        _refuse_non_finite(absmax, 1, offset[0])
-        return QuantizedTensor(codes, scale, weight_format, offset)
+        if channel_kernel.fits(weight, codes, offset):
+            hashes = checksum.hash_codes(codes, *offset) if with_checksum else None
+            absmax, scale, total = (
+                block_kernel.quantize_blocks(weight, absmax, codes, offset, hashes)
+                if format_.power_of_two
+                else channel_kernel.quantize_channels(
+                    weight, absmax, codes, format_.largest, SMALLEST_SCALE, hashes
+                )
+            )
+            _refuse_non_finite(absmax, format_.block[0], offset[0])
+            return QuantizedTensor(codes, scale, weight_format, offset, total)
 
     if absmax is None:
         absmax = block_absmax(weight, weight_format, offset)
@@ -209,7 +225,11 @@ def quantize(
             if format_.dtype == torch.int8
             else scaled.to(format_.dtype)
         )
-    return QuantizedTensor(codes, scale, weight_format, offset)
+    total = None
+    if with_checksum:
+        row, column = offset
+        total = torch.tensor(checksum.checksum(codes, row_offset=row, column_offset=column))
+    return QuantizedTensor(codes, scale, weight_format, offset, total)
 
 
 def _check_absmax(
@@ -255,7 +275,7 @@ def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tupl
     """Return the scales, and their inverses, the factors of a format that multiplies."""
     if not format_.multiplies:
         scale = absmax / format_.largest
-        return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0), scale
+        return scale.masked_fill(scale < SMALLEST_SCALE, 1.0), scale
     # `number / tensor` would compute a reciprocal and a product, rounding twice.
     factor = torch.full_like(absmax, format_.largest).div_(absmax)
     factor = factor.masked_fill(absmax == 0, 1.0)

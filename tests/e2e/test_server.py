@@ -31,8 +31,8 @@ from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
 
-# The last block may be partial at the hidden size; fused layers need whole blocks of 128.
-WHOLE_BLOCKS = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
+# Fused layers need whole blocks of 128, and so do the inputs of all layers on a GPU.
+WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 FORMATS: dict[WeightFormat, dict[str, int]] = {  # format -> overrides of the model's dimensions
     "bf16": {},
     "int8": {},

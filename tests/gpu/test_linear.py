@@ -10,6 +10,7 @@ import torch
 from qurl_megatron.quantization.quantize import quantize
 from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
 
+TOLERANCES = {"int8": 3e-3, "fp8": 5e-3, "fp8-block": 5e-3}
 FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}
 
 
@@ -26,7 +27,7 @@ def build_layer(weight: torch.Tensor, weight_format: str, device: str) -> Any:
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 16, 300])
-@pytest.mark.parametrize(("out_size", "in_size"), [(128, 64), (384, 192), (1024, 4096)])
+@pytest.mark.parametrize(("out_size", "in_size"), [(128, 128), (384, 256), (1024, 4096)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gpu_products_are_those_of_the_cpu(
     weight_format: str, tokens: int, out_size: int, in_size: int, with_bias: bool
@@ -47,9 +48,10 @@ def test_gpu_products_are_those_of_the_cpu(
     )
     assert actual.dtype == torch.bfloat16 and actual.shape == expected.shape
     error = (actual.cpu().float() - expected.float()).norm() / expected.float().norm()
-    # Rounding to bfloat16 and activations halfway between two codes cause the difference.
-    # A wrong scale or order of channels would give an error of 1, a wrong format 1 % to 4 %.
-    assert error < 3e-3, error
+    # Rounding to bfloat16 and activations halfway between two codes cause the difference; with FP8
+    # also sums of 14 bits, which give 2.5e-3 at 4096 inputs. A wrong scale or order of channels
+    # would give an error of 1, a wrong format 1 % to 4 %.
+    assert error < TOLERANCES[weight_format], error
 
 
 def test_a_captured_cuda_graph_uses_reloaded_weights() -> None:
