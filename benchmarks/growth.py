@@ -15,7 +15,8 @@ all steps, with their standard errors: 1 is proportional, 0 does not grow.
 
 The last table has the bytes that global rank 0 sends for every token of the batch, by the number of
 ranks: the bytes of a step with a large batch less those with a small one, so that the traffic of
-gradients and weights drops out. A cost of ranks times batch would grow in proportion to the ranks.
+gradients and weights drops out. Divided by the number of other ranks, their slope is 0 if every
+rank is sent the whole batch, a cost of ranks times batch, and -1 if each is sent a share of it.
 
 Bytes are those that the process wrote to sockets, as the kernel counts them (/proc/self/io).
 """
@@ -124,7 +125,7 @@ def slope(points: list[tuple[float, float]]) -> tuple[float, float]:
     xs, ys = ([math.log(value) for value in values] for values in zip(*points, strict=True))
     line = statistics.linear_regression(xs, ys)
     errors = [y - line.intercept - line.slope * x for x, y in zip(xs, ys, strict=True)]
-    variance = sum(error**2 for error in errors) / (len(xs) - 2)
+    variance = sum(error**2 for error in errors) / max(1, len(xs) - 2)
     spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
     return line.slope, math.sqrt(variance / spread)
 
@@ -177,12 +178,17 @@ def main() -> None:
         print_table("tokens", sum(by_tokens, []))
         by_ranks = {n: measure(2, n, 4 * few, n) for n in arguments.ranks}
         print_table("ranks", sum(by_ranks.values(), []))
-        print(f"\n   {'ranks':>8} {'bytes that rank 0 sends for a token':>38}")
-        for ranks, large in by_ranks.items():
+        print(f"\n   {'ranks':>8} {'bytes of rank 0 for a token':>30} {'and other rank':>16}")
+        for_a_rank = []
+        for ranks in sorted(set(by_ranks) - {1}):
             small = measure(2, ranks, few, ranks)
-            more = statistics.median(step.sent_bytes for step in large)
+            more = statistics.median(step.sent_bytes for step in by_ranks[ranks])
             more -= statistics.median(step.sent_bytes for step in small)
-            print(f"   {ranks:8} {more / (num_tokens(4 * few) - num_tokens(few)):38.1f}")
+            for_a_token = more / (num_tokens(4 * few) - num_tokens(few))
+            for_a_rank.append((float(ranks), for_a_token / (ranks - 1)))
+            print(f"   {ranks:8} {for_a_token:30.1f} {for_a_rank[-1][1]:16.1f}", flush=True)
+        value, error = slope(for_a_rank)
+        print(f"   {'slope':>8} {'':30} {f'{value:.2f} ± {error:.2f}':>16}")
 
 
 def num_tokens(sequences: int) -> int:

@@ -134,7 +134,8 @@ def study_lengths(longest: int) -> tuple[list[float | None], list[Plan], list[Pl
     """
     workload = WORKLOADS[longest]
     before_s: list[float | None] = []
-    after, ahead = [], []
+    after: list[Plan] = []
+    ahead: list[Plan] = []
     print(f"\nresponses of {workload.mean_response:,.0f} tokens on average, {longest:,} at most")
     for gpus in GPUS:
         before = fastest_before(configuration(longest), gpus, workload)
