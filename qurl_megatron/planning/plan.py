@@ -338,7 +338,11 @@ def suggest(
 ) -> Plan | None:
     """Return the plan with the shortest step over all `layouts`, or None if none fits."""
     best: Plan | None = None
+    workload = workload or Workload.half(config)
     for layout in layouts(architecture, config, gpus):
+        # No step is shorter than the learner's part of it, which is quickly computed.
+        if best and sum(learner_s(architecture, layout, workload).values()) >= best.total_s:
+            continue
         try:
             candidate = plan(architecture, layout, gpus, workload)
         except ConfigError:
