@@ -60,11 +60,14 @@ def test_more_servers_shorten_decoding_alone_and_lengthen_the_publish() -> None:
 
 
 def test_a_run_ahead_of_the_learner_has_the_parts_that_decide() -> None:
-    assert set(planned(64, "rollout.max_staleness=8").parts_s) == {
-        "passes", "pipeline bubble", "gradients", "publish"
-    }  # fmt: skip
-    many = ["rollout.max_staleness=1", "rollout.prompts_per_step=8"]
-    assert set(planned(512, *many).parts_s) == {"longest response"}
+    learner = {"passes", "pipeline bubble", "gradients", "publish"}
+    assert set(planned(64, "rollout.max_staleness=8").parts_s) == learner
+    few = ["rollout.max_staleness=1", "rollout.prompts_per_step=8"]
+    ahead, in_turn = planned(512, *few).parts_s, planned(512, *few[1:]).parts_s
+    assert set(ahead) == {"longest response", *learner}
+    assert {name: ahead[name] for name in learner} == pytest.approx(
+        {name: in_turn[name] / 2 for name in learner}
+    )
 
 
 def test_the_line_names_the_largest_part_and_what_shortens_it() -> None:

@@ -9,7 +9,7 @@
     publish             the weights on their way to the servers; grows with their number
 
 A synchronous step is the sum of them all. With `rollout.max_staleness` it has those that decide:
-the learner's four, or decoding, or the longest response.
+the learner's four, or decoding, or the longest response and the learner's four that follow it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.asynchronous import Limit
+from qurl_megatron.planning.asynchronous import SteadyState
 from qurl_megatron.planning.step_time import Workload, decode_s, learner_s
 
 REMEDIES = {
@@ -69,11 +69,18 @@ def time_parts(
     }
 
 
-def deciding_parts(parts: dict[str, float], limit: Limit, time_s: float) -> dict[str, float]:
-    """Return the parts that decide the time of an asynchronous step, which is `time_s`."""
-    if limit == "learner":
-        return {name: parts[name] for name in ("passes", "pipeline bubble", "gradients", "publish")}
-    return {"decoding" if limit == "servers" else limit: time_s}
+def deciding_parts(
+    parts: dict[str, float], state: SteadyState, max_staleness: int
+) -> dict[str, float]:
+    """Return the seconds of the parts that decide the time of an asynchronous step."""
+    if state.limit == "servers":
+        return {"decoding": state.step_s}
+    learner = {name: parts[name] for name in ("passes", "pipeline bubble", "gradients", "publish")}
+    if state.limit == "learner":
+        return learner
+    # The longest response and the learner, one after the other, are spread over all these steps.
+    learner = {name: time_s / (max_staleness + 1) for name, time_s in learner.items()}
+    return {"longest response": state.step_s - sum(learner.values()), **learner}
 
 
 def largest_part(parts: dict[str, float]) -> str:

@@ -64,7 +64,7 @@ class Plan:
         """Seconds of the parts that make up a step, see `limits`."""
         parts = time_parts(self.architecture, self.config, self.workload, self.step_s)
         state = self.asynchronous
-        return deciding_parts(parts, state.limit, state.step_s) if state else parts
+        return deciding_parts(parts, state, self.config.rollout.max_staleness) if state else parts
 
     @property
     def learner_total_bytes(self) -> int:
