@@ -1,4 +1,4 @@
-"""Measure the errors of `qurl plan`: `python benchmarks/plan.py` prints tables and draws a figure.
+"""Measure the errors of `qurl plan`: `python benchmarks/plan.py`.
 
 1. Memory: what real learners allocate on this machine, compared with their plan. They are tiny
    models and one layer of Qwen2.5-32B's width, on one and two ranks over gloo. The wide layer needs
@@ -6,8 +6,6 @@
 2. Decode constants of `planning/step_time.py`, fitted again to the latencies they come from.
 3. Published times and ratios that no constant was fitted to, with their sources. Settings that a
    source leaves out are stated beside the figure.
-4. The fastest layout of Qwen2.5-32B on 16 to 256 GPUs, for responses of 8k and 32k tokens.
-5. Step time against the number of GPUs by format, for the recipe scaling_32b: docs/plan_32b.svg.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from learner_memory import allocated  # noqa: E402
 from qurl_megatron.config.overrides import with_overrides  # noqa: E402
 from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
 from qurl_megatron.model.architecture import Architecture  # noqa: E402
-from qurl_megatron.planning import memory, plan, step_time  # noqa: E402
+from qurl_megatron.planning import memory, step_time  # noqa: E402
 from qurl_megatron.planning.step_time import Workload  # noqa: E402
-from recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study  # noqa: E402
+from recipes.scaling_32b import ARCHITECTURES, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
 
 QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
@@ -231,29 +229,6 @@ def compare_published() -> None:
     print(f"   {total:.1f} of 79.1 GiB\n")
 
 
-def print_layouts() -> None:
-    """Print the fastest layout of every number of GPUs, for responses of 8k and 32k tokens."""
-    print("4. Fastest layouts of Qwen2.5-32B, INT8: learner TP x PP x CP x DP, servers x TP\n")
-    for longest in (8192, 31744):
-        for gpus in LAYOUTS:
-            config = study("", gpus, "int8")
-            config = with_overrides(config, [f"rollout.max_response_length={longest}"])
-            best = plan.suggest(QWEN2_32B, config, gpus)
-            if best is None:
-                print(f"   {longest:6} tokens, {gpus:4} GPUs: none fits")
-                continue
-            learner, server = best.config.learner, best.config.rollout.server
-            recomputed = ", recomputed" if learner.recompute_activations else ""
-            print(
-                f"   {longest:6} tokens, {gpus:4} GPUs: {learner.tensor_parallel_size} x "
-                f"{learner.pipeline_parallel_size} x {learner.context_parallel_size} x "
-                f"{learner.data_parallel_size}{recomputed}, {best.servers} x "
-                f"{server.tensor_parallel_size}: {best.total_s:.0f} s, "
-                f"{best.learner_total_bytes / memory.GIB:.1f} GiB"
-            )
-    print()
-
-
 def throughput_ratio(
     architecture: Architecture,
     gpus: int,
@@ -322,44 +297,6 @@ def colocated_step_s(
     return rollout + sum(step_time.learner_s(architecture, config, workload).values())
 
 
-def plot_step_time(file: Path) -> None:
-    """Print and plot the planned step time of every layout in the recipe scaling_32b."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "plan"  # makes the file reproducible
-    matplotlib.rcParams["svg.fonttype"] = (
-        "none"  # text instead of glyph outlines, a tenth of the size
-    )
-    print("5. Seconds per step of Qwen2.5-32B in the recipe's layouts, rollout + rest\n")
-    gpus = list(LAYOUTS)
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for weight_format, colour, marker in (("bf16", "#777777", "o"), ("int8", "#d1495b", "s"),
-                                          ("fp8", "#00798c", "x")):  # fmt: skip
-        plans = [plan.plan(QWEN2_32B, study("", n, weight_format), n) for n in gpus]  # type: ignore[arg-type]
-        for number, planned in zip(gpus, plans, strict=True):
-            rollout_s = planned.step_s["rollout"]
-            rest_s = planned.total_s - rollout_s
-            print(f"   {weight_format:6} {number:4} GPUs {rollout_s:7.1f} + {rest_s:6.1f}")
-        style: dict[str, Any] = {"color": colour, "marker": marker}
-        axes.plot(gpus, [planned.total_s for planned in plans], label=weight_format, **style)
-        rollouts = [planned.step_s["rollout"] for planned in plans]
-        axes.plot(gpus, rollouts, linestyle=":", label=f"{weight_format}, rollout", **style)
-    axes.set(
-        xscale="log", yscale="log", xlabel="H100, learner and servers", ylabel="seconds a step"
-    )
-    axes.set_xticks(gpus, [str(number) for number in gpus])
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3, which="both")
-    axes.set_title("Qwen2.5-32B as planned: 256 x 8 responses of up to 8192 tokens", fontsize=10)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-    print(f"\n{file} is ready")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--without-memory", action="store_true", help="do not start learners")
@@ -373,8 +310,6 @@ def main() -> None:
         compare_allocations()
     refit_constants()
     compare_published()
-    print_layouts()
-    plot_step_time(REPOSITORY / "docs" / "plan_32b.svg")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from qurl_megatron.planning.limits import largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
 from qurl_megatron.planning.plan import Plan, layout_overrides
 
@@ -34,6 +35,7 @@ def print_plan(plan: Plan) -> None:
         ),
         _time_table(plan),
     )
+    console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
     console.print(
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
         f"publish sends {plan.publish_bytes / 1e9:.1f} GB. The formulas, their sources and what "
@@ -47,8 +49,8 @@ def _time_table(plan: Plan) -> Table:
     if plan.asynchronous is None:
         return _table("time of a step", "s", plan.step_s, ("total", plan.total_s))
     return _table(
-        f"time of a step: rollout beside the rest; the {plan.asynchronous.limit} decides, and a "
-        f"server decodes {plan.asynchronous.running:.0f} sequences at once",
+        f"time of a step: rollout beside the rest; a server "
+        f"decodes {plan.asynchronous.running:.0f} sequences at once",
         "s",
         plan.step_s,
         ("step", plan.total_s),

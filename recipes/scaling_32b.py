@@ -85,8 +85,8 @@ LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
     16: (2, 5, 1, True, 2),
     32: (4, 5, 1, False, 4),
     64: (8, 5, 1, False, 4),
-    128: (8, 5, 2, False, 4),
-    256: (8, 5, 4, False, 8),
+    128: (4, 5, 4, False, 4),
+    256: (4, 5, 8, False, 8),
 }
 
 

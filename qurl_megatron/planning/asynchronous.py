@@ -27,7 +27,7 @@ from qurl_megatron.planning.lengths import ResponseLengths
 
 Limit = Literal["learner", "servers", "longest response"]
 
-_BISECTIONS = 50
+_BISECTIONS = 30
 
 
 @dataclass(frozen=True)

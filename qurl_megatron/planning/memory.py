@@ -74,6 +74,7 @@ LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
 MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
 
 
+@functools.cache
 def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
     return math.prod(weight_map.full_shape(hf_tensor, architecture))
 

@@ -9,10 +9,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
+from qurl_megatron.planning.limits import deciding_parts, time_parts
 from qurl_megatron.planning.memory import (
     GIB,
     GPU_BYTES,
@@ -38,7 +40,9 @@ from qurl_megatron.planning.step_time import (
 class Plan:
     """Memory of a learner GPU and a server GPU, and the time of a step."""
 
-    config: Config
+    architecture: Architecture
+    config: Config  # with the number of servers
+    workload: Workload
     gpus: int  # GPUs of the learner and all servers together
     servers: int  # rollout servers
     learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
@@ -54,6 +58,13 @@ class Plan:
     def total_s(self) -> float:
         """Time of a whole step, in seconds."""
         return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
+
+    @cached_property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of the parts that make up a step, see `limits`."""
+        parts = time_parts(self.architecture, self.config, self.workload, self.step_s)
+        state = self.asynchronous
+        return deciding_parts(parts, state, self.config.rollout.max_staleness) if state else parts
 
     @property
     def learner_total_bytes(self) -> int:
@@ -79,10 +90,12 @@ def plan(
             is memory, the message names the part that exceeds it.
     """
     workload = workload or Workload.half(config)
-    learner, server, rollout = config.learner, config.rollout.server, config.rollout
     _check_layout(architecture, config, gpus, workload)
-    server_size = server.tensor_parallel_size
+    server_size = config.rollout.server.tensor_parallel_size
     servers = _free_gpus(config, gpus) // server_size
+    rollout = dataclasses.replace(config.rollout, servers=servers)
+    config = dataclasses.replace(config, rollout=rollout)
+    learner, server = config.learner, rollout.server
 
     buckets = bucket_memory(architecture, config)
     by_stage = [
@@ -135,7 +148,9 @@ def plan(
         learner_time_s = sum(time_s for phase, time_s in step_s.items() if phase != "rollout")
         asynchronous = steady_state(load, learner_time_s, rollout.max_staleness)
     return Plan(
+        architecture=architecture,
         config=config,
+        workload=workload,
         gpus=gpus,
         servers=servers,
         learner_bytes=fullest,
@@ -277,37 +292,42 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
     or recomputed.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
-    for tensor, stages, context, server_size in itertools.product(
-        sizes, range(1, 17), (1, 2, 4), sizes
-    ):
+    server_sizes = [size for size in sizes if _divides_server(architecture, size)]
+    rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+    parts = config.optimizer.minibatches_per_step
+    for tensor, stages, context in itertools.product(sizes, range(1, 17), (1, 2, 4)):
         in_last = architecture.shorter_last_stage(stages)
         try:
             architecture.check_layout(tensor, stages, 1, in_last)
-            architecture.check_server_layout(server_size)
         except ArchitectureError:
             continue
-        replicas = range(1, gpus // (tensor * stages * context) + 1)
+        most = gpus // (tensor * stages * context)
+        replicas = [size for size in range(1, most + 1) if rows % (parts * size) == 0]
         for data, recompute in itertools.product(replicas, (False, True)):
-            yield dataclasses.replace(
-                config,
-                learner=dataclasses.replace(
-                    config.learner,
-                    tensor_parallel_size=tensor,
-                    pipeline_parallel_size=stages,
-                    data_parallel_size=data,
-                    virtual_pipeline_parallel_size=1,
-                    layers_in_last_pipeline_stage=in_last,
-                    context_parallel_size=context,
-                    tokens_per_micro_batch=config.rollout.max_length,
-                    recompute_activations=recompute,
-                ),
-                rollout=dataclasses.replace(
-                    config.rollout,
-                    server=dataclasses.replace(
-                        config.rollout.server, tensor_parallel_size=server_size
-                    ),
-                ),
+            learner = dataclasses.replace(
+                config.learner,
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=stages,
+                data_parallel_size=data,
+                virtual_pipeline_parallel_size=1,
+                layers_in_last_pipeline_stage=in_last,
+                context_parallel_size=context,
+                tokens_per_micro_batch=config.rollout.max_length,
+                recompute_activations=recompute,
             )
+            for size in server_sizes:
+                server = dataclasses.replace(config.rollout.server, tensor_parallel_size=size)
+                rollout = dataclasses.replace(config.rollout, server=server)
+                yield dataclasses.replace(config, learner=learner, rollout=rollout)
+
+
+def _divides_server(architecture: Architecture, tensor_parallel_size: int) -> bool:
+    """Return True if a server can divide the model over this many GPUs."""
+    try:
+        architecture.check_server_layout(tensor_parallel_size)
+    except ArchitectureError:
+        return False
+    return True
 
 
 def suggest(
@@ -318,7 +338,11 @@ def suggest(
 ) -> Plan | None:
     """Return the plan with the shortest step over all `layouts`, or None if none fits."""
     best: Plan | None = None
+    workload = workload or Workload.half(config)
     for layout in layouts(architecture, config, gpus):
+        # No step is shorter than the learner's part of it, which is quickly computed.
+        if best and sum(learner_s(architecture, layout, workload).values()) >= best.total_s:
+            continue
         try:
             candidate = plan(architecture, layout, gpus, workload)
         except ConfigError:
