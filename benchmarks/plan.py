@@ -243,7 +243,7 @@ def print_layouts() -> None:
                 print(f"   {longest:6} tokens, {gpus:4} GPUs: none fits")
                 continue
             learner, server = best.config.learner, best.config.rollout.server
-            recomputed = ", recomputed" if learner.recompute_activations else ""
+            recomputed = f", recompute={learner.recompute}" if learner.recompute else ""
             print(
                 f"   {longest:6} tokens, {gpus:4} GPUs: {learner.tensor_parallel_size} x "
                 f"{learner.pipeline_parallel_size} x {learner.context_parallel_size} x "

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.packing import zigzag
+from qurl_megatron.learner.recompute import SelectiveLayer
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -177,6 +178,8 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.recompute_granularity == "selective":
+        layer.module = SelectiveLayer
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
     )
