@@ -22,6 +22,7 @@ Everything is arithmetic on the constants of `planning/step_time.py`; nothing is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import platform
 from importlib.metadata import version
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.overlap import simulate
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
+from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig, RecomputeMode
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.limits import REMEDIES
 from qurl_megatron.planning.plan import Plan, layouts, plan, suggest
@@ -72,7 +73,7 @@ def _parts_before(config: Config, stage: int) -> dict[str, int]:
     most = memory.num_micro_batches(config, config.rollout.max_length)
     in_flight = stages[stage] * min(len(stages) - stage, most)
     kept = in_flight * divided
-    if learner.recompute_activations:
+    if learner.recompute == "full":
         kept = (in_flight - 1) * layer_input + divided
     if stage == len(stages) - 1:
         kept += divided // 2  # the final norm
@@ -96,11 +97,17 @@ def seconds_before(planned: Plan) -> float:
 def fastest_before(config: Config, gpus: int, workload: Workload) -> tuple[Plan, float] | None:
     """Return the layout with the shortest step as it was before, and the seconds of the step."""
     best: tuple[Plan, float] | None = None
-    for layout in layouts(MODEL, config, gpus):
+    modes: tuple[RecomputeMode | None, ...] = (None, "full")
+    for layout, mode in itertools.product(layouts(MODEL, config, gpus), modes):
         if layout.learner.context_parallel_size > 1:
             continue
         learner = dataclasses.replace(
-            layout.learner, tokens_per_micro_batch=None, micro_batch_size=1
+            layout.learner,
+            tokens_per_micro_batch=None,
+            micro_batch_size=1,
+            recompute=mode,
+            recompute_layers=None,
+            offload_optimizer=False,
         )
         try:
             planned = plan(MODEL, dataclasses.replace(layout, learner=learner), gpus, workload)
@@ -124,7 +131,9 @@ def describe(planned: Plan) -> str:
 
 
 def recomputed(learner: LearnerConfig) -> str:
-    return ", recomputed" if learner.recompute_activations else ""
+    layers = f" of {learner.recompute_layers} layers" if learner.recompute_layers else ""
+    recompute = f", {learner.recompute}{layers}" if learner.recompute else ""
+    return recompute + (", offloaded" if learner.offload_optimizer else "")
 
 
 def study_lengths(longest: int) -> tuple[list[float | None], list[Plan], list[Plan]]:

@@ -15,8 +15,8 @@ from qurl_megatron.planning.memory import checkpoint_bytes, num_parameters
 def check_disk(config: Config) -> str:
     """Return one line about what a run will still write and what is free.
 
-    At the same time the disk holds the checkpoints that are kept, one that is being written, and
-    the final model. Logs and samples are small beside them and are not counted.
+    At the same time the disk holds the last checkpoints, that of the best evaluation, one that is
+    being written, and the final model. Logs and samples are small beside them and are not counted.
 
     Raises:
         ConfigError: less is free.
@@ -27,7 +27,10 @@ def check_disk(config: Config) -> str:
     final = num_parameters(architecture) * stored_dtype(model).itemsize
     saves = config.checkpoint.every_steps > 0
     num_written = len(checkpoint_names(config.run_dir))
-    count = max(1, config.checkpoint.keep_last + 1 - num_written) if saves else 0
+    num_kept = config.checkpoint.keep_last
+    if config.checkpoint.keep_best and config.evaluation.enabled:
+        num_kept += 1  # the best is not always among the last
+    count = max(1, num_kept + 1 - num_written) if saves else 0
     needed, free = count * each + final, free_bytes(config.run_dir)
     need = f"{gigabytes(needed)} of disk for {count} checkpoints and the final model"
     if free < needed:

@@ -16,7 +16,8 @@ Sources of the settings:
 - verl, which the paper ran on: dual clip at 3, its default.
 - The layouts are this project's own, since the paper trains no model of this size. Their steps are
   within a tenth of the shortest that `qurl plan` finds. They were never run on GPUs. On 16 GPUs
-  activations are recomputed; without that, they have no memory for 8k tokens.
+  six layers of each stage are recomputed and the optimizer is offloaded; without that, activations
+  have no memory for 8k tokens.
 
 No evaluation server is started, since held-out accuracy would need one of its own in BF16.
 `qurl eval` measures the checkpoints.
@@ -78,15 +79,15 @@ ARCHITECTURES = {
     ),
 }
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
-# Number of GPUs -> tensor-, pipeline- and data-parallel size, recompute_activations, GPUs per
-# server. The last of five pipeline stages has the output layer and twelve layers, the others
+# Number of GPUs -> tensor-, pipeline- and data-parallel size, recomputed layers of each stage, GPUs
+# per server. The last of five pipeline stages has the output layer and twelve layers, the others
 # thirteen.
-LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
-    16: (2, 5, 1, True, 2),
-    32: (4, 5, 1, False, 4),
-    64: (8, 5, 1, False, 4),
-    128: (4, 5, 4, False, 4),
-    256: (4, 5, 8, False, 8),
+LAYOUTS: dict[int, tuple[int, int, int, int, int]] = {
+    16: (2, 5, 1, 6, 2),
+    32: (4, 5, 1, 0, 4),
+    64: (8, 5, 1, 0, 4),
+    128: (4, 5, 4, 0, 4),
+    256: (4, 5, 8, 0, 8),
 }
 
 
@@ -99,7 +100,7 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
 
     `model` is a directory or a name in `ARCHITECTURES`.
     """
-    tensor, pipeline, data, recompute, server = LAYOUTS[gpus]
+    tensor, pipeline, data, recomputed, server = LAYOUTS[gpus]
     return Config(
         model=model,
         reward="math",
@@ -110,7 +111,9 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
             data_parallel_size=data,
             layers_in_last_pipeline_stage=12,
             micro_batch_size=1,
-            recompute_activations=recompute,
+            recompute="full" if recomputed else None,
+            recompute_layers=recomputed or None,
+            offload_optimizer=recomputed > 0,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
         objective=ObjectiveConfig(

@@ -114,6 +114,15 @@ def test_evaluation_server_runs_only_if_there_is_something_to_measure(
     assert with_overrides(Config(), words.split()).evaluation.enabled is runs
 
 
+def test_a_file_of_a_run_that_recomputed_activations_loads_as_full_recomputation(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.yaml"
+    for saved, mode in (("true", "full"), ("false", None)):
+        path.write_text(f"learner: {{recompute_activations: {saved}}}\n")
+        assert load(path) == Config(learner=LearnerConfig(recompute=mode))
+
+
 def test_saved_configuration_loads_back_equal(tmp_path: Path) -> None:
     words = ["seed=3", "data_options.size=9", "time_limit_s=60", "evaluation.data.aime=FILE"]
     config = with_overrides(Config(), [*words, *STAGES])

@@ -186,7 +186,7 @@ def test_parallel_passes_have_all_reduces_and_a_pipeline_bubble() -> None:
         pipeline_parallel_size=4,
         data_parallel_size=2,
         virtual_pipeline_parallel_size=2,
-        recompute_activations="true",
+        recompute="full",
     )
     config.objective.kl_coefficient = 0
     # Two all-reduces per layer of 2 B x 5120 for half of the tokens; 16 layers per stage.
@@ -203,6 +203,29 @@ def test_parallel_passes_have_all_reduces_and_a_pipeline_bubble() -> None:
     optimizer = 2 * 2 * 16 * (numel / 2) / HBM
     expected = (4 * layers + 4 * output) * (1 + 3 / (512 * 2)) + gradients + optimizer
     assert times["update"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_recomputation_and_offload_take_their_own_time() -> None:
+    """One replica on TP 2 x PP 4, two minibatches; each stage has 16 layers."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 4}
+    bubble = 1 + 3 / 1024
+
+    def update_s(**fields: Any) -> float:
+        config = learner_config(**sizes, **fields)
+        return step_time.learner_s(QWEN2, config, WORKLOAD)["update"]
+
+    all_reduces = 2 * 16 * (2 * 1 / 2) * 2 * 5120 * 2048 * 1000 / 450e9
+    layer_s = (LAYER_FLOPS / (8 * 389e12) + all_reduces) / 16
+    kept = update_s()
+    assert update_s(recompute="full") - kept == pytest.approx(16 * layer_s * bubble, rel=1e-6)
+    in_three = update_s(recompute="full", recompute_layers=3) - kept
+    assert in_three == pytest.approx(3 * layer_s * bubble, rel=1e-6)
+    # SwiGLU reads 2F and writes F values of 2 B, half of them on each rank.
+    swiglu_s = 16 * 2048 * 1000 * 3 * 27648 / 2 * 2 / HBM
+    assert update_s(recompute="selective") - kept == pytest.approx(swiglu_s * bubble, rel=1e-6)
+    numel = OUTPUT / 2 + 5120 + 16 * ((LAYER + 5120 + 2 * 1024) / 2 + 2 * 5120)
+    copies = 2 * 2 * 12 * numel / 64e9  # 12 B there and back, for each minibatch
+    assert update_s(offload_optimizer="true") - kept == pytest.approx(copies, rel=1e-6)
 
 
 def test_a_publish_gathers_over_nvlink_and_sends_over_infiniband() -> None:

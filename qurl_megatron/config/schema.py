@@ -26,6 +26,7 @@ VerifierName = Literal[
 ]
 VERIFIER_NAMES: tuple[str, ...] = get_args(VerifierName)
 Fp8Recipe = Literal["tensorwise", "blockwise"]
+RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
 
 # Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
@@ -151,9 +152,10 @@ class LearnerConfig:
     threads_per_rank: Threads = 1
     """Number of CPU threads of each learner process."""
 
-    recompute_activations: bool = False
-    """Keep only each layer's input and recompute the layer in the backward pass: less memory, more
-    time."""
+    recompute: RecomputeMode | None = None
+    """What the backward pass computes again instead of keeping it: less memory, more time.
+    selective: the outputs of norms and of SwiGLU, which takes little time. full: whole layers, of
+    which only the input is kept. None: nothing."""
 
     tokens_per_micro_batch: Count | None = None
     """Maximum number of tokens in one forward pass, in place of `micro_batch_size`; a longer
@@ -161,6 +163,15 @@ class LearnerConfig:
 
     context_parallel_size: Count = 1
     """Number of context-parallel ranks; they share every sequence."""
+
+    recompute_layers: Count | None = None
+    """Number of layers of each pipeline stage (with virtual stages: of each of those) that
+    `recompute=full` computes again. The others keep everything. None: all layers. Only full uses
+    it."""
+
+    offload_optimizer: bool = False
+    """Keep master weights and Adam's moments in the host's memory while activations take the
+    GPU's. They are copied there and back once per optimizer step."""
 
     fp8: Fp8Recipe | None = None
     """Recipe of Transformer Engine by which layers multiply in FP8; parameters keep `dtype`.

@@ -30,13 +30,20 @@ def load(path: Path) -> Config:
         ConfigError: it is not YAML, or has a value that its field does not accept.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
-        return from_tree(Config, tree)
+        return from_tree(Config, _in_todays_fields(yaml.safe_load(path.read_text())))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: not readable as YAML ({reason})") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _in_todays_fields(tree: Any) -> Any:
+    """Return `tree` with the fields that an older version saved under their present names."""
+    learner = tree.get("learner") if isinstance(tree, dict) else None
+    if isinstance(learner, dict) and learner.pop("recompute_activations", False):
+        learner["recompute"] = "full"
+    return tree
 
 
 def commented_yaml(config: Config) -> str:

@@ -1,12 +1,14 @@
-"""Run Megatron-core on a machine without a GPU: replace its few unconditional CUDA calls.
+"""Run Megatron-core without a GPU, and without Transformer Engine.
 
-Megatron's sources stay unedited; its collectives go over gloo.
+On a machine without a GPU its few unconditional CUDA calls are replaced, and its collectives go
+over gloo. Without Transformer Engine it lacks names that it uses to compute norms again. Its
+sources stay unedited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,23 +44,38 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextmanager
 def megatron_runtime() -> Iterator[None]:
-    """Let Megatron run on the CPU; enter this around code that builds, runs or checkpoints a model.
+    """Let Megatron run on this machine; enter this around code that builds, runs or saves a model.
 
-    It applies to the entering thread only and costs about a microsecond per operation on the CPU.
-    On a GPU it does nothing.
+    On a CPU it costs about a microsecond per operation, in the entering thread only. On a GPU with
+    Transformer Engine it does nothing.
     """
-    if accelerator() == "cuda":
-        yield
-        return
-    no_state = torch.empty(0)  # there is no dropout, so recomputed layers need no random state
     with ExitStack() as patches:
-        for module, name, value in (
-            (torch.cuda, "current_device", lambda: torch.device("cpu")),
-            (torch.cuda, "synchronize", lambda device=None: None),
-            (random, "_get_cuda_rng_state", lambda **_: no_state),
-            (random, "_set_cuda_rng_state", lambda *_, **__: None),
-        ):
-            patches.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, value)
-        with _CudaMeansCpu():
-            yield
+        if not random.HAVE_TE:
+            _replace(patches, random, "FP8GlobalStateManager", _NoFp8)
+            _replace(patches, random, "activation_recompute_forward", lambda **_: nullcontext())
+            _replace(patches, random, "fp8_autocast", lambda **_: nullcontext())
+        if accelerator() == "cpu":
+            no_state = torch.empty(0)  # without dropout, recomputation needs no random state
+            _replace(patches, torch.cuda, "current_device", lambda: torch.device("cpu"))
+            _replace(patches, torch.cuda, "synchronize", lambda device=None: None)
+            _replace(patches, random, "_get_cuda_rng_state", lambda **_: no_state)
+            _replace(patches, random, "_set_cuda_rng_state", lambda *_, **__: None)
+            patches.enter_context(_CudaMeansCpu())
+        yield
+
+
+class _NoFp8:
+    """What Megatron asks of Transformer Engine when it computes a norm again."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
+    """Set an attribute of `module`, which may lack it, until `patches` are closed."""
+    if hasattr(module, name):
+        patches.callback(setattr, module, name, getattr(module, name))
+    else:
+        patches.callback(delattr, module, name)
+    setattr(module, name, value)

@@ -26,6 +26,7 @@ from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_fp8
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.packing import zigzag
+from qurl_megatron.learner.recompute import SelectiveLayer
 
 # All of torch's but cuDNN, which makes a plan for every new shape. Packs have ever new shapes.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -220,6 +221,8 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.recompute_granularity == "selective":
+        layer.module = SelectiveLayer
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
     )

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -234,7 +234,9 @@ class Learner:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             micro_batches = self._micro_batches(batch, loss_weights)
-            self._run(micro_batches, loss, temperature, forward_only=False)
+            offload = self._config.offload_optimizer
+            with self._optimizer_shards.on_host() if offload else nullcontext():
+                self._run(micro_batches, loss, temperature, forward_only=False)
             self.scheduler.step(increment=1)
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()

@@ -18,16 +18,10 @@ from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.learner.layers import block_spec, transformer_config_fields
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
+from qurl_megatron.learner.recompute import recompute_fields
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
-
-# Each layer keeps its input only, and runs its forward pass again in the backward pass.
-_RECOMPUTE: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 
 _EXTRA_STATE = "._extra_state"  # ends the names of what is no parameter in a model's state
 
@@ -69,7 +63,7 @@ def build_chunks(
         sequence_parallel=learner.tensor_parallel_size > 1,
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
-        **(_RECOMPUTE if learner.recompute_activations else {}),
+        **recompute_fields(learner, architecture.num_layers),
         **transformer_config_fields(learner),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.

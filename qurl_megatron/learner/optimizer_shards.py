@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,35 @@ class OptimizerShards:
             elif start < stop:
                 dist.recv(whole[start:stop], group=group, group_src=rank)
         return whole.view(parameter.shape)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Have masters and moments in the host's memory, and not the device's, in this context.
+
+        They keep their identity and cannot be read. The masters of a float32 model stay, because
+        they are the weights of the forward pass.
+        """
+        on_host: list[tuple[Tensor, Tensor]] = []
+        try:
+            for tensor in self._own_storages():
+                host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                on_host.append((tensor, host.copy_(tensor, non_blocking=True)))
+                tensor.untyped_storage().resize_(0)
+            yield
+        finally:
+            for tensor, host in on_host:
+                tensor.untyped_storage().resize_(host.nbytes)
+                tensor.copy_(host, non_blocking=True)
+
+    def _own_storages(self) -> Iterator[Tensor]:
+        """Yield the moments that exist, and the masters that are not views of the weights."""
+        for part in self._parts:
+            for state in part.optimizer.state.values():
+                yield from (values for name, values in state.items() if name != "step")
+        for parameter in self._part_of:
+            master = self.master(parameter)
+            if master is not None and parameter.dtype != torch.float32:
+                yield master
 
     def prepare_state(self, num_steps: int) -> None:
         """Allocate the moments that do not exist yet, and set Adam's number of steps."""

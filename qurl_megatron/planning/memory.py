@@ -19,7 +19,8 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
     gradients    4 B per parameter, in a float32 buffer of the same shape.
     optimizer    8 B per parameter for Adam's two moments, and 4 B for a float32 master if the
                  weights are bfloat16, divided by d c. A rank has less where the alignment leaves
-                 gaps in its share.
+                 gaps in its share. With learner.offload_optimizer it is in the host's memory while
+                 activations, backward and logits are on the GPU.
     fp8 codes    2 B per weight of the linear layers with learner.fp8: Transformer Engine keeps
                  their codes by rows and by columns. It keeps some activations as codes, which is
                  not counted on.
@@ -33,8 +34,11 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  layers of a stage and by its micro batches in flight, at most p - stage. With v
                  virtual stages the product is layers x p x (1 + (p - 1) / (p v)) (Korthikanti et
                  al., arXiv:2205.05198, Section 4.2.3).
-                 With recomputation: eh/t per layer and token, and all of the above for one layer.
-                 Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more.
+                 With recompute=selective: eF/t less; without Transformer Engine's fused norms also
+                 (2eh + 8)/t less, which is not counted on. With recompute=full: eh/t in all. If
+                 every layer of a stage is recomputed, one of them also has all of the above.
+                 Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more,
+                 and selective drops those too.
     logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
                  forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
                  the output layer's shard for its gradient.
@@ -55,11 +59,14 @@ out.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
-from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
+from qurl_megatron.config.schema import Config, LearnerConfig, RecomputeMode, WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule
@@ -229,6 +236,7 @@ def layer_activation_bytes(
     tokens: int,
     time: int,
     *,
+    recompute: RecomputeMode | None = None,
     fused: bool = True,
 ) -> int:
     """Return the bytes that one layer keeps for the backward pass of a micro batch.
@@ -236,23 +244,36 @@ def layer_activation_bytes(
     Args:
         tokens: tokens of this context-parallel rank.
         time: length of the longest sequence.
+        recompute: what this layer computes again; None for nothing.
         fused: True for a GPU, where a norm and SwiGLU are one kernel each, and False for a CPU.
     """
     size = learner.tensor_parallel_size
+    if recompute == "full":
+        return tokens * element_bytes(learner) * architecture.hidden_size // size
     element = element_bytes(learner)
     heads, kv_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
     hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
-    norm = (element if fused else 8) * hidden + 4  # with the token's float32 factor
-    per_token = 2 * norm + 2 * element * hidden
+    selective = recompute == "selective"
+    # The input, the token's float32 factor, and the output.
+    norm = (element if fused else 8) * hidden + 4 + element * hidden
+    per_token = 2 * (element * hidden if selective and not fused else norm)
     per_token += element * (3 * query + 3 * key) + 4 * heads
     if architecture.qk_norm:
         # The norm's input is a view of the qkv output for key, and a copy of it for query. On a
         # CPU the norm keeps float32 tensors of both.
         per_token += 4 * (heads + kv_heads)
         per_token += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
-    per_token += element * intermediate * (3 if fused else 5)
+    per_token += element * intermediate * (2 if selective else 3 if fused else 5)
     return tokens * per_token // size + 4 * element * architecture.head_dim * time
+
+
+def recomputed_layers(learner: LearnerConfig, layers: int) -> int:
+    """Return how many of a pipeline stage's `layers` compute something again."""
+    if learner.recompute != "full" or learner.recompute_layers is None:
+        return layers if learner.recompute else 0
+    virtual = learner.virtual_pipeline_parallel_size
+    return virtual * min(learner.recompute_layers, layers // virtual)
 
 
 def state_bytes(learner: LearnerConfig) -> int:
@@ -326,12 +347,15 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     layers = stage_layers(architecture, learner)
     in_flight = _layers_in_flight(layers[stage], stage, config)
     hidden = architecture.hidden_size
-    whole_layer = layer_activation_bytes(architecture, learner, tokens, config.rollout.max_length)
-    if learner.recompute_activations:
-        kept = element * hidden * tokens // size
-        activations = int((in_flight - 1) * kept) + whole_layer
-    else:
-        activations = int(in_flight * whole_layer)
+    longest = config.rollout.max_length
+    whole = layer_activation_bytes(architecture, learner, tokens, longest)
+    kept = layer_activation_bytes(
+        architecture, learner, tokens, longest, recompute=learner.recompute
+    )
+    recomputed = recomputed_layers(learner, layers[stage])
+    activations = int(in_flight * (whole - recomputed / layers[stage] * (whole - kept)))
+    if recomputed == layers[stage]:  # else a layer is recomputed when others are already freed
+        activations += whole - kept
     logits = 0
     if stage == len(layers) - 1:
         activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
@@ -343,7 +367,9 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     return {
         "weights": element * numel,
         "gradients": 4 * numel,
-        "optimizer": state_bytes(learner) * numel // sharing,
+        (OFFLOADED if learner.offload_optimizer else "optimizer"): (
+            state_bytes(learner) * numel // sharing
+        ),
         "reference": element * numel if config.objective.kl_coefficient else 0,
         "converter": _measured_bytes(architecture, config, stage),
         "runtime": RUNTIME_BYTES,
@@ -354,7 +380,8 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     }
 
 
-_NOT_WHILE_PUBLISHING = ("activations", "backward", "logits")
+_IN_PASSES = ("activations", "backward", "logits")
+OFFLOADED = "optimizer, between passes"
 
 
 def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
@@ -364,8 +391,9 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
         parts: from `learner_memory`.
         bucket_bytes: from `bucket_memory`.
     """
-    in_update = sum(parts[name] for name in _NOT_WHILE_PUBLISHING)
-    return sum(parts.values()) - in_update + max(in_update, bucket_bytes)
+    in_passes = sum(parts[name] for name in _IN_PASSES)
+    between = parts.get(OFFLOADED, 0)
+    return sum(parts.values()) - in_passes - between + max(in_passes, between + bucket_bytes)
 
 
 def bucket_memory(architecture: Architecture, config: Config) -> int:
@@ -378,3 +406,42 @@ def bucket_memory(architecture: Architecture, config: Config) -> int:
     )
     bucket = max(config.quantization.bucket_bytes, largest)
     return 2 * min(bucket, published_bytes(architecture, weight_format)) + largest
+
+
+def with_cheapest_recomputation(architecture: Architecture, config: Config) -> Config:
+    """Return `config` with what takes least time of all that make every rank of the learner fit.
+
+    That is, in this order: nothing, `selective`, an offloaded optimizer, both, and whole layers, as
+    few as possible, with an offloaded optimizer. If not even that fits, all layers are recomputed.
+    """
+    learner = config.learner
+    layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
+    buckets = bucket_memory(architecture, config)
+
+    def changed(
+        recompute: RecomputeMode | None, offload: bool, number: int | None = None
+    ) -> Config:
+        return dataclasses.replace(
+            config,
+            learner=dataclasses.replace(
+                learner,
+                recompute=recompute,
+                recompute_layers=number,
+                offload_optimizer=offload,
+            ),
+        )
+
+    def fits(candidate: Config) -> bool:
+        return all(
+            total_bytes(learner_memory(architecture, candidate, stage), buckets) <= GPU_BYTES
+            for stage in range(learner.pipeline_parallel_size)
+        )
+
+    modes: tuple[RecomputeMode | None, ...] = (None, "selective")
+    for offload, recompute in itertools.product((False, True), modes):
+        if fits(changed(recompute, offload)):
+            return changed(recompute, offload)
+    number = 1 + bisect.bisect_left(
+        range(1, layers), True, key=lambda number: fits(changed("full", True, number))
+    )
+    return changed("full", True, number if number < layers else None)

@@ -24,6 +24,7 @@ from qurl_megatron.planning.memory import (
     published_bytes,
     server_weight_bytes,
     total_bytes,
+    with_cheapest_recomputation,
 )
 from qurl_megatron.planning.step_time import (
     GPUS_PER_NODE,
@@ -288,8 +289,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
 
     Tensor-parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
     with a shorter last one, one, two or four context-parallel ranks, and as many data-parallel
-    replicas as fit. Micro batches have the tokens of one longest sequence, and activations are kept
-    or recomputed.
+    replicas as fit. Micro batches have the tokens of one longest sequence, and the cheapest
+    recomputation that fits is taken.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
     server_sizes = [size for size in sizes if _divides_server(architecture, size)]
@@ -302,8 +303,9 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
         except ArchitectureError:
             continue
         most = gpus // (tensor * stages * context)
-        replicas = [size for size in range(1, most + 1) if rows % (parts * size) == 0]
-        for data, recompute in itertools.product(replicas, (False, True)):
+        for data in range(1, most + 1):
+            if rows % (parts * data):
+                continue
             learner = dataclasses.replace(
                 config.learner,
                 tensor_parallel_size=tensor,
@@ -313,12 +315,14 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
                 layers_in_last_pipeline_stage=in_last,
                 context_parallel_size=context,
                 tokens_per_micro_batch=config.rollout.max_length,
-                recompute_activations=recompute,
+            )
+            candidate = with_cheapest_recomputation(
+                architecture, dataclasses.replace(config, learner=learner)
             )
             for size in server_sizes:
                 server = dataclasses.replace(config.rollout.server, tensor_parallel_size=size)
                 rollout = dataclasses.replace(config.rollout, server=server)
-                yield dataclasses.replace(config, learner=learner, rollout=rollout)
+                yield dataclasses.replace(candidate, rollout=rollout)
 
 
 def _divides_server(architecture: Architecture, tensor_parallel_size: int) -> bool:
@@ -397,7 +401,11 @@ def layout_overrides(config: Config) -> list[str]:
             None if learner.tokens_per_micro_batch else learner.micro_batch_size
         ),
         "learner.tokens_per_micro_batch": learner.tokens_per_micro_batch,
-        "learner.recompute_activations": str(learner.recompute_activations).lower(),
+        "learner.recompute": learner.recompute or "none",
+        "learner.recompute_layers": (
+            (learner.recompute_layers or "none") if learner.recompute == "full" else None
+        ),
+        "learner.offload_optimizer": str(learner.offload_optimizer).lower(),
         "rollout.server.tensor_parallel_size": config.rollout.server.tensor_parallel_size,
     }
     return [f"{name}={value}" for name, value in overrides.items() if value is not None]

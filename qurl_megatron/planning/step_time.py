@@ -28,10 +28,13 @@ query channels, V vocabulary rows.
                pipeline bubble multiplies it by 1 + (p - 1) / (m v), with m micro batches and v
                virtual stages.
     proximal   One forward pass, or two with a reference.
-    update     Three forward passes, or four with recomputation. The output layer counts four times,
-               because its logits are computed twice. Plus, per minibatch, over InfiniBand and not
-               overlapped: the scattered sum of the gradients and the gathered weights,
-               (d - 1) / d of their bytes. Plus one pass over the rank's optimizer state.
+    update     Three forward passes, and a fourth of the layers that recompute=full computes again.
+               With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the
+               HBM's bandwidth. The output layer counts four times, because its logits are computed
+               twice. Plus, per minibatch, over InfiniBand and not overlapped: the scattered sum of
+               the gradients and the gathered weights, (d - 1) / d of their bytes. Plus one pass
+               over the rank's optimizer state, and if it is offloaded its copies to the host and
+               back.
     publish    (t - 1) / t of the bytes over NVLink to the first rank of each stage; (p - 1) / p of
                them to rank 0, over InfiniBand if a replica of the learner spans nodes; all of them
                to the servers over InfiniBand. The three transfers follow one another. This is a
@@ -56,8 +59,10 @@ from qurl_megatron.planning.memory import (
     num_output_weights,
     num_rank_parameters,
     published_bytes,
+    recomputed_layers,
     server_weight_bytes,
     stage_layers,
+    state_bytes,
 )
 
 # NVIDIA H100 SXM5 datasheet (nvidia.com/h100), without sparsity.
@@ -65,6 +70,7 @@ HBM_BYTES_PER_S = 3.35e12
 PEAK_FLOPS = {"bf16": 989e12, "8-bit": 1979e12}  # FLOP/s; INT8 and FP8 are equal
 NVLINK_BYTES_PER_S = 450e9  # in one direction; 900 GB/s in both
 INFINIBAND_BYTES_PER_S = 50e9  # NDR 400 Gb/s, one adapter per GPU as in a DGX H100
+HOST_BYTES_PER_S = 64e9  # PCIe Gen 5 x16 in one direction, for each GPU; 128 GB/s in both
 GPUS_PER_NODE = 8  # DGX H100
 
 # Fitted by `benchmarks/plan.py` to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
@@ -231,28 +237,43 @@ def _forward_s(
     return layers_s, output / (rate / learner.pipeline_parallel_size)
 
 
+def _swiglu_s(architecture: Architecture, config: Config, workload: Workload) -> float:
+    """Return the seconds in which a rank computes one layer's SwiGLU for a step."""
+    learner, rollout = config.learner, config.rollout
+    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
+    tokens = sequences * (workload.mean_prompt + workload.mean_response)
+    tokens /= learner.data_parallel_size * learner.context_parallel_size
+    values = 3 * architecture.intermediate_size / learner.tensor_parallel_size
+    return element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
+
+
 def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
     """Return the seconds of the learner's phases, `proximal` and `update`."""
     learner = config.learner
     minibatches = config.optimizer.minibatches_per_step
     layers_s, output_s = _forward_s(architecture, config, workload)
     stages = learner.pipeline_parallel_size
-    relative_layers = [
-        layers * stages / architecture.num_layers for layers in stage_layers(architecture, learner)
-    ]
+    by_stage = stage_layers(architecture, learner)
+    layer_s = layers_s * stages / architecture.num_layers
+    again_s = layer_s
+    if learner.recompute == "selective":
+        again_s = _swiglu_s(architecture, config, workload)
 
-    def passes_s(layer_passes: int, output_passes: int, micro_batches: int) -> float:
-        by_stage = [layer_passes * layers_s * relative for relative in relative_layers]
-        by_stage[-1] += output_passes * output_s
+    def passes_s(by_stage: list[float], micro_batches: int) -> float:
         virtual = learner.virtual_pipeline_parallel_size
         return max(by_stage) * (1 + (stages - 1) / (micro_batches * virtual))
 
     micro_batches = num_micro_batches(config, workload.mean_prompt + workload.mean_response)
-    proximal_s = passes_s(1, 1, micro_batches * minibatches)
+    forward = [layers * layer_s for layers in by_stage]
+    update = [
+        3 * layers * layer_s + recomputed_layers(learner, layers) * again_s for layers in by_stage
+    ]
+    forward[-1] += output_s
+    update[-1] += 4 * output_s
+    proximal_s = passes_s(forward, micro_batches * minibatches)
     if config.objective.kl_coefficient:
         proximal_s *= 2
-    layer_passes = 4 if learner.recompute_activations else 3
-    update_s = passes_s(layer_passes, 4, micro_batches)
+    update_s = passes_s(update, micro_batches)
     numel = max(num_rank_parameters(architecture, learner, stage) for stage in range(stages))
     replicas = learner.data_parallel_size * learner.context_parallel_size
     update_s += minibatches * (
@@ -260,6 +281,8 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
         # gradient, master and moments, read and written
         + 2 * 16 * numel / replicas / HBM_BYTES_PER_S
     )
+    if learner.offload_optimizer:
+        update_s += minibatches * 2 * state_bytes(learner) * numel / replicas / HOST_BYTES_PER_S
     return {"proximal": proximal_s, "update": update_s}
 
 

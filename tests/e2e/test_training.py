@@ -32,7 +32,7 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start: Start, tmp_path: 
         *SMALL,
         "quantization.format=fp8",
         "learner.dtype=float32",
-        "learner.recompute_activations=true",
+        "learner.recompute=full",
         "rollout.max_prompt_length=1024",
         "rollout.max_response_length=8",
         "rollout.server.mem_fraction_static=0.2",
