@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batches import ragged, update
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.learner.learner import Learner
@@ -27,15 +28,9 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
         parameters = [parameter for *_, parameter in learner._parameters()]
         saved = _SavedStorages({parameter.untyped_storage().data_ptr() for parameter in parameters})
         tokens = torch.randint(2, 256, (rows, time + 1), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones_like(tokens, dtype=torch.bool)
-        zeros = torch.zeros(tokens.shape)
+        weights = torch.ones(tokens.numel())
         with torch.autograd.graph.saved_tensors_hooks(saved.save, lambda holder: holder.tensor):
-            learner.update(
-                TrainBatch(tokens, mask, zeros, zeros, zeros),
-                torch.ones(tokens.shape),
-                _sum_of_logprobs,
-                temperature=1.0,
-            )
+            update(learner, ragged(tokens), weights, _sum_of_logprobs)
         chained = getattr(learner.optimizer, "chained_optimizers", [learner.optimizer])
         states = [state for optimizer in chained for state in optimizer.optimizer.state.values()]
         moments = [v for state in states for v in state.values() if v.dim()]  # not the step count

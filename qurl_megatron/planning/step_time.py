@@ -27,7 +27,7 @@ query channels, V vocabulary rows.
                NVLink within a node, not overlapped. The slowest stage counts. The
                pipeline bubble multiplies it by 1 + (p - 1) / (m v), with m micro batches and v
                virtual stages.
-    proximal   One forward pass, or two with a reference.
+    proximal   One forward pass if there are several minibatches, and one with a reference.
     update     Three forward passes, or four with recomputation. The output layer counts four times,
                because its logits are computed twice. Plus, per minibatch, over InfiniBand and not
                overlapped: the scattered sum of the gradients and the gathered weights,
@@ -249,8 +249,7 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
 
     micro_batches = num_micro_batches(config, workload.mean_prompt + workload.mean_response)
     proximal_s = passes_s(1, 1, micro_batches * minibatches)
-    if config.objective.kl_coefficient:
-        proximal_s *= 2
+    proximal_s *= (minibatches > 1) + (config.objective.kl_coefficient > 0)
     layer_passes = 4 if learner.recompute_activations else 3
     update_s = passes_s(layer_passes, 4, micro_batches)
     numel = max(num_rank_parameters(architecture, learner, stage) for stage in range(stages))
