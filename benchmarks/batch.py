@@ -60,7 +60,9 @@ def main() -> None:
         f"{longest}: {tokens / (arguments.sequences * longest):.0%} of [batch, time] are tokens"
     )
     print("ranks        way     MiB from rank 0    seconds")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.batch"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["qurl_megatron.learner.shares", "recipes.scaling_32b"]
+    )
     for layout in LAYOUTS:
         ranks, port = layout[0] * layout[1], free_port()
         multiprocessing.start_processes(

@@ -144,7 +144,7 @@ def test_generalized_advantages_are_verls_for_sequences_of_every_mask_and_length
         gae_lambda=gae_lambda,
     )
     columns = [
-        verl_gae(*map(list, zip(*sequence, strict=True)), discount, gae_lambda)  # type: ignore[arg-type]
+        verl_gae(*map(list, zip(*sequence, strict=True)), discount, gae_lambda)  # type: ignore[arg-type,call-arg]
         for sequence in sequences
     ]
     for result, expected in zip(results, zip(*columns, strict=True), strict=True):

@@ -116,7 +116,7 @@ def test_a_long_completion_is_stored_without_its_middle() -> None:
     long = Completion(list(range(length)), [-1.0] * length, text, True, [1] * length)
     groups = [RolloutGroup(Prompt("p", "q" * 50_000, "", [1, 2]), [long], [0.0])]
     ratios = {"r0_0": 2.0, f"r0_{SHOWN_TOKENS}": 3.0, f"r0_{length - 1}": 0.5}
-    (sample,) = pick(groups, **ratios)
+    (sample,) = pick(groups, 4, **ratios)
     assert sample.length == length
     assert len(sample.tokens) == len(sample.ratios) == SHOWN_TOKENS
     assert sample.ratios[0] == 2 and sample.ratios[-1] == 0.5 and 3.0 not in sample.ratios
@@ -259,7 +259,7 @@ def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path
     assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
 
 
-def pick_from_shares(model: Path, parallel: dict[str, int]) -> list[Sample]:
+def pick_from_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
     """Pick samples of two minibatches whose proximal log-probs are (row + token) / 100 below."""
     from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
     from qurl_megatron.learner.learner import Learner
@@ -289,7 +289,7 @@ def pick_from_shares(model: Path, parallel: dict[str, int]) -> list[Sample]:
     ids=lambda parallel: next(iter(parallel)),
 )
 def test_ratios_of_the_chosen_completions_come_from_the_ranks_that_have_them(
-    parallel: dict[str, int], tmp_path: Path
+    parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     model = build_tiny_model(tmp_path)
     samples, others = run_ranks(pick_from_shares, 2, model, parallel)

@@ -255,7 +255,7 @@ def test_a_ragged_batch_has_the_sequences_of_padded_rows(
         completion = Completion(tokens[prompt:], logprobs, "", False, [3] * response)
         groups.append(RolloutGroup(Prompt("", "", "", tokens[:prompt]), [completion], [1.0]))
     batch = pack(groups, [[float(number)] for number in range(len(groups))], version=5)
-    rows = {
+    rows: dict[str, list[list[Any]]] = {
         "tokens": [group.prompt.token_ids + group.completions[0].token_ids for group in groups],
         "loss_mask": [[False] * prompt + [True] * response for prompt, response in sizes],
         "behaviour_logprobs": [

@@ -107,7 +107,7 @@ def policy_objective(
 ) -> ObjectiveOutput:
     """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
 
-    All tensors are `[batch, time]` float32. A position with a loss weight of 0 contributes nothing
+    All tensors are float32 and of one shape. A position with a loss weight of 0 contributes nothing
     to loss, gradient or stats, even if the other tensors hold NaN or infinity there. A NaN anywhere
     else reaches the loss.
 
@@ -119,7 +119,7 @@ def policy_objective(
             Section 3). With x = reference / current, k3 = x - 1 - log x estimates
             KL(current || reference). It is clamped at `MAX_K3_PENALTY`, without a gradient beyond.
         reference_logprobs: from the model before any training; only the penalty needs them.
-        token_lags: `[batch, time]` int64, weight versions between a token's sampling and its
+        token_lags: int32, weight versions between a token's sampling and its
             training. They change nothing but the stats.
 
     Returns:
@@ -269,7 +269,7 @@ def value_loss(
     """Return PPO's clipped value loss: half the larger of two squared errors, weighted and summed.
 
     The two errors are those of `values` and of `values` clipped to within `value_clip` of
-    `old_values`, which are the values before the update. All tensors are `[batch, time]` float32.
+    `old_values`, which are the values before the update. All are float32 and of one shape.
     Only `values` has a gradient, and positions with a loss weight of 0 contribute nothing.
 
     `stats` are sums over the tokens of positive weight: `tokens`, their number, and `clipped`,
@@ -363,8 +363,8 @@ def mismatch_sums(
     Returns:
         Scalars in float64, to add up over micro batches and ranks.
     """
-    proximal = proximal_logprobs[loss_mask].double()
-    behaviour = behaviour_logprobs[loss_mask].double()
+    proximal = _where(loss_mask, proximal_logprobs).double()
+    behaviour = _where(loss_mask, behaviour_logprobs).double()
     log_rho = proximal - behaviour
     rho = _ratio(proximal, behaviour)
     return {
@@ -372,8 +372,8 @@ def mismatch_sums(
         "kl_behaviour_proximal": -log_rho.sum(),
         "kl_behaviour_proximal_k3": _k3(proximal, behaviour).sum(),
         "logprob_abs_diff": log_rho.abs().sum(),
-        "tis_truncated_fraction": (rho > ratio_cap).double().sum(),
-        "largest_ratio": torch.cat([rho, rho.new_zeros(1)]).max(),
+        "tis_truncated_fraction": (loss_mask & (rho > ratio_cap)).sum().double(),
+        "largest_ratio": _where(loss_mask, rho).max(),
     }
 
 
