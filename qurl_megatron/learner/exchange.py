@@ -1,9 +1,9 @@
 """Tensors on their way between global rank 0 and the data-parallel replicas of the policy.
 
 Global rank 0 sends each replica its part once, to the replica's first rank, which passes it on to
-the replica's other ranks. Results come back from the last pipeline stage of each replica. So what
-global rank 0 sends and receives does not grow with the number of ranks, and no rank holds another
-replica's part.
+the replica's other ranks. Results come back from the last pipeline stage of each replica. So global
+rank 0 sends and receives the batch once, however many replicas there are, beside what its own
+replica needs, and no other rank holds another replica's part.
 
 Megatron's parallel state says which ranks are a replica: those of one context-parallel group and
 the model-parallel groups of its members. Every rank makes the same calls.
