@@ -44,7 +44,6 @@ from distributed import run_ranks  # noqa: E402
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack  # noqa: E402
 from qurl_megatron.algorithm.objective import PolicyLoss, token_weights  # noqa: E402
 from qurl_megatron.config.schema import LearnerConfig, ObjectiveConfig, OptimizerConfig  # noqa: E402
-from qurl_megatron.device import from_rank_zero  # noqa: E402
 from qurl_megatron.learner.learner import Learner  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
 
@@ -75,15 +74,11 @@ def groups(sequences: int) -> list[RolloutGroup]:
     return made
 
 
-def train(learner: Learner, batch: TrainBatch | None) -> None:
+def train(learner: Learner, batch: TrainBatch) -> None:
     """Take the batch, which global rank 0 has, through one step of the training loop."""
-    batch = from_rank_zero(lambda: batch)
-    assert batch is not None
-    batch.proximal_logprobs, _ = learner.logprobs_and_entropy(
-        batch.tokens, loss_mask=batch.loss_mask, temperature=1.0
-    )
-    weights = token_weights(batch.loss_mask, "token_mean")
-    learner.update(batch, weights, PolicyLoss(ObjectiveConfig()), temperature=1.0)
+    share = learner.share(batch)
+    learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
+    learner.update(share, PolicyLoss(ObjectiveConfig()), temperature=1.0)
 
 
 def steps(model: Path, ranks: int, sequences: int, steps: int, size: int) -> list[Step]:
@@ -96,10 +91,11 @@ def steps(model: Path, ranks: int, sequences: int, steps: int, size: int) -> lis
     before = process.memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     for _ in range(1 + steps):
-        batch = None
+        batch = TrainBatch.empty()
         if os.environ["RANK"] == "0":
             advantages = [[number % 2 - 0.5] for number in range(sequences)]
-            batch = pack(groups(sequences), 0, advantages)
+            batch = pack(groups(sequences), advantages)
+            batch.loss_weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
         sent, cpu, wall = process.io_counters().write_chars, time.process_time(), time.monotonic()
         train(learner, batch)
         step = Step(

@@ -135,17 +135,16 @@ def train(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> L
         with lags.during("pack"):
             batch = pack(
                 [RolloutGroup(group.prompt, group.completions, group.rewards) for group in groups],
-                0,
                 grpo_advantages([group.rewards for group in groups]),
                 publisher.version,
             )
         with lags.during("score"):
-            batch.proximal_logprobs, _ = learner.logprobs_and_entropy(
-                batch.tokens, loss_mask=batch.loss_mask, temperature=1.0
-            )
+            shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
+            for share in shares:
+                learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
         with lags.during("update"):
-            for minibatch, weights in minibatches(config, batch):
-                learner.update(minibatch, weights, PolicyLoss(config.objective), temperature=1.0)
+            for share in shares:
+                learner.update(share, PolicyLoss(config.objective), temperature=1.0)
         with lags.during("publish"):
             publisher.publish()
         with lags.during("save"):

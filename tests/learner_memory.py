@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batches import ragged, update
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
@@ -29,8 +30,7 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
         parameters = [parameter for *_, parameter in learner._parameters()]
         saved = _SavedStorages({parameter.untyped_storage().data_ptr() for parameter in parameters})
         tokens = torch.randint(2, 256, (rows, time + 1), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones_like(tokens, dtype=torch.bool)
-        zeros = torch.zeros(tokens.shape)
+        weights = torch.ones(tokens.numel())
         in_passes: list[int] = []
 
         def note_state(*_: object) -> None:
@@ -39,8 +39,7 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
         learner.chunks[0].register_forward_pre_hook(note_state)
         with torch.autograd.graph.saved_tensors_hooks(saved.save, lambda holder: holder.tensor):
             for _ in range(2):
-                batch = TrainBatch(tokens, mask, zeros, zeros, zeros)
-                learner.update(batch, torch.ones(tokens.shape), _sum_of_logprobs, temperature=1.0)
+                update(learner, ragged(tokens), weights, _sum_of_logprobs)
         return {
             "weights": _bytes(b.param_data for chunk in learner.chunks for b in chunk.buffers),
             "gradients": _bytes(b.grad_data for chunk in learner.chunks for b in chunk.buffers),

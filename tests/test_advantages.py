@@ -1,11 +1,13 @@
 """Advantages against hand-computed numbers."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from qurl_megatron.algorithm.advantages import (
     generalized_advantages,
@@ -50,6 +52,12 @@ def test_overlong_penalty_falls_from_0_to_minus_1_over_the_last_tokens(
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0
 
 
+def flat(*rows: Tensor) -> list[Tensor]:
+    """Return tensors [batch, time] as [tokens], and the lengths of their rows."""
+    batch, time = rows[0].shape
+    return [*(tensor.flatten() for tensor in rows), torch.full((batch,), time)]
+
+
 def test_generalized_advantages_match_numbers_worked_out_by_hand() -> None:
     """Two prompt tokens, three sampled; discount 1/2, lambda 1/2, reward 8 at the end.
 
@@ -60,10 +68,10 @@ def test_generalized_advantages_match_numbers_worked_out_by_hand() -> None:
     rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 8.0, 0.0]])
     values = torch.tensor([[9.0, 9.0, 4.0, 2.0, 1.0, 9.0]])  # 9 is outside the mask
     advantages, returns = generalized_advantages(
-        rewards, values, mask, discount=0.5, gae_lambda=0.5
+        *flat(rewards, values, mask), discount=0.5, gae_lambda=0.5
     )
-    assert advantages.tolist() == [[0.0, 0.0, -2.9375, 0.25, 7.0, 0.0]]
-    assert returns.tolist() == [[0.0, 0.0, 1.0625, 2.25, 8.0, 0.0]]
+    assert [advantages.tolist()] == [[0.0, 0.0, -2.9375, 0.25, 7.0, 0.0]]
+    assert [returns.tolist()] == [[0.0, 0.0, 1.0625, 2.25, 8.0, 0.0]]
 
 
 def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
@@ -71,11 +79,11 @@ def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
     values = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
     advantages, returns = generalized_advantages(
-        rewards, values, mask, discount=1.0, gae_lambda=1.0
+        *flat(rewards, values, mask), discount=1.0, gae_lambda=1.0
     )
     expected = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
-    torch.testing.assert_close(returns, expected)
-    torch.testing.assert_close(advantages, (expected - values) * mask)
+    torch.testing.assert_close(returns, expected.flatten())
+    torch.testing.assert_close(advantages, ((expected - values) * mask).flatten())
 
 
 def test_advantages_carry_over_tokens_that_the_policy_did_not_sample() -> None:
@@ -87,10 +95,10 @@ def test_advantages_carry_over_tokens_that_the_policy_did_not_sample() -> None:
     rewards = torch.tensor([[0.0, 0.0, 0.0, 5.0, 0.0, 8.0]])
     values = torch.tensor([[9.0, 4.0, 2.0, 7.0, 7.0, 1.0]])
     advantages, returns = generalized_advantages(
-        rewards, values, mask, discount=0.5, gae_lambda=0.5
+        *flat(rewards, values, mask), discount=0.5, gae_lambda=0.5
     )
-    assert advantages.tolist() == [[0.0, -2.9375, 0.25, 0.0, 0.0, 7.0]]
-    assert returns.tolist() == [[0.0, 1.0625, 2.25, 0.0, 0.0, 8.0]]
+    assert [advantages.tolist()] == [[0.0, -2.9375, 0.25, 0.0, 0.0, 7.0]]
+    assert [returns.tolist()] == [[0.0, 1.0625, 2.25, 0.0, 0.0, 8.0]]
 
 
 def verl_gae(
@@ -115,24 +123,33 @@ NUMBERS = st.floats(-8, 8, width=32)
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=12),
+    st.lists(
+        st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=12),
+        min_size=1,
+        max_size=5,
+    ),
     st.floats(0.5, 1),
     st.floats(0, 1),
 )
-def test_generalized_advantages_are_verls_for_every_mask(
-    row: list[tuple[float, float, bool]], discount: float, gae_lambda: float
+def test_generalized_advantages_are_verls_for_sequences_of_every_mask_and_length(
+    sequences: list[list[tuple[float, float, bool]]], discount: float, gae_lambda: float
 ) -> None:
-    rewards, values, mask = (list(column) for column in zip(*row, strict=True))
+    rewards, values, mask = zip(*itertools.chain.from_iterable(sequences), strict=True)
     results = generalized_advantages(
-        torch.tensor([rewards], dtype=torch.float64),
-        torch.tensor([values], dtype=torch.float64),
-        torch.tensor([mask]),
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(mask),
+        torch.tensor([len(sequence) for sequence in sequences]),
         discount=discount,
         gae_lambda=gae_lambda,
     )
-    expected = verl_gae(rewards, values, mask, discount, gae_lambda)
-    for result, column in zip(results, expected, strict=True):
-        assert result.tolist()[0] == pytest.approx(column, rel=1e-12, abs=1e-12)
+    columns = [
+        verl_gae(*map(list, zip(*sequence, strict=True)), discount, gae_lambda)  # type: ignore[arg-type,call-arg]
+        for sequence in sequences
+    ]
+    for result, expected in zip(results, zip(*columns, strict=True), strict=True):
+        flat_expected = list(itertools.chain.from_iterable(expected))
+        assert result.tolist() == pytest.approx(flat_expected, rel=1e-12, abs=1e-12)
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_mask() -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from batches import ragged, score, update
 from distributed import run_ranks
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
@@ -84,13 +86,11 @@ def train(
     results = []
     for step in steps:
         tokens = torch.randint(2, 90, (8, 12), generator=torch.Generator().manual_seed(step))
-        mask = torch.ones_like(tokens, dtype=torch.bool)
-        zeros = torch.zeros(tokens.shape)
-        rewards = (tokens > 45).float()
-        batch = TrainBatch(tokens, mask, zeros, rewards, zeros)
-        value_loss = critic.step(batch).value_loss
-        update = learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
-        results += [update.loss, update.grad_norm, update.learning_rate, value_loss]
+        batch = ragged(tokens, rewards=(tokens > 45).float())
+        value_loss = critic.step(batch if dist.get_rank() == 0 else TrainBatch.empty()).value_loss
+        weights = torch.full((tokens.numel(),), 1 / tokens.numel())
+        done = update(learner, batch, weights, negative_log_likelihood)
+        results += [done.loss, done.grad_norm, done.learning_rate, value_loss]
         checkpoints.poll()
         accuracy = (accuracies or {}).get(step)
         state = RunState(step, step + 1, 0.0, {}, {"position": step}, accuracy)
@@ -101,7 +101,7 @@ def train(
             (directory / "manager").write_text(str(manager._process.pid))
             os.kill(os.getpid(), signal.SIGKILL)
     checkpoints.poll(wait=True)
-    logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)
+    logprobs, _ = score(learner, TOKENS)
     torch.save(logprobs, directory / "logprobs.pt")
     checkpoints.close()
     critic.close()

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from batches import padded, ragged, score
 from distributed import run_ranks
 from qurl_megatron.algorithm.advantages import generalized_advantages, whiten
 from qurl_megatron.algorithm.batch import TrainBatch
@@ -55,7 +57,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
-def make_batch() -> TrainBatch:
+@dataclasses.dataclass
+class Rows:
+    """A batch as padded rows; every tensor but `lengths` is [batch, time]."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    rewards: Tensor
+
+
+def make_batch() -> Rows:
     """Return eight rows of different lengths, each with a reward at its last token."""
     generator = torch.Generator().manual_seed(1)
     shape = (8, 13)
@@ -63,13 +75,12 @@ def make_batch() -> TrainBatch:
     prompt = torch.randint(1, 5, (shape[0], 1), generator=generator)
     length = torch.randint(6, shape[1] + 1, (shape[0], 1), generator=generator)
     rewards = torch.randn(shape, generator=generator) * (time == length - 1)
-    return TrainBatch(
+    return Rows(
         # Token 0 is padding, whose embedding transformers does not train.
         tokens=torch.randint(2, 131, shape, generator=generator),
         loss_mask=(time >= prompt) & (time < length),
-        behaviour_logprobs=torch.zeros(shape),
+        lengths=length.squeeze(1),
         rewards=rewards,
-        advantages=torch.zeros(shape),
     )
 
 
@@ -92,16 +103,16 @@ def take_steps(
     )
     batch = make_batch()
     learner = Learner(model, config.learner, config.optimizer)
-    scores = [learner.logprobs_and_entropy(batch.tokens, temperature=1.0)]
+    scores = [score(learner, batch.tokens)]
     critic = Critic(config)
     metrics, batches = [], []
     for _ in range(STEPS):
-        batch = make_batch()
-        metrics.append(critic.step(batch))
-        batches.append(batch)
-        scores.append(learner.logprobs_and_entropy(batch.tokens, temperature=1.0))
+        step = ragged(**vars(batch)) if dist.get_rank() == 0 else TrainBatch.empty()
+        metrics.append(critic.step(step))
+        batches.append(step)
+        scores.append(score(learner, batch.tokens))
     critic.close()
-    scores.append(learner.logprobs_and_entropy(batch.tokens, temperature=1.0))
+    scores.append(score(learner, batch.tokens))
     learner.close()
     return {"metrics": metrics, "batches": batches, "scores": scores}
 
@@ -134,7 +145,7 @@ def reference_steps(model: Path) -> list[dict[str, Any]]:
         weight_decay=settings.weight_decay,
     )
 
-    def values_of(batch: TrainBatch) -> Tensor:
+    def values_of(batch: Rows) -> Tensor:
         hidden = body(batch.tokens).last_hidden_state
         before = torch.nn.functional.pad((hidden @ head)[:, :-1], (1, 0))
         return before * batch.loss_mask
@@ -144,13 +155,16 @@ def reference_steps(model: Path) -> list[dict[str, Any]]:
         batch = make_batch()
         with torch.no_grad():
             first_values = values_of(batch)
-        advantages, returns = generalized_advantages(
-            batch.rewards, first_values, batch.loss_mask, discount=0.9, gae_lambda=0.8
+        flat = ragged(**vars(batch), values=first_values)
+        assert flat.rewards is not None and flat.values is not None
+        advantages, flat_returns = generalized_advantages(
+            flat.rewards, flat.values, flat.loss_mask, flat.lengths, discount=0.9, gae_lambda=0.8
         )
+        returns = padded(flat_returns.split(flat.lengths.tolist()))
         losses = []
         for rows in (slice(0, 4), slice(4, 8)):
-            minibatch, mask = batch.rows(rows), batch.loss_mask[rows]
-            values = values_of(minibatch)
+            mask = batch.loss_mask[rows]
+            values = values_of(Rows(*(tensor[rows] for tensor in vars(batch).values())))
             clipped = first_values[rows] + (values - first_values[rows]).clamp(-0.05, 0.05)
             errors = torch.maximum((values - returns[rows]) ** 2, (clipped - returns[rows]) ** 2)
             loss = errors[mask].mean() / 2
@@ -162,9 +176,9 @@ def reference_steps(model: Path) -> list[dict[str, Any]]:
         unexplained = (returns - first_values)[batch.loss_mask].var()
         steps.append(
             {
-                "values": first_values,
-                "returns": returns,
-                "advantages": whiten(advantages, batch.loss_mask),
+                "values": flat.values,
+                "returns": flat_returns,
+                "advantages": whiten(advantages, flat.loss_mask),
                 "loss": sum(losses) / 2,
                 "explained": float(1 - unexplained / returns[batch.loss_mask].var()),
             }
@@ -191,14 +205,15 @@ def test_a_critic_trains_as_torch_does_and_does_not_change_its_policy(
     reference = references[tied]
     ranks = run_ranks(take_steps, world_size, models[tied], policy_layout, critic_layout)
     for rank in ranks:
-        for batch, metrics, step in zip(rank["batches"], rank["metrics"], reference, strict=True):
-            for name in ("values", "returns", "advantages"):
-                torch.testing.assert_close(getattr(batch, name), step[name], atol=1e-4, rtol=1e-4)
+        for metrics, step in zip(rank["metrics"], reference, strict=True):
             assert metrics.value_loss == pytest.approx(step["loss"], rel=1e-4)
             assert metrics.value_explained_variance == pytest.approx(step["explained"], abs=1e-4)
         first, *others = rank["scores"]
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    for batch, step in zip(ranks[0]["batches"], reference, strict=True):
+        for name in ("values", "returns", "advantages"):
+            torch.testing.assert_close(getattr(batch, name), step[name], atol=1e-4, rtol=1e-4)
     assert ranks[0]["metrics"][0].value_explained_variance == 0.0  # all values start at 0
     assert ranks[0]["metrics"][-1].value_clip_fraction > 0
     assert reference[1]["explained"] > 0.2, "the reference learns nothing"

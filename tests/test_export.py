@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from batches import ragged, score, update
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig
 from tiny import build_tiny_model
@@ -55,7 +56,6 @@ def test_an_export_of_loaded_weights_is_the_source_bit_for_bit(
 
 def train_and_export(source: Path, destination: Path, config: LearnerConfig) -> torch.Tensor:
     """Update once under UAQ and export; return the learner's log-probs of TOKENS afterwards."""
-    from qurl_megatron.algorithm.batch import TrainBatch
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.loop.warmup import negative_log_likelihood
     from qurl_megatron.quantization import uaq
@@ -67,12 +67,10 @@ def train_and_export(source: Path, destination: Path, config: LearnerConfig) -> 
         OptimizerConfig(learning_rate=1e-2),
         transform=uaq.transform(UaqConfig(1.5)),
     )
-    zeros = torch.zeros(TOKENS.shape)
-    mask = torch.ones_like(TOKENS, dtype=torch.bool)
-    batch = TrainBatch(TOKENS, mask, zeros, zeros, zeros)
-    learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
+    weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())
+    update(learner, ragged(TOKENS), weights, negative_log_likelihood)
     export(learner, source, destination, UaqConfig(1.5))
-    logprobs, _ = learner.logprobs_and_entropy(TOKENS, temperature=1.0)
+    logprobs, _ = score(learner, TOKENS)
     learner.close()
     return logprobs
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from batches import ragged, score, share_of, update
 from distributed import run_ranks
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
@@ -96,30 +97,45 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make_batch() -> tuple[TrainBatch, Tensor]:
-    """Return seven rows of different lengths after prompts of different lengths, and weights."""
+@dataclass
+class Rows:
+    """A batch as padded rows; every tensor but `lengths` is [batch, time]."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    advantages: Tensor
+
+    @property
+    def loss_weights(self) -> Tensor:
+        return self.loss_mask / self.loss_mask.sum()
+
+    def ragged(self) -> TrainBatch:
+        return ragged(**vars(self), loss_weights=self.loss_weights)
+
+
+def make_batch() -> Rows:
+    """Return seven rows of different lengths after prompts of different lengths."""
     generator = torch.Generator().manual_seed(1)
     shape = (7, 13)
     time = torch.arange(shape[1])
     prompt = torch.randint(1, 5, (shape[0], 1), generator=generator)
     length = torch.randint(6, shape[1] + 1, (shape[0], 1), generator=generator)
-    batch = TrainBatch(
+    rows = Rows(
         tokens=torch.randint(0, DIMS["vocab_size"], shape, generator=generator),
         loss_mask=(time >= prompt) & (time < length),
-        behaviour_logprobs=torch.zeros(shape),
-        rewards=torch.zeros(shape),
+        lengths=length.squeeze(1),
         advantages=torch.randn(shape, generator=generator),
     )
-    return batch, batch.loss_mask / batch.loss_mask.sum()
+    return rows
 
 
 def policy_gradient(
-    current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor
+    current_logprobs: Tensor, entropy: Tensor, batch: Any, loss_weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     moved = torch.zeros(())
-    if batch.proximal_logprobs is not None:
+    if getattr(batch, "proximal_logprobs", None) is not None:
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs().sum()
-    assert batch.advantages is not None
     loss = -(loss_weights * batch.advantages * current_logprobs).sum()
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
@@ -149,7 +165,7 @@ def weights_of(learner: Any) -> list[weight_map.TensorPart]:
 class Measurement:
     """Results of one model on one rank."""
 
-    scores: dict[float, tuple[Tensor, Tensor]]
+    scores: dict[float, tuple[Tensor, ...]]
     first_weights: list[weight_map.TensorPart]
     updates: list[Any]
     last_weights: list[weight_map.TensorPart]
@@ -166,18 +182,15 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
     from qurl_megatron.learner.learner import Learner
 
     learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
-    batch, loss_weights = make_batch()
+    batch = make_batch()
     scores = {
-        temperature: learner.logprobs_and_entropy(batch.tokens, temperature=temperature)
+        temperature: score(learner, batch.tokens, temperature=temperature)
         for temperature in TEMPERATURES
     }
     first_weights = weights_of(learner)
-    batch.proximal_logprobs, _ = learner.logprobs_and_entropy(
-        batch.tokens, temperature=0.7, loss_mask=batch.loss_mask
-    )
-    updates = [
-        learner.update(batch, loss_weights, policy_gradient, temperature=0.7) for _ in range(STEPS)
-    ]
+    share = share_of(learner, batch.ragged())
+    learner.score(share, ["proximal_logprobs"], temperature=0.7)
+    updates = [learner.update(share, policy_gradient, temperature=0.7) for _ in range(STEPS)]
     measurement = Measurement(scores, first_weights, updates, weights_of(learner))
     learner.close()
     return measurement
@@ -206,7 +219,7 @@ def make_reference(directory: Path) -> Reference:
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    batch, loss_weights = make_batch()
+    batch = make_batch()
     with torch.no_grad():
         scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
     first_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -225,7 +238,7 @@ def make_reference(directory: Path) -> Reference:
             group["lr"] = OPTIMIZER.learning_rate * min(1.0, step / OPTIMIZER.warmup_steps)
         optimizer.zero_grad()
         logprobs, entropy = logprobs_and_entropy_of(model, batch.tokens, 0.7)
-        loss, _ = policy_gradient(logprobs, entropy, batch, loss_weights)
+        loss, _ = policy_gradient(logprobs, entropy, batch, batch.loss_weights)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
@@ -285,13 +298,8 @@ def test_logprobs_and_entropy_match_transformers(
         assert_scores_match(rank, reference)
 
 
-def test_every_rank_returns_the_same_results(ranks: list[Measurement]) -> None:
-    first = ranks[0]
-    for rank in ranks[1:]:
-        assert rank.updates == first.updates
-        for temperature in TEMPERATURES:
-            pairs = zip(rank.scores[temperature], first.scores[temperature], strict=True)
-            assert all(torch.equal(own, expected) for own, expected in pairs)
+def test_every_rank_returns_the_same_updates(ranks: list[Measurement]) -> None:
+    assert all(rank.updates == ranks[0].updates for rank in ranks[1:])
 
 
 def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:
@@ -344,7 +352,7 @@ def test_optimizer_steps_match_torch(ranks: list[Measurement], reference: Refere
 
 def test_current_equals_proximal_until_the_first_update(ranks: list[Measurement]) -> None:
     first, second, _ = ranks[0].updates
-    assert first.stats == {"tokens": int(make_batch()[0].loss_mask.sum()), "moved": 0.0}
+    assert first.stats == {"tokens": int(make_batch().loss_mask.sum()), "moved": 0.0}
     assert second.stats["moved"] > 1e-3
 
 
@@ -413,20 +421,21 @@ def test_recomputed_activations_give_the_same_updates(
 
 def spoil(model: Path, layout: dict[str, Any], culprit: int) -> dict[str, str]:
     """Put NaN into a loss, a gradient and a weight of rank `culprit`; return what each raises."""
-    from qurl_megatron.learner.learner import Learner, NonFinite
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.learner.non_finite import NonFinite
 
     learner = Learner(model, learner_config(layout), OPTIMIZER)
     is_culprit = dist.get_rank() == culprit
-    batch, loss_weights = make_batch()
+    batch = make_batch()
     weights = {name: parameter for name, *_, parameter in learner._parameters()}
     weight = weights["decoder.layers.1.mlp.linear_fc2.weight"]
     messages = {}
 
-    def update(loss: Any = policy_gradient) -> None:
-        learner.update(batch, loss_weights, loss, temperature=1.0)
+    def train(loss: Any = policy_gradient) -> None:
+        learner.update(share_of(learner, batch.ragged()), loss, temperature=1.0)
 
-    def score() -> None:
-        learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
+    def score_all() -> None:
+        score(learner, batch.tokens)
 
     def nan_loss(*args: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, stats = policy_gradient(*args)
@@ -441,12 +450,12 @@ def spoil(model: Path, layout: dict[str, Any], culprit: int) -> dict[str, str]:
             for name, parameter in weights.items():
                 parameter.copy_(before[name])
         learner.reset_optimizer(OPTIMIZER)
-        score()  # all is well again
+        score_all()  # all is well again
 
-    attempt("loss", lambda: update(nan_loss))
+    attempt("loss", lambda: train(nan_loss))
     if is_culprit:
         hook = weight.register_hook(lambda gradient: gradient * torch.nan)
-    attempt("gradient", update)
+    attempt("gradient", train)
     if is_culprit:
         hook.remove()
 
@@ -454,7 +463,7 @@ def spoil(model: Path, layout: dict[str, Any], culprit: int) -> dict[str, str]:
         if is_culprit:
             with torch.no_grad():
                 weight[0, 0] = torch.nan
-        score()
+        score_all()
 
     attempt("weight", score_spoilt)
     learner.close()
@@ -489,16 +498,13 @@ def first_updates(
     from qurl_megatron.learner.learner import Learner
 
     device.initialize_distributed()
-    batch, loss_weights = make_batch()
+    batch = make_batch()
     updates: dict[int, list[Any]] = {rows: [] for rows in ROWS}
     for rows in ROWS:
         for size in micro_batch_sizes:
             learner = Learner(model, learner_config(layout, micro_batch_size=size), OPTIMIZER)
-            updates[rows].append(
-                learner.update(
-                    batch.rows(slice(rows)), loss_weights[:rows], policy_gradient, temperature=1.0
-                )
-            )
+            share = share_of(learner, batch.ragged().select(range(rows)))
+            updates[rows].append(learner.update(share, policy_gradient, temperature=1.0))
             learner.close()
     return updates
 
@@ -509,10 +515,10 @@ def test_gradients_depend_on_neither_micro_batches_nor_replicas(models: dict[str
     replicas, *_ = run_ranks(first_updates, 2, model, DP2, [4, 1])
     for rows in ROWS:
         expected = one_rank[rows][0]
-        for update in [*one_rank[rows], *replicas[rows]]:
-            assert update.loss == pytest.approx(expected.loss, rel=1e-6)
-            assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-            assert update.stats == expected.stats
+        for measured in [*one_rank[rows], *replicas[rows]]:
+            assert measured.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert measured.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+            assert measured.stats == expected.stats
 
 
 def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
@@ -529,8 +535,8 @@ def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
         transform=divide_by_three,
     )
     parameters = dict(learner.chunks[0].module.named_parameters())
-    batch, loss_weights = make_batch()
-    logprobs, _ = learner.logprobs_and_entropy(batch.tokens, temperature=1.0)
+    batch = make_batch()
+    logprobs, _ = score(learner, batch.tokens, temperature=1.0)
 
     def masters_of() -> dict[str, Tensor]:
         masters = {name: learner._optimizer_shards.master(p) for name, p in parameters.items()}
@@ -538,13 +544,14 @@ def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
     masters = masters_of()
     computed_with = {name: p.detach().clone() for name, p in parameters.items()}
-    update = learner.update(batch, loss_weights, policy_gradient, temperature=1.0)
+    share = share_of(learner, batch.ragged())
+    grad_norm = learner.update(share, policy_gradient, temperature=1.0).grad_norm
     learner.reset_optimizer(OptimizerConfig(learning_rate=1e-6))
     changes = {name: master - masters[name] for name, master in masters_of().items()}
     learner.close()
     return {
         "logprobs": logprobs,
-        "grad_norm": update.grad_norm,
+        "grad_norm": grad_norm,
         "master": masters["decoder.layers.0.mlp.linear_fc2.weight"],
         "computed_with": computed_with["decoder.layers.0.mlp.linear_fc2.weight"],
         "changes": {name: float(change.abs().max()) for name, change in changes.items()},
@@ -571,7 +578,7 @@ def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:
     from qurl_megatron.learner.learner import Learner
 
     learner = Learner(model, learner_config({}, dtype=dtype), OPTIMIZER)
-    logprobs, _ = learner.logprobs_and_entropy(make_batch()[0].tokens, temperature=1.0)
+    logprobs, _ = score(learner, make_batch().tokens, temperature=1.0)
     learner.close()
     assert not torch.distributed.is_initialized()  # the learner created the default group
     return logprobs
@@ -601,7 +608,7 @@ def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
         build_tiny_model(tmp_path / rope["rope_type"], "llama", rope_parameters=rope, **DIMS)
         for rope in (scaled_rope, plain_rope)
     )
-    tokens = make_batch()[0].tokens
+    tokens = make_batch().tokens
     (logprobs,) = run_ranks(logprobs_on_one_rank, 1, scaled, "float32")
     with torch.no_grad():
         expected, unscaled = (
@@ -623,22 +630,23 @@ def use_a_group_of_the_caller(model: Path) -> dict[str, Any]:
     device.initialize_distributed()
     results: dict[str, Any] = {}
     learner = Learner(model, learner_config({}), OPTIMIZER)
-    batch, loss_weights = make_batch()
+    batch = make_batch()
 
-    def score() -> Tensor:
-        return learner.logprobs_and_entropy(batch.tokens, temperature=1.0)[0]
+    def logprobs() -> Tensor:
+        return score(learner, batch.tokens)[0]
 
     def learning_rate() -> float:
-        update = learner.update(batch, loss_weights, policy_gradient, temperature=1.0)
-        return update.learning_rate
+        share = share_of(learner, batch.ragged())
+        return learner.update(share, policy_gradient, temperature=1.0).learning_rate
 
     learning_rate()
-    before = score()
+    before = logprobs()
     learner.reset_optimizer(OptimizerConfig(learning_rate=3e-5))
-    results["reset changed scores by"] = float((score() - before).abs().max())
+    results["reset changed scores by"] = float((logprobs() - before).abs().max())
     results["learning rates"] = [learning_rate(), learning_rate()]
+    spoilt = torch.full((int(batch.lengths.sum()),), torch.nan)
     with pytest.raises(FloatingPointError) as failure:
-        learner.update(batch, loss_weights * torch.nan, policy_gradient, temperature=1.0)
+        update(learner, batch.ragged(), spoilt, policy_gradient)
     results["failure"] = str(failure.value)
     learner.close()
     results["group is alive"] = dist.is_initialized()
@@ -717,13 +725,11 @@ def score_with_a_reference(model_dir: Path, layout: dict[str, Any]) -> list[Tens
     tokens = torch.arange(3, 43).view(2, 20)
 
     def scores() -> Tensor:
-        return learner.logprobs_and_entropy(tokens, temperature=1.0)[0]
+        return score(learner, tokens, temperature=1.0)[0]
 
     before = scores()
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    zeros = torch.zeros(tokens.shape)
-    batch = TrainBatch(tokens, mask, zeros, zeros, zeros)
-    learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
+    update(learner, ragged(tokens), mask.flatten() / mask.sum(), negative_log_likelihood)
     updated = scores()
     with learner.as_reference():
         reference = scores()

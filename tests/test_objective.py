@@ -3,6 +3,7 @@
 All hand-worked cases use eps_low 0.2, eps_high 0.28 (clip to [0.8, 1.28]) and C = 2.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,17 +11,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import (
     LAG_BUCKETS,
     OBJECTIVES,
     ObjectiveOutput,
+    PolicyLoss,
+    add_up,
+    mismatch_sums,
     policy_objective,
     rollout_statistics,
     statistics_by_lag,
     token_weights,
     value_loss,
 )
+from qurl_megatron.config.schema import ObjectiveConfig
 
 torch.set_num_threads(1)
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
@@ -253,7 +260,7 @@ def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any
         "proximal_logprobs": proximal,
         "behaviour_logprobs": proximal + normal(0.8),
         "advantages": normal(1.0),
-        "loss_weights": token_weights(loss_mask, "sequence_mean"),
+        "loss_weights": weights_of(loss_mask, "sequence_mean"),
     }
     return {name: value.to(dtype) for name, value in batch.items()}
 
@@ -458,16 +465,35 @@ def test_kl_without_a_reference_is_refused() -> None:
 MASK = torch.tensor([[False, True, True, False], [True, True, True, True], [False] * 4])
 
 
+def weights_of(loss_mask: Tensor, aggregation: str) -> Tensor:
+    """Return `token_weights` of rows [batch, time], as such rows."""
+    batch, time = loss_mask.shape
+    lengths = torch.full((batch,), time)
+    return token_weights(loss_mask.flatten(), lengths, aggregation).view(batch, time)
+
+
 def test_sequence_mean_gives_every_sequence_the_same_weight() -> None:
-    weights = token_weights(MASK, "sequence_mean")
+    weights = weights_of(MASK, "sequence_mean")
     expected = torch.tensor([[0, 1 / 4, 1 / 4, 0], [1 / 8] * 4, [0.0] * 4])
     torch.testing.assert_close(weights, expected, rtol=1e-7, atol=0)
 
 
 def test_token_mean_gives_every_token_the_same_weight() -> None:
-    torch.testing.assert_close(
-        token_weights(MASK, "token_mean"), MASK.float() / 6, rtol=1e-7, atol=0
-    )
+    torch.testing.assert_close(weights_of(MASK, "token_mean"), MASK.float() / 6, rtol=1e-7, atol=0)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_weights_of_ragged_sequences_are_those_of_padded_rows(masks: list[list[bool]]) -> None:
+    if not any(map(any, masks)):
+        masks[0][0] = True
+    rows = [torch.tensor(mask) for mask in masks]
+    lengths = torch.tensor([len(row) for row in rows])
+    for aggregation in ("sequence_mean", "token_mean"):
+        weights = token_weights(torch.cat(rows), lengths, aggregation)
+        expected = weights_of(torch.nn.utils.rnn.pad_sequence(rows, True, False), aggregation)
+        is_real = torch.arange(expected.shape[1]) < lengths[:, None]
+        assert torch.equal(weights, expected[is_real])
+        assert weights.sum().item() == pytest.approx(1, rel=1e-5)
 
 
 def test_losses_of_the_parts_of_a_batch_add_up_to_its_loss() -> None:
@@ -482,18 +508,21 @@ def test_losses_of_the_parts_of_a_batch_add_up_to_its_loss() -> None:
 
 def test_empty_mask_and_unknown_aggregation_are_refused() -> None:
     with pytest.raises(ValueError, match="no token"):
-        token_weights(torch.zeros(2, 3, dtype=torch.bool), "token_mean")
+        weights_of(torch.zeros(2, 3, dtype=torch.bool), "token_mean")
     with pytest.raises(ValueError, match="'batch_mean'.*sequence_mean, token_mean"):
-        token_weights(MASK, "batch_mean")
+        weights_of(MASK, "batch_mean")
+
+
+def floats(sums: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in sums.items()}
 
 
 def test_rollout_statistics_match_numbers_worked_out_by_hand() -> None:
     """The ratios proximal / behaviour are 2.5, 0.5 and 1, and a masked NaN."""
     proximal = torch.tensor([[0.5, 0.25, 0.3, math.nan]]).log()
     behaviour = torch.tensor([[0.2, 0.5, 0.3, 0.1]]).log()
-    statistics = rollout_statistics(
-        proximal, behaviour, torch.tensor([[True, True, True, False]]), ratio_cap=2.0
-    )
+    mask = torch.tensor([[True, True, True, False]])
+    statistics = rollout_statistics(floats(mismatch_sums(proximal, behaviour, mask, 2.0)))
     log_up, log_down = math.log(2.5), math.log(0.5)
     assert statistics == pytest.approx(
         {
@@ -507,22 +536,72 @@ def test_rollout_statistics_match_numbers_worked_out_by_hand() -> None:
     )
 
 
-def test_statistics_by_lag_are_those_of_the_tokens_of_each_lag() -> None:
-    lags = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 9]])
+def lag_batch(mask: Tensor) -> TrainBatch:
+    """Return eight tokens of all lags, of which the second has a ratio of 4."""
     ratios = torch.tensor([[1.0, 4.0, 3.0, 0.5, 2.5, 1.5, 6.0, 1.0]])
     behaviour = torch.full_like(ratios, 0.1).log()
-    proximal = behaviour + ratios.log()
-    mask = torch.ones_like(lags, dtype=torch.bool)
+    return TrainBatch(
+        lengths=torch.tensor([8]),
+        tokens=torch.zeros(1, 8, dtype=torch.int32),
+        loss_mask=mask,
+        behaviour_logprobs=behaviour,
+        advantages=torch.ones_like(ratios),
+        loss_weights=mask / mask.sum(),
+        proximal_logprobs=behaviour + ratios.log(),
+        entropy=torch.full_like(ratios, 0.5),
+        token_lags=torch.tensor([[0, 0, 1, 2, 3, 4, 5, 9]], dtype=torch.int32),
+    )
+
+
+def stats_of(batch: TrainBatch) -> dict[str, float]:
+    """Return the policy loss's statistics of `batch`, whose policy has not moved."""
+    assert batch.proximal_logprobs is not None and batch.loss_weights is not None
+    loss = PolicyLoss(ObjectiveConfig(ratio_cap=2.0), by_lag=True)
+    _, stats = loss(batch.proximal_logprobs, torch.zeros(1, 8), batch, batch.loss_weights)
+    return floats(stats)
+
+
+def test_statistics_by_lag_are_those_of_the_tokens_of_each_lag() -> None:
+    mask = torch.ones(1, 8, dtype=torch.bool)
     mask[0, 1] = False  # its ratio of 4 must not show
-    by_lag = statistics_by_lag(proximal, behaviour, mask, lags, ratio_cap=2.0)
+    by_lag = statistics_by_lag(stats_of(lag_batch(mask)))
     assert list(by_lag) == ["0", "1", "2", "3-4", "5+"]
     assert [by_lag[lag]["ratio_proximal_behaviour_max"] for lag in by_lag] == pytest.approx(
         [1.0, 3.0, 0.5, 2.5, 6.0]
     )
     assert by_lag["3-4"]["tis_truncated_fraction"] == by_lag["5+"]["tis_truncated_fraction"] == 0.5
     assert by_lag["3-4"]["token_fraction"] == pytest.approx(2 / 7)
+    assert all(lag["clip_fraction"] == lag["acr_widened_fraction"] == 0 for lag in by_lag.values())
     mask[0, 3] = False
-    assert "2" not in statistics_by_lag(proximal, behaviour, mask, lags, ratio_cap=2.0)
+    assert "2" not in statistics_by_lag(stats_of(lag_batch(mask)))
+
+
+def test_statistics_of_the_parts_of_a_batch_add_up_to_its_statistics() -> None:
+    whole = stats_of(lag_batch(torch.ones(1, 8, dtype=torch.bool)))
+    halves = []
+    for half in (slice(0, 4), slice(4, 8)):
+        mask = torch.zeros(1, 8, dtype=torch.bool)
+        mask[0, half] = True
+        halves.append(stats_of(lag_batch(mask)))
+    assert add_up(halves) == pytest.approx(whole, rel=1e-12)
+    assert whole["largest_ratio"] == pytest.approx(6) and whole["entropy"] == 4
+
+
+def test_in_the_first_pass_current_logprobs_are_the_proximal_ones() -> None:
+    batch = lag_batch(torch.ones(1, 8, dtype=torch.bool))
+    assert batch.proximal_logprobs is not None and batch.loss_weights is not None
+    loss, entropy = PolicyLoss(ObjectiveConfig()), torch.full((1, 8), 0.25)
+    results = []
+    for proximal in (batch.proximal_logprobs, None):
+        current = batch.proximal_logprobs.clone().requires_grad_()
+        given = dataclasses.replace(batch, proximal_logprobs=proximal, entropy=entropy)
+        value, stats = loss(current, entropy, given, batch.loss_weights)
+        value.backward()
+        assert current.grad is not None and current.grad.any()
+        results.append((value.item(), current.grad.tolist(), floats(stats)))
+        assert given.proximal_logprobs is not None and not given.proximal_logprobs.requires_grad
+        assert torch.equal(given.proximal_logprobs, batch.proximal_logprobs)
+    assert results[0] == results[1]
 
 
 def test_clipped_and_widened_tokens_are_counted_by_lag_and_change_nothing_else() -> None:
@@ -545,9 +624,8 @@ def test_k1_and_k3_both_estimate_the_kl_from_behaviour_to_proximal() -> None:
     behaviour = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     proximal = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     sampled = torch.tensor([[0] * 7 + [1] * 2 + [2]])
-    statistics = rollout_statistics(
-        proximal.log()[sampled], behaviour.log()[sampled], sampled >= 0, ratio_cap=2.0
-    )
+    sums = mismatch_sums(proximal.log()[sampled], behaviour.log()[sampled], sampled >= 0, 2.0)
+    statistics = rollout_statistics(floats(sums))
     exact = (behaviour * (behaviour / proximal).log()).sum().item()
     assert statistics["kl_behaviour_proximal"] == pytest.approx(exact, rel=1e-12)
     assert statistics["kl_behaviour_proximal_k3"] == pytest.approx(exact, rel=1e-12)

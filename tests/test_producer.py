@@ -347,7 +347,8 @@ def sampler_of(config: Config, servers: Servers, killed: Callable[[], bool]) -> 
 def ids_in(batch: TrainBatch, settings: RolloutConfig) -> list[str]:
     """Return the id of each prompt in a batch, which must have the settings' number of rows."""
     assert len(batch) == PER_STEP * settings.completions_per_prompt
-    return [PROMPTS[token].id for token in batch.tokens[:: settings.completions_per_prompt, 0]]
+    starts = (batch.lengths.cumsum(0) - batch.lengths)[:: settings.completions_per_prompt]
+    return [PROMPTS[token].id for token in batch.tokens[starts]]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])

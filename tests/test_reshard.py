@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
-from qurl_megatron.learner.learner import Learner, NonFinite
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import Fleet

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from distributed import run_ranks
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config
-from qurl_megatron.loop.samples import pick_samples
+from qurl_megatron.loop.samples import choose, make_samples, pick_samples
 from qurl_megatron.report import completions
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import RunRecord, read_run
@@ -30,6 +33,7 @@ from qurl_megatron.report.samples import (
 )
 from test_metrics import write
 from test_report import write_run
+from tiny import build_tiny_model
 
 HOSTILE = "</pre><script src='https://example.com/x.js'></script><img src=x onerror=y>&\u202e\x00|*"
 
@@ -57,18 +61,16 @@ def group(name: str, rewards: list[float], truncated: tuple[int, ...] = ()) -> R
     return RolloutGroup(Prompt(name, f"question {name}", "", [7, 8]), made, rewards)
 
 
-def batch_of(groups: list[RolloutGroup], ratios: dict[tuple[int, int], float]) -> TrainBatch:
-    """Return the groups' batch, with these ratios at (row, response token) and 1 elsewhere."""
-    batch = pack(groups, pad_token_id=0)
-    batch.proximal_logprobs = batch.behaviour_logprobs.clone()
-    for (row, token), ratio in ratios.items():
-        batch.proximal_logprobs[row, 2 + token] += math.log(ratio)
-    return batch
-
-
 def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sample]:
-    at = {(int(name[1:].split("_")[0]), int(name.split("_")[1])): r for name, r in ratios.items()}
-    return pick_samples(5, groups, batch_of(groups, at), Tokenizer(), count)
+    """Choose completions; `r3_1` is the ratio of row 3 at response token 1, 1 elsewhere."""
+    completions = [completion for group in groups for completion in group.completions]
+    log_ratios = [torch.zeros(len(completion.token_ids)) for completion in completions]
+    for name, ratio in ratios.items():
+        row, token = map(int, name[1:].split("_"))
+        log_ratios[row][token] = math.log(ratio)
+    chosen = choose(groups, [float(each.abs().max()) for each in log_ratios], count)
+    of_chosen = {row: log_ratios[row] for row in chosen}
+    return make_samples(5, groups, chosen, of_chosen, Tokenizer())
 
 
 GROUPS = [group("a", [0, 0, 0]), group("b", [0, 1, -1], (0, 1)), group("c", [1, 0, 0.5])]
@@ -94,7 +96,6 @@ def test_no_completion_is_chosen_twice_and_never_more_than_asked_for() -> None:
         chosen = [sample.text for sample in pick(GROUPS, count)]
         assert len(chosen) == len(set(chosen)) == min(count, 9)
     assert pick(GROUPS, 6) == [*pick(GROUPS, 6)]  # the same each time
-    assert pick_samples(5, [], batch_of(GROUPS, {}), Tokenizer(), 4) == []
 
 
 def test_without_cut_off_completions_the_other_kinds_fill_the_number() -> None:
@@ -114,8 +115,8 @@ def test_a_long_completion_is_stored_without_its_middle() -> None:
     text = "x" * 50_000
     long = Completion(list(range(length)), [-1.0] * length, text, True, [1] * length)
     groups = [RolloutGroup(Prompt("p", "q" * 50_000, "", [1, 2]), [long], [0.0])]
-    ratios = {(0, 0): 2.0, (0, SHOWN_TOKENS): 3.0, (0, length - 1): 0.5}
-    (sample,) = pick_samples(1, groups, batch_of(groups, ratios), Tokenizer(), 4)
+    ratios = {"r0_0": 2.0, f"r0_{SHOWN_TOKENS}": 3.0, f"r0_{length - 1}": 0.5}
+    (sample,) = pick(groups, 4, **ratios)
     assert sample.length == length
     assert len(sample.tokens) == len(sample.ratios) == SHOWN_TOKENS
     assert sample.ratios[0] == 2 and sample.ratios[-1] == 0.5 and 3.0 not in sample.ratios
@@ -258,10 +259,47 @@ def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path
     assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
 
 
-def test_the_log_ratio_of_prompts_and_padding_does_not_count() -> None:
-    groups = [group("a", [0, 1, 0, 0])]
-    batch = batch_of(groups, {(3, 0): 1.5})
-    assert batch.proximal_logprobs is not None
-    batch.proximal_logprobs[2, [0, -1]] = 5.0  # in the prompt, and beyond the end
-    *_, last = pick_samples(1, groups, batch, Tokenizer(), 3)
-    assert (last.kind, last.text, last.ratios[0]) == ("largest ratio", "a3", 1.5)
+def pick_from_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
+    """Pick samples of two minibatches whose proximal log-probs are (row + token) / 100 below."""
+    from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+    from qurl_megatron.learner.learner import Learner
+
+    config = LearnerConfig(dtype="float32", micro_batch_size=2, **parallel)
+    learner = Learner(model, config, OptimizerConfig())
+    groups = [group("a", [0, 1, 0.5]), group("b", [0, 0, 0])] if dist.get_rank() == 0 else []
+    batch = pack(groups) if groups else TrainBatch.empty()
+    shares = [learner.share(minibatch) for minibatch in batch.split(2)]
+    for number, share in enumerate(shares):
+        learner.score(share, ["proximal_logprobs"], temperature=1.0)
+        for micro in share.micro_batches:
+            rows = micro.rows
+            if rows.proximal_logprobs is not None:
+                assert rows.behaviour_logprobs is not None
+                # The tokens of a response are 0, 1, 2, ...; response 2 of group b has the largest.
+                rows.proximal_logprobs = rows.behaviour_logprobs + rows.tokens / (100 - number)
+                rows.proximal_logprobs[~rows.loss_mask] = 9.0  # prompts do not count
+    samples = pick_samples(5, groups, shares, Tokenizer(), 4)
+    learner.close()
+    return samples
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"data_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}],
+    ids=lambda parallel: next(iter(parallel)),
+)
+def test_ratios_of_the_chosen_completions_come_from_the_ranks_that_have_them(
+    parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build_tiny_model(tmp_path)
+    samples, others = run_ranks(pick_from_shares, 2, model, parallel)
+    assert others == []
+    assert [(sample.kind, sample.text) for sample in samples] == [
+        ("highest reward", "a1"),
+        ("lowest reward", "a0"),
+        ("largest ratio", "b2"),  # of the second minibatch, with the longest responses
+        ("highest reward", "b0"),
+    ]
+    ratios = [[round(math.exp(token / 100), 3) for token in range(length)] for length in (3, 2)]
+    assert [sample.ratios for sample in samples[:2]] == ratios
+    assert samples[2].ratios == [round(math.exp(token / 99), 3) for token in range(4)]

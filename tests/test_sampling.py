@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
@@ -54,7 +56,6 @@ class ScriptedClient:
 
 
 class Tokenizer:
-    pad_token_id = 0
     eos_token_id = 1
 
 
@@ -109,7 +110,8 @@ def sample_step(
 
 def advantage_signs(batch: TrainBatch) -> list[float]:
     assert batch.advantages is not None
-    return torch.sign(batch.advantages.sum(1)).tolist()
+    sequences = batch.advantages.split(batch.lengths.tolist())
+    return [float(torch.sign(advantages.sum())) for advantages in sequences]
 
 
 def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> None:
@@ -126,7 +128,8 @@ def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     with sampler_of(config, client) as sampler:
         batch, _ = sampler.sample(step=1, version=1)
     assert batch.advantages is None
-    assert batch.rewards.tolist() == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]] * 2
+    assert batch.rewards is not None
+    assert batch.rewards.tolist() == [*[0, 0, 0, 1], *[0, 0, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("tries", [1, 3])
@@ -137,7 +140,8 @@ def test_zero_variance_groups_are_replaced_at_most_as_often_as_configured(tries:
     assert len(asked) == len(set(asked)) == 2 + tries  # only the second is replaced
     assert summary.groups_replaced == tries
     last = asked[-1]
-    assert batch.tokens[:, 0].tolist() == [10 + int(id_) for id_ in (first, first, last, last)]
+    starts = batch.lengths.cumsum(0) - batch.lengths
+    assert batch.tokens[starts].tolist() == [10 + int(id_) for id_ in (first, first, last, last)]
     assert summary.reward_mean == pytest.approx(1 / (4 + 2 * tries))  # over all completions
 
 
@@ -230,9 +234,54 @@ def test_lags_count_from_the_version_that_is_trained_against() -> None:
         Completion([50, 51, 52], [-1.0] * 3, "", False, [3, 3, 5]),
         Completion([50], [-1.0], "", False, [4]),
     ]
-    batch = pack([RolloutGroup(prompt, completions, [0.0, 1.0])], pad_token_id=0, version=6)
-    assert batch.token_lags is not None and batch.token_lags.dtype == torch.int64
+    batch = pack([RolloutGroup(prompt, completions, [0.0, 1.0])], version=6)
+    assert batch.token_lags is not None and batch.token_lags.dtype == torch.int32
     assert batch.token_lags[batch.loss_mask].tolist() == [3, 3, 1, 2]
     assert not batch.token_lags[~batch.loss_mask].any()
-    (half,) = batch.rows(slice(1, 2)).split(1)
-    assert half.token_lags is not None and half.token_lags.max() == 2
+
+
+SEQUENCES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=8)
+
+
+@given(SEQUENCES, st.randoms(use_true_random=False))
+def test_a_ragged_batch_has_the_sequences_of_padded_rows(
+    sizes: list[tuple[int, int]], random: Any
+) -> None:
+    """Packing, choosing and splitting sequences is what it is for rows [batch, time]."""
+    groups = []
+    for prompt, response in sizes:
+        tokens = [random.randrange(2, 99) for _ in range(prompt + response)]
+        logprobs = [-random.random() for _ in range(response)]
+        completion = Completion(tokens[prompt:], logprobs, "", False, [3] * response)
+        groups.append(RolloutGroup(Prompt("", "", "", tokens[:prompt]), [completion], [1.0]))
+    batch = pack(groups, [[float(number)] for number in range(len(groups))], version=5)
+    rows: dict[str, list[list[Any]]] = {
+        "tokens": [group.prompt.token_ids + group.completions[0].token_ids for group in groups],
+        "loss_mask": [[False] * prompt + [True] * response for prompt, response in sizes],
+        "behaviour_logprobs": [
+            [0.0] * len(group.prompt.token_ids) + group.completions[0].behaviour_logprobs
+            for group in groups
+        ],
+        "rewards": [[0.0] * (prompt + response - 1) + [1.0] for prompt, response in sizes],
+        "advantages": [
+            [0.0] * prompt + [float(number)] * response
+            for number, (prompt, response) in enumerate(sizes)
+        ],
+        "token_lags": [[0] * prompt + [2] * response for prompt, response in sizes],
+    }
+
+    def check(part: TrainBatch, numbers: Sequence[int]) -> None:
+        assert len(part) == len(numbers)
+        assert part.lengths.tolist() == [sum(sizes[number]) for number in numbers]
+        for name, values in rows.items():
+            expected = [value for number in numbers for value in values[number]]
+            assert getattr(part, name).tolist() == pytest.approx(expected, rel=1e-6)
+        assert part.values is None
+
+    check(batch, range(len(sizes)))
+    chosen = random.sample(range(len(sizes)), random.randrange(len(sizes) + 1))
+    check(batch.select(chosen), chosen)
+    parts = random.randrange(1, len(sizes) + 1)
+    count = len(sizes) // parts
+    for number, part in enumerate(batch.split(parts)):
+        check(part, range(number * count, (number + 1) * count))

@@ -179,6 +179,16 @@ def test_a_pass_takes_two_operations_per_weight_and_token() -> None:
     assert with_reference == pytest.approx(2 * times["proximal"], rel=1e-6)
 
 
+def test_with_one_minibatch_only_a_reference_takes_a_pass_before_the_update() -> None:
+    config = learner_config(tensor_parallel_size=1, pipeline_parallel_size=1)
+    config.objective.kl_coefficient = 0
+    two = step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"]
+    config.optimizer.minibatches_per_step = 1
+    assert step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"] == 0 < two
+    config.objective.kl_coefficient = 1e-3
+    assert step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"] == pytest.approx(two, rel=1e-6)
+
+
 def test_parallel_passes_have_all_reduces_and_a_pipeline_bubble() -> None:
     """TP 2 x PP 4 x DP 2, two virtual stages, recomputation, 2 minibatches of 512 micro batches."""
     config = learner_config(

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from qurl_megatron.learner.learner import NonFinite
+from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.loop import train
 
 

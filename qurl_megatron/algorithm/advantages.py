@@ -48,7 +48,13 @@ def soft_overlong_penalty(length: int, max_length: int, soft_tokens: int) -> flo
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, loss_mask: Tensor, *, discount: float, gae_lambda: float
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    lengths: Tensor,
+    *,
+    discount: float,
+    gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
     """Return PPO's advantages and returns by generalized advantage estimation.
 
@@ -59,18 +65,24 @@ def generalized_advantages(
     in between that the policy did not sample, such as a user's turn in a conversation, and is not
     discounted for them (as in verl). A reward at such a token is ignored.
 
-    All are `[batch, time]`: `rewards`, `values` and both results float32, `loss_mask` bool. The
-    results are 0 outside `loss_mask`.
+    All are `[tokens]`, sequence after sequence: `rewards`, `values` and both results float32,
+    `loss_mask` bool. `lengths` is `[sequences]` int64. The results are 0 outside `loss_mask`.
     """
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantage = next_value = torch.zeros_like(values[:, 0])
-    for time in reversed(range(values.shape[1])):
-        mask, value = loss_mask[:, time], values[:, time]
-        delta = rewards[:, time] + discount * next_value - value
+    # Longest first, so that those with `back` tokens or more come first.
+    order = lengths.argsort(descending=True)
+    ends, lengths = lengths.cumsum(0)[order], lengths[order]
+    advantage = next_value = values.new_zeros(len(lengths))
+    for back in range(1, int(lengths.max()) + 1):
+        count = int((lengths >= back).sum())
+        time = ends[:count] - back
+        advantage, next_value = advantage[:count], next_value[:count]
+        mask, value = loss_mask[time], values[time]
+        delta = rewards[time] + discount * next_value - value
         advantage = torch.where(mask, delta + discount * gae_lambda * advantage, advantage)
         next_value = torch.where(mask, value, next_value)
-        advantages[:, time] = torch.where(mask, advantage, 0.0)
-        returns[:, time] = torch.where(mask, advantage + value, 0.0)
+        advantages[time] = torch.where(mask, advantage, 0.0)
+        returns[time] = torch.where(mask, advantage + value, 0.0)
     return advantages, returns
 
 
@@ -81,7 +93,7 @@ def whiten(advantages: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tens
     as in verl and TRL. Under the root, `epsilon` keeps advantages that hardly differ close to 0,
     which would otherwise be rounding noise scaled up to a standard deviation of 1.
 
-    `advantages` and the result are `[batch, time]` float32; the result is 0 outside `loss_mask`.
+    `advantages` and the result are `[tokens]` float32; the result is 0 outside `loss_mask`.
 
     Raises:
         ValueError: `loss_mask` has fewer than two tokens.

@@ -1,14 +1,15 @@
 """The data that modules pass to each other: prompts, completions, groups and training batches.
 
-Position `t` of every `[batch, time]` tensor belongs to token `t`: `behaviour_logprobs[i, t]` is
-the log-probability of `tokens[i, t]` given `tokens[i, :t]`. All log-probs are natural, float32,
-over the full vocabulary at the sampling temperature, and 0 where `loss_mask` is False.
+A training batch is ragged: its sequences lie one behind another, and position `t` of every
+`[tokens]` tensor belongs to token `t`. `behaviour_logprobs[t]` is the log-probability of
+`tokens[t]` given the tokens before it in its sequence. All log-probs are natural, float32, over
+the full vocabulary at the sampling temperature, and 0 where `loss_mask` is False.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -49,78 +50,107 @@ class RolloutGroup:
 
 @dataclass
 class TrainBatch:
-    """The rows a learner trains on, one per completion; the same on every rank.
+    """Sequences to train on, each a prompt with one completion, one behind another.
 
-    Produced by `loop/sampling.py`. The tensors that are None at first are filled later in the step:
-    log-probs of the learner by `loop/train.py`, all tensors of PPO by `learner/critic.py`.
+    Produced by `loop/sampling.py` on global rank 0, which deals it out to the data-parallel
+    replicas. The tensors that are None at first are filled later in the step, or are of no use to
+    who has this batch. In a micro batch, all tensors but `lengths` are [1, tokens].
     """
 
-    tokens: Tensor  # [batch, time] int64: prompt, response, padding
-    loss_mask: Tensor  # [batch, time] bool, True on sampled tokens
-    behaviour_logprobs: Tensor  # [batch, time] float32, from the engine that sampled the tokens
-    rewards: Tensor  # [batch, time] float32: a completion's reward at its last token, 0 elsewhere
-    advantages: Tensor | None = None  # [batch, time] float32, 0 outside loss_mask; PPO: by critic
-    proximal_logprobs: Tensor | None = None  # [batch, time] float32, learner before any update
-    reference_logprobs: Tensor | None = None  # [batch, time] float32, model before any training
-    values: Tensor | None = None  # PPO: [batch, time] float32, critic before its update
-    returns: Tensor | None = None  # PPO: [batch, time] float32, what the critic learns to predict
-    # [batch, time] int64: the weight version trained against minus the version that sampled the
-    # token, 0 outside loss_mask
+    lengths: Tensor  # [sequences] int64, the tokens of each sequence
+    tokens: Tensor  # [tokens] int32: prompt and response of each sequence
+    loss_mask: Tensor  # [tokens] bool, True on sampled tokens
+    behaviour_logprobs: Tensor | None = None  # [tokens] float32, from the engine that sampled them
+    # [tokens] float32: a completion's reward at its last token, 0 elsewhere
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None  # [tokens] float32, 0 outside loss_mask; PPO: by critic
+    loss_weights: Tensor | None = None  # [tokens] float32, normalized over the whole minibatch
+    proximal_logprobs: Tensor | None = None  # [tokens] float32, learner before any update
+    entropy: Tensor | None = None  # [tokens] float32, of the learner before any update
+    reference_logprobs: Tensor | None = None  # [tokens] float32, model before any training
+    values: Tensor | None = None  # PPO: [tokens] float32, critic before its update
+    returns: Tensor | None = None  # PPO: [tokens] float32, what the critic learns to predict
+    # [tokens] int32: the weight version trained against minus the version that sampled the token,
+    # 0 outside loss_mask
     token_lags: Tensor | None = None
 
-    def rows(self, index: slice | Tensor) -> TrainBatch:
-        """Return a batch of only the rows that `index` selects."""
-        return self.map(lambda tensor: tensor[index])
+    @classmethod
+    def empty(cls) -> TrainBatch:
+        """Return a batch without sequences, as ranks other than global rank 0 have it."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return cls(lengths=nothing, tokens=nothing.int(), loss_mask=nothing.bool())
+
+    def only(self, *names: str) -> TrainBatch:
+        """Return the batch with its tokens and mask, and of the other tensors only these."""
+        kept = {name: getattr(self, name) for name in names}
+        return TrainBatch(self.lengths, self.tokens, self.loss_mask, **kept)
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
-        """Yield `parts` batches of equal numbers of rows, in order."""
-        rows = len(self) // parts
-        return (self.rows(slice(start, start + rows)) for start in range(0, len(self), rows))
+        """Yield `parts` batches of equal numbers of sequences, in order."""
+        ends = [0, *self.lengths.cumsum(0).tolist()]
+        count = len(self) // parts
+        for part in range(parts):
+            chosen = slice(part * count, (part + 1) * count)
+            place = slice(ends[chosen.start], ends[chosen.stop])
+            yield replace(self.map(lambda t: t[place]), lengths=self.lengths[chosen])  # noqa: B023
+
+    def select(self, numbers: Sequence[int]) -> TrainBatch:
+        """Return a batch of these sequences, in this order."""
+        chosen = torch.tensor(numbers, dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        # A token moves by what its sequence moves.
+        moves = (self.lengths.cumsum(0) - self.lengths)[chosen] - (lengths.cumsum(0) - lengths)
+        index = torch.arange(int(lengths.sum())) + moves.repeat_interleave(lengths)
+        return replace(self.map(lambda tensor: tensor[index]), lengths=lengths)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
-        """Return a batch of `change(tensor)` for every tensor that is not None."""
-        tensors = (getattr(self, field.name) for field in fields(self))
-        return TrainBatch(*(None if t is None else change(t) for t in tensors))  # type: ignore[arg-type]
+        """Return a batch of `change(tensor)` for every [tokens] tensor that is not None."""
+        tensors = {each.name: getattr(self, each.name) for each in fields(self)}
+        lengths = tensors.pop("lengths")
+        changed = {name: None if t is None else change(t) for name, t in tensors.items()}
+        return TrainBatch(lengths, **changed)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        return self.tokens.shape[0]
+        return len(self.lengths)
 
 
 def pack(
     groups: list[RolloutGroup],
-    pad_token_id: int,
     advantages: list[list[float]] | None = None,
     version: int | None = None,
 ) -> TrainBatch:
-    """Lay groups out as one right-padded batch, one row per completion, in order.
+    """Lay groups out as one batch, one sequence per completion, in order.
 
     `advantages[group][completion]` is given to every token of that completion. `version` is the
     weight version trained against, from which lags are counted; None: every lag is 0.
     """
-    rows = [
+    sequences = [
         (group.prompt.token_ids, completion, reward)
         for group in groups
         for completion, reward in zip(group.completions, group.rewards, strict=True)
     ]
-    time = max(len(prompt) + len(completion.token_ids) for prompt, completion, _ in rows)
-    shape = (len(rows), time)
-    lags = torch.zeros(shape, dtype=torch.int64)
+    lengths = torch.tensor([len(prompt) + len(each.token_ids) for prompt, each, _ in sequences])
+    ends = lengths.cumsum(0).tolist()
     batch = TrainBatch(
-        tokens=torch.full(shape, pad_token_id, dtype=torch.int64),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        behaviour_logprobs=torch.zeros(shape),
-        rewards=torch.zeros(shape),
-        token_lags=lags,
+        lengths=lengths,
+        tokens=torch.zeros(ends[-1], dtype=torch.int32),
+        loss_mask=torch.zeros(ends[-1], dtype=torch.bool),
+        behaviour_logprobs=(behaviour_logprobs := torch.zeros(ends[-1])),
+        rewards=(rewards := torch.zeros(ends[-1])),
+        token_lags=(lags := torch.zeros(ends[-1], dtype=torch.int32)),
     )
-    for row, (prompt, completion, reward) in enumerate(rows):
-        start, end = len(prompt), len(prompt) + len(completion.token_ids)
-        batch.tokens[row, :end] = torch.tensor(prompt + completion.token_ids)
-        batch.loss_mask[row, start:end] = True
-        batch.behaviour_logprobs[row, start:end] = torch.tensor(completion.behaviour_logprobs)
-        batch.rewards[row, end - 1] = reward
+    for end, (prompt, completion, reward) in zip(ends, sequences, strict=True):
+        response = slice(end - len(completion.token_ids), end)
+        batch.tokens[response.start - len(prompt) : end] = torch.tensor(
+            prompt + completion.token_ids
+        )
+        batch.loss_mask[response] = True
+        behaviour_logprobs[response] = torch.tensor(completion.behaviour_logprobs)
+        rewards[end - 1] = reward
         if version is not None:
-            lags[row, start:end] = version - torch.tensor(completion.token_versions)
+            lags[response] = version - torch.tensor(completion.token_versions, dtype=torch.int32)
     if advantages is not None:
-        per_row = torch.tensor([advantage for group in advantages for advantage in group])
-        batch.advantages = torch.where(batch.loss_mask, per_row[:, None], 0.0)
+        of_sequences = torch.tensor([advantage for group in advantages for advantage in group])
+        of_tokens = of_sequences.repeat_interleave(lengths)
+        batch.advantages = torch.where(batch.loss_mask, of_tokens, 0.0)
     return batch

@@ -57,7 +57,7 @@ gradient of such a token in log R is then at most weight * d * |A|.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -75,7 +75,7 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 MAX_LOG_RATIO = 20.0
 
 # Token lags that statistics are kept apart by: name, smallest and largest lag.
-LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**62)}
+LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**31 - 1)}
 # The penalty's k3 is at most 10, as in verl, slime and OpenRLHF, and has no gradient beyond. It is
 # reached at reference / current = 13.6, where its gradient in log current is 1 - 13.6. One token
 # that the policy has all but given up would otherwise outweigh a batch, with a gradient of e^20.
@@ -107,7 +107,7 @@ def policy_objective(
 ) -> ObjectiveOutput:
     """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
 
-    All tensors are `[batch, time]` float32. A position with a loss weight of 0 contributes nothing
+    All tensors are float32 and of one shape. A position with a loss weight of 0 contributes nothing
     to loss, gradient or stats, even if the other tensors hold NaN or infinity there. A NaN anywhere
     else reaches the loss.
 
@@ -119,7 +119,7 @@ def policy_objective(
             Section 3). With x = reference / current, k3 = x - 1 - log x estimates
             KL(current || reference). It is clamped at `MAX_K3_PENALTY`, without a gradient beyond.
         reference_logprobs: from the model before any training; only the penalty needs them.
-        token_lags: `[batch, time]` int64, weight versions between a token's sampling and its
+        token_lags: int32, weight versions between a token's sampling and its
             training. They change nothing but the stats.
 
     Returns:
@@ -210,8 +210,19 @@ class PolicyLoss:
         batch: TrainBatch,
         loss_weights: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its stats, plus `current_proximal_abs_diff`, a sum over tokens."""
-        assert batch.proximal_logprobs is not None and batch.advantages is not None
+        """Return the loss and the statistics of its tokens.
+
+        A batch without proximal log-probs is in its first pass, so that its current log-probs are
+        the proximal ones. They are kept in the batch, as is their entropy.
+
+        Returns:
+            The loss, and statistics for `add_up`: those of `policy_objective`,
+            `current_proximal_abs_diff`, `entropy`, and `mismatch_sums`, also by lag.
+        """
+        if batch.proximal_logprobs is None:
+            batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy
+        assert batch.behaviour_logprobs is not None and batch.entropy is not None
+        assert batch.advantages is not None
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
@@ -227,9 +238,24 @@ class PolicyLoss:
             kl_coefficient=self.config.kl_coefficient,
             token_lags=batch.token_lags if self.by_lag else None,
         )
+        counted = loss_weights > 0
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
-        moved = moved.where(loss_weights > 0, 0).sum()
-        return output.loss, {**output.stats, "current_proximal_abs_diff": moved}
+        stats = {
+            **output.stats,
+            "current_proximal_abs_diff": _where(counted, moved).sum(),
+            "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
+        }
+        masks = {"": counted}
+        if self.by_lag:
+            assert batch.token_lags is not None
+            at_lag = lag_masks(batch.token_lags)
+            masks |= {f"/{bucket}": counted & mask for bucket, mask in at_lag.items()}
+        for suffix, mask in masks.items():
+            sums = mismatch_sums(
+                batch.proximal_logprobs, batch.behaviour_logprobs, mask, self.config.ratio_cap
+            )
+            stats |= {name + suffix: value for name, value in sums.items()}
+        return output.loss, stats
 
 
 def value_loss(
@@ -243,7 +269,7 @@ def value_loss(
     """Return PPO's clipped value loss: half the larger of two squared errors, weighted and summed.
 
     The two errors are those of `values` and of `values` clipped to within `value_clip` of
-    `old_values`, which are the values before the update. All tensors are `[batch, time]` float32.
+    `old_values`, which are the values before the update. All are float32 and of one shape.
     Only `values` has a gradient, and positions with a loss weight of 0 contribute nothing.
 
     `stats` are sums over the tokens of positive weight: `tokens`, their number, and `clipped`,
@@ -260,14 +286,15 @@ def value_loss(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
-def token_weights(loss_mask: Tensor, aggregation: str) -> Tensor:
-    """Return the weight of each token in the loss, `[batch, time]` float32.
+def token_weights(loss_mask: Tensor, lengths: Tensor, aggregation: str) -> Tensor:
+    """Return the weight of each token in the loss, `[tokens]` float32.
 
     The weights of a whole batch sum to 1. Compute them before a batch is split over micro batches
     and ranks, whose losses then add up.
 
     Args:
-        loss_mask: `[batch, time]` bool.
+        loss_mask: `[tokens]` bool.
+        lengths: `[sequences]` int64, the tokens of each sequence.
         aggregation: `sequence_mean` weighs a token of sequence i by 1 / (N * |o_i|), where N is the
             number of sequences with at least one token (QuRL Eq. 1); `token_mean` weighs every
             token by 1 / number of tokens (DAPO).
@@ -276,53 +303,95 @@ def token_weights(loss_mask: Tensor, aggregation: str) -> Tensor:
         ValueError: the aggregation is unknown, or the batch has no token.
     """
     mask = loss_mask.to(torch.float32)
-    lengths = mask.sum(dim=1, keepdim=True)
-    if not lengths.any():
+    if len(lengths) and not loss_mask.any():
         raise ValueError("loss_mask has no token to train on")
     if aggregation == "sequence_mean":
-        return mask / (lengths.clamp(min=1) * (lengths > 0).sum())
+        of_sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        counts = torch.zeros(len(lengths)).index_add(0, of_sequence, mask)
+        of_tokens = counts.clamp(min=1).repeat_interleave(lengths)
+        return mask / (of_tokens * (counts > 0).sum())
     if aggregation == "token_mean":
         return mask / mask.sum()
     raise ValueError(f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean")
 
 
-def minibatches(config: Config, batch: TrainBatch) -> Iterator[tuple[TrainBatch, Tensor]]:
-    """Yield the minibatches of a step in order, each with its loss weights."""
-    for minibatch in batch.split(config.optimizer.minibatches_per_step):
-        yield minibatch, token_weights(minibatch.loss_mask, config.objective.aggregation)
+def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
+    """Yield the minibatches of a step in order, each with its loss weights.
+
+    They have the tensors of `batch` that the learner needs.
+    """
+    names = ["behaviour_logprobs", "advantages"]
+    if config.rollout.max_staleness:
+        names.append("token_lags")
+    for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
+        minibatch.loss_weights = token_weights(
+            minibatch.loss_mask, minibatch.lengths, config.objective.aggregation
+        )
+        yield minibatch
 
 
-def rollout_statistics(
+def add_up(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up statistics by name; of those whose name begins with `largest_`, take the largest."""
+    total: dict[str, float] = {}
+    for each in statistics:
+        for name, value in each.items():
+            if name.startswith("largest_"):
+                total[name] = max(total.get(name, -math.inf), value)
+            else:
+                total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def mismatch_sums(
     proximal_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor, ratio_cap: float
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     """Measure how far the engine is from the learner, over the tokens of `loss_mask`.
 
-    All tensors are `[batch, time]`; the log-probs are float32, `loss_mask` is bool. With
-    rho = proximal / behaviour, and tokens sampled from behaviour:
+    All tensors have one shape; the log-probs are float32, `loss_mask` is bool. With
+    rho = proximal / behaviour, and tokens sampled from behaviour, the sums over tokens are:
 
-    - `kl_behaviour_proximal`: mean of -log rho, the plain ("k1") estimate of
-      KL(behaviour || proximal), in nats; it can be negative;
-    - `kl_behaviour_proximal_k3`: mean of (rho - 1) - log rho, which estimates the same KL, because
-      rho - 1 has mean 0 under behaviour; it is never negative and has far less variance;
-    - `logprob_abs_diff`: mean of |log rho|, in nats;
-    - `ratio_proximal_behaviour_max`: the largest rho (QuRL Fig. 3b), at most e^20;
-    - `tis_truncated_fraction`: fraction of tokens with rho > `ratio_cap`.
+    - `tokens`: their number;
+    - `kl_behaviour_proximal`: -log rho; its mean is the plain ("k1") estimate of
+      KL(behaviour || proximal), in nats, and can be negative;
+    - `kl_behaviour_proximal_k3`: (rho - 1) - log rho; its mean estimates the same KL, because
+      rho - 1 has mean 0 under behaviour, is never negative and has far less variance;
+    - `logprob_abs_diff`: |log rho|, in nats;
+    - `tis_truncated_fraction`: tokens with rho > `ratio_cap`.
 
-    Raises:
-        ValueError: the batch has no token.
+    `largest_ratio` is the largest rho (QuRL Fig. 3b), at most e^20; 0 without a token.
+
+    Returns:
+        Scalars in float64, to add up over micro batches and ranks.
     """
-    if not loss_mask.any():
-        raise ValueError("loss_mask has no token to measure")
-    proximal = proximal_logprobs[loss_mask].double()
-    behaviour = behaviour_logprobs[loss_mask].double()
+    proximal = _where(loss_mask, proximal_logprobs).double()
+    behaviour = _where(loss_mask, behaviour_logprobs).double()
     log_rho = proximal - behaviour
     rho = _ratio(proximal, behaviour)
     return {
-        "kl_behaviour_proximal": -log_rho.mean().item(),
-        "kl_behaviour_proximal_k3": _k3(proximal, behaviour).mean().item(),
-        "logprob_abs_diff": log_rho.abs().mean().item(),
-        "ratio_proximal_behaviour_max": rho.max().item(),
-        "tis_truncated_fraction": (rho > ratio_cap).double().mean().item(),
+        "tokens": loss_mask.sum().double(),
+        "kl_behaviour_proximal": -log_rho.sum(),
+        "kl_behaviour_proximal_k3": _k3(proximal, behaviour).sum(),
+        "logprob_abs_diff": log_rho.abs().sum(),
+        "tis_truncated_fraction": (loss_mask & (rho > ratio_cap)).sum().double(),
+        "largest_ratio": _where(loss_mask, rho).max(),
+    }
+
+
+def rollout_statistics(sums: Mapping[str, float], suffix: str = "") -> dict[str, float]:
+    """Return the means over tokens of `mismatch_sums`, and `ratio_proximal_behaviour_max`.
+
+    `suffix` ends the names of the sums.
+    """
+    tokens = sums[f"tokens{suffix}"]
+    names = (
+        "kl_behaviour_proximal",
+        "kl_behaviour_proximal_k3",
+        "logprob_abs_diff",
+        "tis_truncated_fraction",
+    )
+    return {
+        **{name: sums[f"{name}{suffix}"] / tokens for name in names},
+        "ratio_proximal_behaviour_max": sums[f"largest_ratio{suffix}"],
     }
 
 
@@ -334,28 +403,25 @@ def lag_masks(token_lags: Tensor) -> dict[str, Tensor]:
     }
 
 
-def statistics_by_lag(
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    loss_mask: Tensor,
-    token_lags: Tensor,
-    ratio_cap: float,
-) -> dict[str, dict[str, float]]:
-    """Return the `rollout_statistics` of each bucket of `LAG_BUCKETS` that has tokens.
+def statistics_by_lag(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the statistics of each bucket of `LAG_BUCKETS` that has tokens, from `PolicyLoss`.
 
     They tell the two causes of the mismatch apart. A token of lag 0 was sampled by the proximal
     policy itself, so only quantization and the engine's rounding separate its log-probs. With
     growing lag, the drift of the policy over that many updates is added.
 
-    `token_fraction` is the bucket's share of all tokens of `loss_mask`.
+    They are the `rollout_statistics`, `clip_fraction` and `acr_widened_fraction` of the bucket, and
+    `token_fraction`, its share of all tokens.
     """
     statistics = {}
-    for bucket, at_lag in lag_masks(token_lags).items():
-        mask = loss_mask & at_lag
-        if mask.any():
+    for bucket in LAG_BUCKETS:
+        tokens = sums[f"tokens/{bucket}"]
+        if tokens:
             statistics[bucket] = {
-                "token_fraction": (mask.sum() / loss_mask.sum()).item(),
-                **rollout_statistics(proximal_logprobs, behaviour_logprobs, mask, ratio_cap),
+                "token_fraction": tokens / sums["tokens"],
+                **rollout_statistics(sums, f"/{bucket}"),
+                "clip_fraction": sums[f"clipped/{bucket}"] / tokens,
+                "acr_widened_fraction": sums[f"acr_widened/{bucket}"] / tokens,
             }
     return statistics
 

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from qurl_megatron import device
 from qurl_megatron.algorithm.advantages import generalized_advantages, whiten
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights, value_loss
@@ -45,7 +46,7 @@ class CriticMetrics:
 
 
 class Critic:
-    """A value model and its optimizer. Every rank makes the same calls with the same batch."""
+    """A value model and its optimizer. Every rank makes the same calls."""
 
     def __init__(self, config: Config) -> None:
         """Build the value model; a `Learner` must have created the process group before.
@@ -64,35 +65,49 @@ class Critic:
             )
 
     def step(self, batch: TrainBatch) -> CriticMetrics:
-        """Set values, returns and advantages of `batch`, then train on the returns."""
-        mask = batch.loss_mask
+        """Train on the returns of `batch`; set its values, returns and advantages.
+
+        Global rank 0 has the batch, the others an empty one.
+        """
         with self._own_parallel_state():
-            batch.values = self._learner.values(batch.tokens, mask)
-            advantages, batch.returns = generalized_advantages(
-                batch.rewards,
-                batch.values,
-                mask,
-                discount=self._config.discount,
-                gae_lambda=self._config.gae_lambda,
-            )
-            batch.advantages = whiten(advantages, mask)
-            updates = [
-                self._learner.update(
-                    minibatch,
-                    token_weights(minibatch.loss_mask, "token_mean"),
-                    self._loss,
-                    temperature=1.0,
+            minibatches = list(batch.only().split(self._config.optimizer.minibatches_per_step))
+            for minibatch in minibatches:
+                minibatch.loss_weights = token_weights(
+                    minibatch.loss_mask, minibatch.lengths, "token_mean"
                 )
-                for minibatch in batch.split(self._config.optimizer.minibatches_per_step)
-            ]
-        variance = batch.returns[mask].var()
-        unexplained = (batch.returns - batch.values)[mask].var()
+            shares = [self._learner.share(minibatch) for minibatch in minibatches]
+            values: list[Tensor] = []  # of each sequence, on global rank 0
+            for share in shares:
+                self._learner.score(share, ["values"], temperature=1.0)
+                values += share.collect(share.scores("values"))
+            explained_variance = device.from_rank_zero(lambda: self._estimate(batch, values))
+            with_returns = batch.only("returns").split(len(shares))
+            for share, minibatch in zip(shares, with_returns, strict=True):
+                share.add("returns", minibatch)
+            updates = [self._learner.update(share, self._loss, temperature=1.0) for share in shares]
         return CriticMetrics(
             value_loss=sum(update.loss for update in updates) / len(updates),
             value_clip_fraction=sum(update.stats["clipped"] for update in updates)
             / sum(update.stats["tokens"] for update in updates),
-            value_explained_variance=float(1 - unexplained / variance) if variance > 0 else 0.0,
+            value_explained_variance=explained_variance,
         )
+
+    def _estimate(self, batch: TrainBatch, values: list[Tensor]) -> float:
+        """Set the tensors of `batch` that follow from its values; return the explained variance."""
+        assert batch.rewards is not None
+        batch.values = torch.cat(values)
+        advantages, batch.returns = generalized_advantages(
+            batch.rewards,
+            batch.values,
+            batch.loss_mask,
+            batch.lengths,
+            discount=self._config.discount,
+            gae_lambda=self._config.gae_lambda,
+        )
+        batch.advantages = whiten(advantages, batch.loss_mask)
+        variance = batch.returns[batch.loss_mask].var()
+        unexplained = (batch.returns - batch.values)[batch.loss_mask].var()
+        return float(1 - unexplained / variance) if variance > 0 else 0.0
 
     def sharded_state(self) -> dict[str, Any]:
         """Return `Learner.sharded_state` with its names prefixed by `critic.`."""

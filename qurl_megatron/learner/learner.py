@@ -1,10 +1,10 @@
 """The learner: a full-precision Megatron-core policy that scores tokens and takes optimizer steps.
 
-Every rank makes the same calls with the same global batch. Its place in tensor, pipeline and data
-parallelism decides what it computes. Invariants:
+Every rank makes the same calls. Its place in tensor, pipeline and data parallelism decides what it
+computes, and which `Share` of a minibatch it has. Invariants:
 
-- Every call returns the same result on every rank, or raises the same `NonFinite`.
-- `update` follows the gradient of the loss summed over all rows, whatever the number of micro
+- `update` returns the same on every rank, and every call raises the same `NonFinite`.
+- `update` follows the gradient of the loss summed over all tokens, whatever the number of micro
   batches and data-parallel ranks. Nothing else averages or rescales it.
 - Master weights are float32: the checkpoint's values after `transform`, never rounded. The forward
   pass uses them rounded to the compute dtype.
@@ -12,14 +12,12 @@ parallelism decides what it computes. Invariants:
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +26,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
-from qurl_megatron.learner import packing
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
-from qurl_megatron.learner.layers import FP8_TOKENS, context_index
+from qurl_megatron.learner.micro_batches import MicroBatch
 from qurl_megatron.learner.model import (
     Policy,
     build_chunks,
@@ -45,56 +42,34 @@ from qurl_megatron.learner.model import (
     parameters_of,
     virtual_stages,
 )
+from qurl_megatron.learner.non_finite import Suspect, refuse
 from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
+from qurl_megatron.learner.shares import Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""A loss: (current_logprobs, entropy, micro batch, loss_weights) -> (loss, named sums).
+"""A loss: (current_logprobs, entropy, micro batch, loss_weights) -> (loss, statistics).
 
 All tensors are [1, tokens]: the packed tokens of a micro batch. Log-probs and entropies are 0 where
-the loss mask is False. The loss and the named sums are summed over tokens. A model other than
-`Policy` passes what its `score` returns in place of log-probs and entropies.
+the loss mask is False. The loss and the statistics are sums over tokens, as `add_up` describes. A
+model other than `Policy` passes what its `score` returns in place of log-probs and entropies.
 """
 
 Transform = Callable[[str, Tensor], Tensor]
 """An element-wise map: (Hugging Face name, this rank's float32 shard) -> its new values."""
 
 
-class NonFinite(device.SharedError, FloatingPointError):
-    """A tensor of one rank holds NaN or infinity. The text names both, and is one line."""
-
-
 @dataclass(frozen=True)
 class Update:
     """The result of one optimizer step, the same on every rank."""
 
-    loss: float  # summed over all rows
+    loss: float  # summed over all tokens
     grad_norm: float  # before clipping
     learning_rate: float
-    stats: dict[str, float]  # the loss function's named sums, summed over all rows
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """Packed sequences, or this context-parallel rank's part of them.
-
-    Position t of `rows`, `loss_weights` and `index` describes the token that follows `inputs` at t.
-    """
-
-    inputs: Tensor  # [1, tokens] int64, on this rank's device
-    rows: TrainBatch  # [1, tokens], on this rank's device
-    loss_weights: Tensor  # [1, tokens] float32, on this rank's device
-    index: Tensor  # [1, tokens] int64, positions in the flattened global batch
-    sequences: PackedSeqParams
-
-
-class _Suspect(NamedTuple):
-    order: tuple[int, ...]  # a tensor may have spoilt those of a higher order
-    name: str
-    tensor: Tensor
+    stats: dict[str, float]  # the loss function's statistics, over all tokens
 
 
 class Learner:
@@ -156,34 +131,47 @@ class Learner:
             self._make_optimizer(optimizer)
             self._load(weights, transform)
 
-    def logprobs_and_entropy(
-        self, tokens: Tensor, *, temperature: float, loss_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Score `tokens` [batch, time] with the current weights, without gradients.
+    def share(self, batch: TrainBatch) -> Share:
+        """Deal a minibatch out to the data-parallel replicas; return this replica's share.
+
+        Global rank 0 has the minibatch, the others an empty one.
+        """
+        return deal(batch, self._config, self.architecture)
+
+    def score(self, share: Share, names: Sequence[str], *, temperature: float) -> None:
+        """Score the tokens of `share` with the current weights, without gradients.
+
+        The scores stay in the share, on the last pipeline stage. Position t belongs to token t
+        given the tokens before it; positions outside the loss mask are 0.
 
         Args:
+            names: the fields of the share's rows that keep what the model's `score` returns:
+                natural log-probs and entropies of a policy, values of a value model.
             temperature: divides the logits.
-            loss_mask: [batch, time] bool, the positions to score; None: all but the first.
-
-        Returns:
-            Natural log-probs and entropies [batch, time] float32 on the CPU. Position t belongs to
-            token t given the tokens before it; positions that are not scored are 0.
 
         Raises:
             NonFinite: a score is not finite.
         """
-        logprobs, entropy = self._scores(2, tokens, loss_mask, temperature)
-        return logprobs, entropy
+        is_finite = torch.ones((), device=device.device())
 
-    def values(self, tokens: Tensor, loss_mask: Tensor) -> Tensor:
-        """Score `tokens` [batch, time] with a value model, without gradients.
+        def keep(micro: MicroBatch, *scores: Tensor) -> None:
+            for name, values in zip(names, scores, strict=False):
+                setattr(micro.rows, name, values)
+            is_finite.mul_(torch.stack([values.isfinite().all() for values in scores]).all())
 
-        Returns:
-            Values [batch, time] float32 on the CPU. Position t holds the expected return before
-            token t is sampled; it is 0 where `loss_mask` is False.
-        """
-        (values,) = self._scores(1, tokens, loss_mask, temperature=1.0)
-        return values
+        with torch.no_grad(), megatron_runtime():
+            self._run(share.micro_batches, keep, temperature, forward_only=True)
+        dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        if not is_finite:  # on every rank
+            refuse("a score is not finite", self._weights())
+
+    def measure(
+        self, share: Share, statistics: Callable[[TrainBatch], dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Return `statistics` of the share's rows, added up over micro batches and replicas."""
+        is_last = parallel_state.is_pipeline_last_stage()
+        rows = [micro.rows for micro in share.micro_batches if is_last]
+        return self._total([statistics(each) for each in rows])
 
     def keep_reference(self) -> None:
         """Copy the current policy, in the compute dtype, for `as_reference`."""
@@ -202,30 +190,22 @@ class Learner:
             for parameter, data in zip(parameters, current, strict=True):
                 parameter.data = data
 
-    def update(
-        self,
-        batch: TrainBatch,
-        loss_weights: Tensor,
-        loss_function: LossFunction,
-        *,
-        temperature: float,
-    ) -> Update:
-        """Take one optimizer step on the sum of `loss_function` over the rows of `batch`.
+    def update(self, share: Share, loss_function: LossFunction, *, temperature: float) -> Update:
+        """Take one optimizer step on the sum of `loss_function` over a minibatch.
 
         Args:
-            loss_weights: [batch, time] float32, passed to `loss_function` row by row. They include
-                the normalization over the whole batch.
+            share: its rows have `loss_weights`, which are passed to `loss_function`. They include
+                the normalization over the whole minibatch.
             temperature: divides the logits.
 
         Raises:
             NonFinite: the loss or the gradient norm is not finite; the weights are then unusable.
         """
-        sums: dict[str, Tensor] = {}
+        measured: list[dict[str, Tensor]] = []  # of each micro batch, on the last pipeline stage
 
-        def loss(micro: _MicroBatch, *scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, stats = loss_function(*scores, micro.rows, micro.loss_weights)
-            for name, value in {"loss": total, **stats}.items():
-                sums[name] = sums.get(name, 0) + value.detach().double()
+        def loss(micro: MicroBatch, *scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, stats = loss_function(*scores, micro.rows, micro.rows.loss_weights)
+            measured.append({"loss": total.detach(), **stats})
             # A token count of 0 keeps Megatron from dividing the gradients by it.
             return total, torch.zeros((), dtype=torch.int, device=device.device()), {}
 
@@ -233,17 +213,17 @@ class Learner:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            micro_batches = self._micro_batches(batch, loss_weights)
             offload = self._config.offload_optimizer
             with self._optimizer_shards.on_host() if offload else nullcontext():
-                self._run(micro_batches, loss, temperature, forward_only=False)
+                self._run(share.micro_batches, loss, temperature, forward_only=False)
             self.scheduler.step(increment=1)
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
-        stats = self._sum_over_replicas(sums)
+        stats = self._total(measured)
         # Both are the same on every rank, so no further exchange is needed while they are finite.
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
-            self._refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(sums))
+            losses = [each["loss"] for each in measured]
+            refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(losses))
         return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
 
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
@@ -386,178 +366,44 @@ class Learner:
 
     # Running
 
-    def _scores(
-        self, num_scores: int, tokens: Tensor, loss_mask: Tensor | None, temperature: float
-    ) -> Tensor:
-        """Return the tensors of the model's `score`, stacked: [num_scores, batch, time], on CPU."""
-        if loss_mask is None:
-            loss_mask = torch.ones_like(tokens, dtype=torch.bool)
-        unused = torch.zeros(tokens.shape)
-        result = torch.zeros(num_scores, *tokens.shape, device=device.device())
-
-        def keep(micro: _MicroBatch, *scores: Tensor) -> None:
-            if self._is_reporting_rank:
-                mask = micro.rows.loss_mask
-                index = micro.index.to(result.device)[mask]
-                for all_rows, micro_scores in zip(result, scores, strict=True):
-                    all_rows.view(-1)[index] = micro_scores[mask]
-
-        micro_batches = self._micro_batches(
-            TrainBatch(tokens, loss_mask, unused, unused, unused), loss_weights=unused
-        )
-        with torch.no_grad(), megatron_runtime():
-            self._run(micro_batches, keep, temperature, forward_only=True)
-        dist.all_reduce(result)  # one rank filled each position, so the sum is exact
-        result = result.cpu()
-        if not result.isfinite().all():  # on every rank
-            self._refuse("a score is not finite", self._weights())
-        return result
-
-    def _weights(self) -> Iterator[_Suspect]:
+    def _weights(self) -> Iterator[Suspect]:
         for _, rule, layer, parameter in self._parameters():
             names = ", ".join(rule.hugging_face_names(layer))
-            yield _Suspect((0,), f"the weight {names}", parameter)
+            yield Suspect((0,), f"the weight {names}", parameter)
 
-    def _losses_and_gradients(self, sums: dict[str, Tensor]) -> Iterator[_Suspect]:
-        """Yield this rank's loss, then its gradients, from the output back to the input."""
-        if "loss" in sums:  # on the last pipeline stage
-            yield _Suspect((0,), "the loss", sums["loss"])
+    def _losses_and_gradients(self, losses: list[Tensor]) -> Iterator[Suspect]:
+        """Yield this rank's losses, then its gradients, from the output back to the input."""
+        for loss in losses:
+            yield Suspect((0,), "the loss", loss)
         last_first = reversed(list(self._parameters()))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for place, (_, rule, layer, parameter) in enumerate(last_first):
             names = ", ".join(rule.hugging_face_names(layer))
             suspect = f"the gradient of {names}"
-            yield _Suspect((1, -stage, place), suspect, parameter.main_grad)  # type: ignore[attr-defined]
-
-    def _refuse(self, problem: str, suspects: Iterable[_Suspect]) -> NoReturn:
-        """Raise `NonFinite` on every rank: `problem`, and where it comes from.
-
-        Collective. Of all ranks' suspects that are not finite, the one of the first order is named.
-        """
-        own = next((s for s in suspects if not s.tensor.isfinite().all()), None)
-        found: list[tuple[tuple[int, ...], int, str] | None] = [None] * dist.get_world_size()
-        rank = dist.get_rank()
-        dist.all_gather_object(found, own and (own.order, rank, own.name))
-        where = "though every tensor is finite"
-        if any(found):
-            _, rank, name = min(entry for entry in found if entry)
-            where = f"on learner rank {rank} {name} holds NaN or infinity"
-        raise NonFinite(f"{problem}: {where}; resume from a checkpoint")
-
-    @property
-    def _is_reporting_rank(self) -> bool:
-        """True on the rank whose results are used, of those that compute the same tokens."""
-        return (
-            parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
+            yield Suspect((1, -stage, place), suspect, parameter.main_grad)  # type: ignore[attr-defined]
 
     @property
     def _last_chunk(self) -> Policy:
         """The chunk whose output is scored, on the last pipeline stage."""
         return self.chunks[-1].module
 
-    def _sum_over_replicas(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add up the named sums of all data-parallel replicas, on every rank."""
-        own = {}
-        if self._is_reporting_rank:
-            own = {name: float(value) for name, value in sums.items()}
-        by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(by_rank, own)
-        names = dict.fromkeys(name for rank in by_rank for name in rank)
-        return {name: sum(rank.get(name, 0.0) for rank in by_rank) for name in names}
+    def _total(self, measured: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Add up the statistics of all micro batches of all replicas, on every rank.
 
-    def _micro_batches(self, batch: TrainBatch, loss_weights: Tensor) -> list[_MicroBatch]:
-        """Pack this data-parallel rank's sequences into micro batches."""
-        learner = self._config
-        mask = batch.loss_mask.clone()
-        mask[:, 0] = False  # nothing precedes the first token
-        # The last token that is scored is a target and no input.
-        lengths = (mask * torch.arange(mask.shape[1])).amax(1).tolist()
-        # Context parallelism cuts every sequence into this many pieces.
-        pieces = 2 * learner.context_parallel_size if learner.context_parallel_size > 1 else 1
-        padded = [packing.round_up(length, pieces) for length in lengths]
-        by_tokens = learner.tokens_per_micro_batch
-        plan = packing.plan(
-            sizes=padded if by_tokens else [min(length, 1) for length in lengths],
-            costs=[self.architecture.forward_flops(length) for length in lengths],
-            budget=by_tokens or learner.micro_batch_size,
-            ranks=learner.data_parallel_size,
-            # Megatron's interleaved schedule needs whole groups of micro batches.
-            unit=learner.pipeline_parallel_size if virtual_stages(learner) else 1,
-        )[parallel_state.get_data_parallel_rank()]
-        # Sequence and context parallelism divide the tokens of a micro batch.
-        multiple = pieces * learner.tensor_parallel_size * FP8_TOKENS[learner.fp8]
-        totals = [packing.round_up(sum(padded[row] for row in rows), multiple) for rows in plan]
-        # Pipeline stages exchange tensors of one shape. A rank without sequences computes padding
-        # to take part in the collectives.
-        totals = [max(total, multiple) for total in totals]
-        if learner.pipeline_parallel_size > 1:
-            totals = [max(totals)] * len(totals)
-        masked = dataclasses.replace(batch, loss_mask=mask)
-        return [
-            self._pack(masked, loss_weights, rows, lengths, padded, total)
-            for rows, total in zip(plan, totals, strict=True)
-        ]
-
-    def _pack(
-        self,
-        batch: TrainBatch,
-        loss_weights: Tensor,
-        rows: packing.MicroBatch,
-        lengths: list[int],
-        padded: list[int],
-        total: int,
-    ) -> _MicroBatch:
-        """Lay the inputs of `rows` one behind another, each padded, and all of them to `total`.
-
-        Padding at the end is one more sequence.
+        `measured` are those of this rank's micro batches, none but on the last pipeline stage.
         """
-        time = batch.tokens.shape[1]
-        index = torch.zeros(total, dtype=torch.int64)
-        is_real = torch.zeros(total, dtype=torch.bool)
-        bounds = [0]
-        for row in rows:
-            place = slice(bounds[-1], bounds[-1] + lengths[row])
-            index[place] = torch.arange(row * time + 1, row * time + 1 + lengths[row])
-            is_real[place] = True
-            bounds.append(bounds[-1] + padded[row])
-        if bounds[-1] < total:
-            bounds.append(total)
-        context = context_index(
-            bounds,
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_context_parallel_world_size(),
-        )
-        index, is_real = index[context], is_real[context]
-
-        def take(tensor: Tensor, index: Tensor = index) -> Tensor:
-            values = tensor.reshape(-1)[index].masked_fill(~is_real, 0)
-            return values[None].to(device.device())
-
-        longest = max(stop - start for start, stop in itertools.pairwise(bounds))
-        # Megatron caches its rotary tables by this number. If it were that of all tokens, Megatron
-        # would rotate a token by its position in the micro batch.
-        max_length = 1 << (longest - 1).bit_length()
-        max_length *= 2 if max_length == total else 1
-        starts = torch.tensor(bounds, dtype=torch.int32, device=device.device())
-        return _MicroBatch(
-            inputs=take(batch.tokens, (index - 1).clamp(min=0)),
-            rows=batch.map(take),
-            loss_weights=take(loss_weights),
-            index=index[None],
-            sequences=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=starts,
-                cu_seqlens_kv=starts,
-                max_seqlen_q=max_length,
-                max_seqlen_kv=max_length,
-            ),
-        )
+        own: list[dict[str, float]] = []
+        # Tensor-parallel ranks have the same scores, context-parallel ranks those of other tokens.
+        if measured and parallel_state.get_tensor_model_parallel_rank() == 0:
+            rows = torch.stack([torch.stack([v.double() for v in m.values()]) for m in measured])
+            own = [dict(zip(measured[0], row, strict=True)) for row in rows.tolist()]
+        by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(by_rank, add_up(own))
+        return add_up(by_rank)
 
     def _run(
         self,
-        micro_batches: list[_MicroBatch],
+        micro_batches: list[MicroBatch],
         consume: Callable[..., Any],
         temperature: float,
         *,
@@ -570,7 +416,7 @@ class Learner:
         """
 
         def forward_step(
-            remaining: Iterator[_MicroBatch], model: DistributedDataParallel
+            remaining: Iterator[MicroBatch], model: DistributedDataParallel
         ) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(remaining)
             hidden = model(

@@ -23,7 +23,7 @@ from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.evaluation import Evaluator
 from qurl_megatron.loop.noise import measure_noise
-from qurl_megatron.loop.sampling import Sampler, pad_token_id
+from qurl_megatron.loop.sampling import Sampler
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
@@ -196,7 +196,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             training[: config.rollout.prompts_per_step],
             learner,
             config,
-            pad_token_id(tokenizer),
         ),
         checkpoints=checkpoints,
         log=log,

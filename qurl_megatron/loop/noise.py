@@ -7,8 +7,10 @@ comes from quantization.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
-from qurl_megatron.algorithm.objective import rollout_statistics
+from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
@@ -21,7 +23,6 @@ def measure_noise(
     prompts: list[Prompt],
     learner: Learner,
     config: Config,
-    pad_token_id: int,
 ) -> dict[str, dict[str, float]]:
     """Return, by server set, the `rollout_statistics` of one completion of each prompt.
 
@@ -41,18 +42,22 @@ def measure_noise(
             RolloutGroup(prompt, group, [0.0])
             for prompt, group in zip(prompts, completions, strict=True)
         ]
-        return pack(groups, pad_token_id)
+        return pack(groups).only("behaviour_logprobs")
+
+    def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
+        assert rows.proximal_logprobs is not None and rows.behaviour_logprobs is not None
+        return mismatch_sums(
+            rows.proximal_logprobs,
+            rows.behaviour_logprobs,
+            rows.loss_mask,
+            config.objective.ratio_cap,
+        )
 
     noise = {}
     for name, client in clients.items():
-        batch = publishers[name].while_serving(lambda: sample(client))  # noqa: B023
-        proximal_logprobs, _ = learner.logprobs_and_entropy(
-            batch.tokens, loss_mask=batch.loss_mask, temperature=rollout.temperature
-        )
-        noise[name] = rollout_statistics(
-            proximal_logprobs,
-            batch.behaviour_logprobs,
-            batch.loss_mask,
-            config.objective.ratio_cap,
-        )
+        batches = [TrainBatch.empty()]
+        publishers[name].while_serving(lambda: batches.append(sample(client)))  # noqa: B023
+        share = learner.share(batches[-1])
+        learner.score(share, ["proximal_logprobs"], temperature=rollout.temperature)
+        noise[name] = rollout_statistics(learner.measure(share, mismatch))
     return noise

@@ -7,32 +7,81 @@ with the token that quantization changed most. Then the next of each kind follow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from qurl_megatron.algorithm.batch import RolloutGroup, TrainBatch
+import torch
+from torch import Tensor
+
+from qurl_megatron.algorithm.batch import RolloutGroup
+from qurl_megatron.device import from_rank_zero
+from qurl_megatron.learner.shares import Share
 from qurl_megatron.report.samples import KINDS, Sample, ends, shorten
 
 DIGITS = 3  # of a ratio, after the point
+_ZERO = torch.zeros(1)
 
 
 def pick_samples(
-    step: int, groups: list[RolloutGroup], batch: TrainBatch, tokenizer: Any, count: int
+    step: int, groups: list[RolloutGroup], shares: Sequence[Share], tokenizer: Any, count: int
 ) -> list[Sample]:
-    """Return at most `count` completions of a step, of whose `groups` the rows of `batch` are made.
+    """Return at most `count` completions of a step, on global rank 0; none on other ranks.
 
-    `batch` has its proximal log-probs. Without groups, as on all ranks but 0, none are returned.
+    Collective. The step's minibatches are made of `groups`, which global rank 0 has, and `shares`
+    are those of the minibatches, with proximal log-probs. Of these, only the largest ratio of each
+    completion and the ratios of the chosen ones travel to global rank 0.
     """
+    log_ratios = [_log_ratios(share) for share in shares]  # of this replica
+    largest: list[float] = []  # of each completion, on global rank 0
+    for share, own in zip(shares, log_ratios, strict=True):
+        found = share.collect([torch.cat([each.abs(), _ZERO]).amax(0, True) for each in own])
+        largest += map(float, found)
+
+    def choose_completions() -> tuple[dict[int, str], int]:
+        return choose(groups, largest, count), len(largest) // len(shares)
+
+    chosen, rows = from_rank_zero(choose_completions)
+    found = []
+    for number, (share, own) in enumerate(zip(shares, log_ratios, strict=True)):
+        is_chosen = [rows * number + each in chosen for each in share.numbers]
+        sent = [each[: len(each) * use] for each, use in zip(own, is_chosen, strict=True)]
+        found += share.collect(sent)
     if not groups:
         return []
-    assert batch.proximal_logprobs is not None
-    log_ratios = batch.proximal_logprobs - batch.behaviour_logprobs  # [batch, time]
-    largest = log_ratios.abs().masked_fill(~batch.loss_mask, 0.0).amax(1).tolist()
+    return make_samples(step, groups, chosen, {row: found[row] for row in chosen}, tokenizer)
+
+
+def _log_ratios(share: Share) -> list[Tensor]:
+    """Return log(proximal / behaviour) of the sampled tokens of each of this replica's sequences.
+
+    The last pipeline stage has them.
+    """
+    batch = share.batch
+    assert batch.behaviour_logprobs is not None
+    lengths = batch.lengths.tolist()
+    behaviour, masks = batch.behaviour_logprobs.split(lengths), batch.loss_mask.split(lengths)
+    return [
+        (proximal - of_engine)[mask]
+        for proximal, of_engine, mask in zip(
+            share.scores("proximal_logprobs"), behaviour, masks, strict=True
+        )
+    ]
+
+
+def make_samples(
+    step: int,
+    groups: list[RolloutGroup],
+    chosen: dict[int, str],
+    log_ratios: dict[int, Tensor],
+    tokenizer: Any,
+) -> list[Sample]:
+    """Return the completions `chosen` of `groups`; `log_ratios` are of their tokens, by row."""
     completions = [(group, index) for group in groups for index, _ in enumerate(group.completions)]
     samples = []
-    for row, kind in _choose(groups, largest, count).items():
+    for row, kind in chosen.items():
         group, index = completions[row]
         completion = group.completions[index]
-        ratios = log_ratios[row, batch.loss_mask[row]].exp()
+        ratios = log_ratios[row].exp()
         shown = ends(list(range(len(completion.token_ids))))
         samples.append(
             Sample(
@@ -52,8 +101,11 @@ def pick_samples(
     return samples
 
 
-def _choose(groups: list[RolloutGroup], largest: list[float], count: int) -> dict[int, str]:
-    """Return the kind of each chosen row; `largest` is the largest |log ratio| of each row."""
+def choose(groups: list[RolloutGroup], largest: list[float], count: int) -> dict[int, str]:
+    """Return the kind of each chosen completion, by its row: its number among all of `groups`.
+
+    `largest` is the largest |log ratio| of each row.
+    """
     rewards = [reward for group in groups for reward in group.rewards]
     truncated = [completion.truncated for group in groups for completion in group.completions]
     spans, start = [], 0

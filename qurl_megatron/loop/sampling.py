@@ -1,11 +1,12 @@
 """The data of a step: scored groups -> advantages -> a training batch.
 
-The producer samples and scores groups on global rank 0, which sends the batch to all ranks.
+The producer samples and scores groups on global rank 0, which has the batch: the learner and the
+critic deal it out. Other ranks get the summary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -21,6 +22,7 @@ from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
+from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.producer import Producer, ScoredGroup
 from qurl_megatron.loop.samples import pick_samples
 from qurl_megatron.report.metrics import count_rewards
@@ -47,6 +49,9 @@ class SampleSummary:
     sampled_tokens: int
     equal_reward_fraction: float  # fraction of the batch's groups
     reward_counts: list[tuple[float, int]]  # as in StepMetrics
+    token_lag_mean: float  # of the batch's tokens
+    token_lag_max: int
+    stale_token_fraction: float  # of the batch's tokens, those of a lag above 0
 
 
 class Sampler:
@@ -109,24 +114,38 @@ class Sampler:
         """Return the batch of `step`, which starts from weight version `version`.
 
         It has the settings of the step's stage. It has no log-probs of the learner yet, and with
-        `advantage_estimator=gae` no advantages: the critic computes them.
+        `advantage_estimator=gae` no advantages: the critic computes them. Ranks other than global
+        rank 0 get an empty batch.
         """
+        batch = TrainBatch.empty()
         sampling = self._sample(self._config.rollout.at(step), step, version)
-        while (sampled := from_rank_zero(lambda: next(sampling))) is None:
-            self._admit()
-        return sampled
 
-    def samples(self, step: int, batch: TrainBatch) -> list[Sample]:
+        def advance() -> SampleSummary | None:
+            nonlocal batch
+            sampled = next(sampling)
+            if sampled is None:
+                return None
+            batch, summary = sampled
+            return summary
+
+        while (summary := from_rank_zero(advance)) is None:
+            self._admit()
+        return batch, summary
+
+    def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:
         """Return the completions of the step's batch to keep; none on other ranks than 0.
 
-        `batch` is the last one that was sampled, with its proximal log-probs.
+        `shares` are those of the last batch that was sampled, with its proximal log-probs.
         """
         count = self._config.samples_per_step
-        return pick_samples(step, self._groups, batch, self._tokenizer, count)
+        return pick_samples(step, self._groups, shares, self._tokenizer, count) if count else []
 
     def answers(self) -> TrainBatch:
-        """Return the next prompts with their answers as responses, for supervised training."""
-        return from_rank_zero(self._answers)
+        """Return the next prompts with their answers as responses, for supervised training.
+
+        Ranks other than global rank 0 get an empty batch.
+        """
+        return self._answers() if rank() == 0 else TrainBatch.empty()
 
     def _sample(
         self, rollout: RolloutConfig, step: int, version: int
@@ -155,20 +174,22 @@ class Sampler:
             for row, replacement in zip(rows, replacements, strict=True):
                 chosen[row] = replacement
         producer.end_step()
-        summary = _summarize(
-            sampled,
-            chosen,
-            dropped=producer.dropped - dropped,
-            in_flight=producer.in_flight,
-            waited_s=producer.waited_s - waited_s,
-            scoring_s=producer.scoring_s - scoring_s,
-        )
         groups = [_penalize_length(group, rollout) for group in chosen]
         self._groups = groups
         advantages = None
         if self._config.advantage_estimator == "grpo":
             advantages = grpo_advantages([group.rewards for group in groups])
-        yield pack(groups, pad_token_id(self._tokenizer), advantages, version), summary
+        batch = pack(groups, advantages, version)
+        summary = _summarize(
+            sampled,
+            chosen,
+            batch,
+            dropped=producer.dropped - dropped,
+            in_flight=producer.in_flight,
+            waited_s=producer.waited_s - waited_s,
+            scoring_s=producer.scoring_s - scoring_s,
+        )
+        yield batch, summary
 
     def _answers(self) -> TrainBatch:
         groups = []
@@ -177,13 +198,7 @@ class Sampler:
             token_ids = [*token_ids, self._tokenizer.eos_token_id]
             answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, [])
             groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
-        return pack(groups, pad_token_id(self._tokenizer))
-
-
-def pad_token_id(tokenizer: Any) -> int:
-    """Return the id of the padding token; any id would do, because padding is masked."""
-    padding = tokenizer.pad_token_id
-    return tokenizer.eos_token_id if padding is None else padding
+        return pack(groups)
 
 
 def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup:
@@ -201,6 +216,7 @@ def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup
 def _summarize(
     sampled: list[ScoredGroup],
     chosen: list[ScoredGroup],
+    batch: TrainBatch,
     *,
     dropped: int,
     in_flight: int,
@@ -208,6 +224,8 @@ def _summarize(
     scoring_s: float,
 ) -> SampleSummary:
     """Return the statistics over all `sampled` groups, of which the batch has those `chosen`."""
+    assert batch.token_lags is not None
+    lags = batch.token_lags[batch.loss_mask]
     completions = [completion for group in sampled for completion in group.completions]
     values = [reward for group in sampled for reward in group.rewards]
     lengths = [len(completion.token_ids) for completion in completions]
@@ -229,6 +247,9 @@ def _summarize(
         sampled_tokens=sum(lengths),
         equal_reward_fraction=fmean(is_zero_variance(group.rewards) for group in chosen),
         reward_counts=count_rewards(values),
+        token_lag_mean=lags.double().mean().item(),
+        token_lag_max=int(lags.max()),
+        stale_token_fraction=(lags > 0).double().mean().item(),
     )
 
 

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from torch import Tensor
-
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.algorithm.objective import rollout_statistics, statistics_by_lag
+from qurl_megatron.algorithm.objective import add_up, rollout_statistics, statistics_by_lag
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.critic import CriticMetrics
 from qurl_megatron.learner.learner import Update
 from qurl_megatron.loop.sampling import SampleSummary
 from qurl_megatron.report.metrics import StepMetrics
-from qurl_megatron.report.run_log import Clock
 from qurl_megatron.weight_sync.publish import Published
 from qurl_megatron.weight_sync.reshard import Conversion
 
 
-def step_metrics(
-    config: Config,
-    step: int,
-    batch: TrainBatch,
-    summary: SampleSummary,
-    entropy: Tensor,
-    critic_metrics: CriticMetrics | None,
-    updates: list[Update],
-    published: Published,
-    clock: Clock,
-) -> StepMetrics:
+@dataclass(frozen=True)
+class StepResults:
+    """What the phases of a step returned, the same on every rank."""
+
+    step: int
+    sampled: SampleSummary
+    critic: CriticMetrics | None  # None without PPO
+    updates: list[Update]  # one for each minibatch
+    published: Published
+    seconds: dict[str, float]  # by phase
+
+
+def step_metrics(config: Config, results: StepResults) -> StepMetrics:
     """Return the line of metrics.jsonl for a step."""
-    assert batch.proximal_logprobs is not None and batch.token_lags is not None
-    sampling_s = sum(clock.seconds.values())
-    if config.rollout.max_staleness == 0:
-        sampling_s = clock.seconds["rollout"]
-    tokens = sum(update.stats["tokens"] for update in updates)
+    summary, published, seconds = results.sampled, results.published, results.seconds
+    updates, drift = results.updates, results.published.conversion.total_drift
+    sampling_s = sum(seconds.values()) if config.rollout.max_staleness else seconds["rollout"]
+    sums = add_up(update.stats for update in updates)
+    tokens = sums["tokens"]
     first = updates[0].stats
-    lags = batch.token_lags[batch.loss_mask]
     return StepMetrics(
-        step=step,
+        step=results.step,
         weight_version=published.version,
         reward_mean=summary.reward_mean,
         response_length_mean=summary.response_length_mean,
@@ -50,35 +47,30 @@ def step_metrics(
         verifier_timeouts=summary.verifier_timeouts,
         verifier_failure=summary.verifier_failure,
         groups_replaced=summary.groups_replaced,
-        **rollout_statistics(  # type: ignore[arg-type]  # only names of floats
-            batch.proximal_logprobs,
-            batch.behaviour_logprobs,
-            batch.loss_mask,
-            config.objective.ratio_cap,
-        ),
-        acr_widened_fraction=sum(update.stats["acr_widened"] for update in updates) / tokens,
-        clip_fraction=sum(update.stats["clipped"] for update in updates) / tokens,
-        kl_reference=sum(update.stats["kl_reference"] for update in updates) / tokens,
-        entropy=float(entropy[batch.loss_mask].mean()),
+        **rollout_statistics(sums),  # type: ignore[arg-type]  # only names of floats
+        acr_widened_fraction=sums["acr_widened"] / tokens,
+        clip_fraction=sums["clipped"] / tokens,
+        kl_reference=sums["kl_reference"] / tokens,
+        entropy=sums["entropy"] / tokens,
         loss=fmean(update.loss for update in updates),
         grad_norm=fmean(update.grad_norm for update in updates),
         learning_rate=updates[-1].learning_rate,
         current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
-        weight_update_norm=published.conversion.total_drift.update_norm,
-        weight_quant_error=published.conversion.total_drift.quant_error,
-        code_flip_fraction=published.conversion.total_drift.code_flip_fraction,
-        time_rollout_s=clock.seconds["rollout"],
-        time_proximal_s=clock.seconds["proximal"],
-        time_critic_s=clock.seconds["critic"],
-        time_update_s=clock.seconds["update"],
-        time_publish_s=clock.seconds["publish"],
+        weight_update_norm=drift.update_norm,
+        weight_quant_error=drift.quant_error,
+        code_flip_fraction=drift.code_flip_fraction,
+        time_rollout_s=seconds["rollout"],
+        time_proximal_s=seconds["proximal"],
+        time_critic_s=seconds["critic"],
+        time_update_s=seconds["update"],
+        time_publish_s=seconds["publish"],
         publish_bytes=published.sent_bytes,
         servers_serving=published.num_servers,
         rollout_tokens_per_s=summary.sampled_tokens / sampling_s,
-        token_lag_mean=lags.double().mean().item(),
-        token_lag_max=int(lags.max()),
-        stale_token_fraction=(lags > 0).double().mean().item(),
-        by_lag=_by_lag(config, batch, updates) if config.rollout.max_staleness else None,
+        token_lag_mean=summary.token_lag_mean,
+        token_lag_max=summary.token_lag_max,
+        stale_token_fraction=summary.stale_token_fraction,
+        by_lag=statistics_by_lag(sums) if config.rollout.max_staleness else None,
         time_waited_s=summary.waited_s,
         time_scoring_s=summary.scoring_s,
         groups_in_flight=summary.groups_in_flight,
@@ -86,32 +78,9 @@ def step_metrics(
         equal_reward_fraction=summary.equal_reward_fraction,
         reward_counts=summary.reward_counts,
         memory_bytes=device.memory_bytes(),
-        **(asdict(critic_metrics) if critic_metrics else {}),
-        dual_clip_fraction=sum(update.stats["dual_clipped"] for update in updates) / tokens,
+        **(asdict(results.critic) if results.critic else {}),
+        dual_clip_fraction=sums["dual_clipped"] / tokens,
     )
-
-
-def _by_lag(
-    config: Config, batch: TrainBatch, updates: list[Update]
-) -> dict[str, dict[str, float]]:
-    """Return `StepMetrics.by_lag`: statistics before the updates, and sums over their stats."""
-    assert batch.proximal_logprobs is not None and batch.token_lags is not None
-    statistics = statistics_by_lag(
-        batch.proximal_logprobs,
-        batch.behaviour_logprobs,
-        batch.loss_mask,
-        batch.token_lags,
-        config.objective.ratio_cap,
-    )
-
-    def total(count: str) -> float:
-        return sum(update.stats[count] for update in updates)
-
-    for bucket, measured in statistics.items():
-        tokens = total(f"tokens/{bucket}") or 1.0  # a lag can have tokens of weight 0 only
-        measured["clip_fraction"] = total(f"clipped/{bucket}") / tokens
-        measured["acr_widened_fraction"] = total(f"acr_widened/{bucket}") / tokens
-    return statistics
 
 
 def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:

@@ -11,9 +11,10 @@ The phases of a step:
     rollout     prompts -> SGLang (quantized policy) -> completions, behaviour_logprobs
                 -> rewards -> advantages -> batch; with `rollout.max_staleness` the completions and
                 rewards come from a producer that samples while the learner trains
-    proximal    batch -> learner before any update -> proximal_logprobs
     critic      PPO only: values -> returns, advantages -> update of the critic
-    update      minibatches -> current_logprobs -> objective -> optimizer steps
+    proximal    minibatches -> shares of the replicas; with several minibatches, also
+                learner before any update -> proximal_logprobs
+    update      shares -> current_logprobs -> objective -> optimizer steps
     publish     shards of the learner -> quantize -> gather -> SGLang, verified
 """
 
@@ -32,9 +33,9 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.learner.learner import NonFinite
+from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.loop.assemble import Run, assemble
-from qurl_megatron.loop.step_metrics import step_metrics, weight_metrics
+from qurl_megatron.loop.step_metrics import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
@@ -52,7 +53,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         run = assemble(config, rosters, stack)
         stack.enter_context(run.stopping_without_servers())
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
-        score = partial(learner.logprobs_and_entropy, temperature=config.rollout.temperature)
+        score = partial(learner.score, temperature=config.rollout.temperature)
         update = partial(learner.update, temperature=config.rollout.temperature)
         policy_loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
 
@@ -62,30 +63,30 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             clock = Clock()
             with clock("rollout"):
                 batch, summary = run.sampler.sample(step, publisher.version)
-            with clock("proximal"):
-                batch.proximal_logprobs, entropy = score(batch.tokens, loss_mask=batch.loss_mask)
-                if config.objective.kl_coefficient:
-                    with learner.as_reference():
-                        batch.reference_logprobs, _ = score(batch.tokens, loss_mask=batch.loss_mask)
             with clock("critic"):
                 critic_metrics = critic.step(batch) if critic else None
+            with clock("proximal"):
+                shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
+                if len(shares) > 1:  # else the update's own pass is before any update
+                    for share in shares:
+                        score(share, ["proximal_logprobs", "entropy"])
+                if config.objective.kl_coefficient:
+                    with learner.as_reference():
+                        for share in shares:
+                            score(share, ["reference_logprobs"])
             with clock("update"):
-                updates = [
-                    update(minibatch, loss_weights, policy_loss)
-                    for minibatch, loss_weights in minibatches(config, batch)
-                ]
+                updates = [update(share, policy_loss) for share in shares]
             with clock("publish"):
                 published = publisher.publish()
 
-            metrics = step_metrics(
-                config, step, batch, summary, entropy, critic_metrics, updates, published, clock
-            )
+            results = StepResults(step, summary, critic_metrics, updates, published, clock.seconds)
+            samples = run.sampler.samples(step, shares)
             evaluation = None
             try:
                 evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
             finally:  # the step is done, even if its evaluation fails
-                log.write(metrics, evaluation)
-                log.write_samples(run.sampler.samples(step, batch))
+                log.write(step_metrics(config, results), evaluation)
+                log.write_samples(samples)
                 log.write_weights(published.version, weight_metrics(published.conversion))
             stopping = step < config.steps and device.from_rank_zero(stop_requested)
             run.checkpoint(step, published.version, evaluation, now=stopping)

@@ -34,9 +34,9 @@ def warm_up(
     )
     for step in range(1, warmup.max_steps + 1):
         batch = next_batch()
+        batch.loss_weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
         update = learner.update(
-            batch,
-            token_weights(batch.loss_mask, "token_mean"),
+            learner.share(batch.only("loss_weights")),
             negative_log_likelihood,
             temperature=config.rollout.temperature,
         )
@@ -51,5 +51,5 @@ def warm_up(
 def negative_log_likelihood(
     current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of supervised training; all tensors are `[batch, time]` float32."""
+    """Return the loss of supervised training; all tensors are `[1, tokens]` float32."""
     return -(loss_weights * current_logprobs).sum(), {}

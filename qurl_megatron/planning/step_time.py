@@ -27,7 +27,7 @@ query channels, V vocabulary rows.
                NVLink within a node, not overlapped. The slowest stage counts. The
                pipeline bubble multiplies it by 1 + (p - 1) / (m v), with m micro batches and v
                virtual stages.
-    proximal   One forward pass, or two with a reference.
+    proximal   One forward pass if there are several minibatches, and one with a reference.
     update     Three forward passes, and a fourth of the layers that recompute=full computes again.
                With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the
                HBM's bandwidth. The output layer counts four times, because its logits are computed
@@ -271,8 +271,7 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
     forward[-1] += output_s
     update[-1] += 4 * output_s
     proximal_s = passes_s(forward, micro_batches * minibatches)
-    if config.objective.kl_coefficient:
-        proximal_s *= 2
+    proximal_s *= (minibatches > 1) + (config.objective.kl_coefficient > 0)
     update_s = passes_s(update, micro_batches)
     numel = max(num_rank_parameters(architecture, learner, stage) for stage in range(stages))
     replicas = learner.data_parallel_size * learner.context_parallel_size

@@ -40,7 +40,8 @@ from torch import Tensor
 
 from qurl_megatron.config.schema import PauseMode, WeightFormat
 from qurl_megatron.device import SharedError, backend_to, device, from_rank_zero
-from qurl_megatron.learner.learner import Learner, NonFinite
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, address_towards
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from batches import score
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
 from qurl_megatron.learner.learner import Learner
@@ -134,7 +135,7 @@ def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployme
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             tokens = torch.tensor([prompt.token_ids + completion.token_ids])
-            logprobs, _ = deployment.learner.logprobs_and_entropy(tokens, temperature=1.0)
+            logprobs, _ = score(deployment.learner, tokens)
             behaviour = torch.tensor(completion.behaviour_logprobs)
             assert len(behaviour) == len(completion.token_ids)
             assert (logprobs[0, len(prompt.token_ids) :] - behaviour).abs().max() < 0.5

@@ -1,0 +1,66 @@
+"""Padded rows `[batch, time]` as the ragged batches of a learner, and its scores as padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl_megatron import device
+from qurl_megatron.algorithm.batch import TrainBatch
+
+
+def ragged(
+    tokens: Tensor, loss_mask: Tensor | None = None, lengths: Tensor | None = None, **fields: Tensor
+) -> TrainBatch:
+    """Return padded rows as a ragged batch; a row has `lengths` tokens, if given, else all.
+
+    `loss_mask` is True everywhere if it is None, as when all tokens are to be scored.
+    """
+    rows, time = tokens.shape
+    mask = torch.ones(rows, time, dtype=torch.bool) if loss_mask is None else loss_mask
+    lengths = torch.full((rows,), time) if lengths is None else lengths
+    is_real = torch.arange(time) < lengths[:, None]
+    flat = {name: tensor[is_real] for name, tensor in fields.items()}
+    return TrainBatch(lengths, tokens[is_real].int(), mask[is_real], **flat)
+
+
+def padded(sequences: Sequence[Tensor]) -> Tensor:
+    """Return one row for each sequence, which 0 fills up."""
+    return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+
+
+def share_of(learner: Any, batch: TrainBatch) -> Any:
+    """Deal out a batch that every rank has."""
+    return learner.share(batch if dist.get_rank() == 0 else TrainBatch.empty())
+
+
+def score(
+    learner: Any,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    loss_mask: Tensor | None = None,
+    names: Sequence[str] = ("proximal_logprobs", "entropy"),
+) -> tuple[Tensor, ...]:
+    """Return the model's scores of `tokens` [batch, time], on every rank."""
+    share = share_of(learner, ragged(tokens, loss_mask))
+    learner.score(share, names, temperature=temperature)
+    collected = [share.collect(share.scores(name)) for name in names]
+    return device.from_rank_zero(lambda: tuple(padded(each) for each in collected))
+
+
+def update(
+    learner: Any,
+    batch: TrainBatch,
+    loss_weights: Tensor,
+    loss_function: Any,
+    *,
+    temperature: float = 1.0,
+) -> Any:
+    """Take an optimizer step on a batch that every rank has."""
+    batch.loss_weights = loss_weights
+    return learner.update(share_of(learner, batch), loss_function, temperature=temperature)
