@@ -202,6 +202,7 @@ class Faults:
             self._deck = self._random.sample(FAULTS, len(FAULTS))
         kind = self._deck.pop() if may_end_servers else "queue"
         self._outcome.faults[kind] += 1
+        print(f"publish {step}: {kind}", flush=True)
         delay_s = self._random.uniform(0, LATEST_S)
         server = self._random.choice(list(self._deployment.roster.values()))
         if kind == "kill":

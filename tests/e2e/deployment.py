@@ -39,8 +39,8 @@ from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 BUCKET_BYTES = 64 * 1024  # a publish sends several
-PEER_TIMEOUT_S = 8.0
-HEALTH_TIMEOUT_S = 8.0
+PEER_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
 PROMPT_LENGTH, RESPONSE_LENGTH = 8, 200
 PER_STEP, COMPLETIONS = 8, 2
 # A server holds more than twice what the tests ask of it, and refuses what is above that.

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.soak import FAULTS, Soak
+from benchmarks.soak import FAULTS, Soak, slope_of
 from e2e.deployment import (
     HEALTH_TIMEOUT_S,
     PEER_TIMEOUT_S,
@@ -80,6 +80,16 @@ def test_twenty_publishes_between_faults_lose_no_prompt_and_serve_no_wrong_weigh
     assert seen.publishes == 20 and seen.trained == 20 * PER_STEP
     assert seen.faults.keys() == set(FAULTS)
     assert seen.lost >= 3 and seen.refusals > 0 and seen.checksums_read >= 20
+
+
+def test_a_slope_of_memory_is_that_of_least_squares_over_levels_of_their_own() -> None:
+    noise = [0.0, 3.0, -3.0, 0.0]
+    first = [(x, 1000.0 + 5 * x + noise[x]) for x in range(4)]
+    second = [(x, -70.0 + 5 * x - noise[x]) for x in range(4)]
+    slope, error = slope_of([first, second])
+    assert slope == pytest.approx(5)
+    # Sum of squares 2 * 18 less what a slope explains, over 8 - 3 degrees of freedom, over 2 * 5.
+    assert error == pytest.approx((36 / 5 / 10) ** 0.5)
 
 
 def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> None:
