@@ -17,7 +17,7 @@ After every publish the checksums of each server that serves are read back. The 
     prompts   how many were asked for, and how many were trained on; these must be all, once each
     answers   whose versions or log-probs are not those of published weights; must be none
     checksums that were read back, and those that differ from what was sent; must be none
-    memory    of each process but what it shares, in its last publishes, and how much it grows per
+    memory    of each process, resident, in its last publishes, and how much it grows per
               publish, with a standard error. Servers are measured in the last third of the
               publishes, in which no fault ends one; the first publishes of a process are left out
     orphans   processes and files that are left at the end; must be none
@@ -128,10 +128,14 @@ class Memory:
         self.histories: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
 
     def measure(self, publish: int, roles: dict[str, psutil.Process]) -> None:
-        """Note the memory that each process shares with no other."""
+        """Note the resident memory of each process.
+
+        What a fork shares with its parent counts too. Otherwise every page that a server is the first
+        to write to would look like growth.
+        """
         for role, process in roles.items():
             with contextlib.suppress(psutil.Error):  # it has ended
-                used = process.memory_full_info().uss
+                used = process.memory_info().rss
                 self.histories[role].setdefault(process.pid, []).append((publish, used))
 
     def table(self, quiet_from: int) -> list[str]:
