@@ -130,8 +130,8 @@ class Memory:
     def measure(self, publish: int, roles: dict[str, psutil.Process]) -> None:
         """Note the resident memory of each process.
 
-        What a fork shares with its parent counts too. Otherwise every page that a server is the first
-        to write to would look like growth.
+        What a fork shares with its parent counts too. Otherwise every page that a server is the
+        first to write to would look like growth.
         """
         for role, process in roles.items():
             with contextlib.suppress(psutil.Error):  # it has ended
