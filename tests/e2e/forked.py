@@ -30,8 +30,8 @@ def import_commands() -> None:
 
 def main(directory: str, *words: str) -> None:
     """Run `qurl` with these words in a directory; the process ends with the command's code."""
-    parent = _Parent()
     os.chdir(directory)
+    parent = _Parent()
     sys.argv = ["qurl", *words]
     server.Preload = parent.preload  # type: ignore
     from qurl_megatron.cli import main

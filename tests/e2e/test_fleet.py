@@ -5,6 +5,7 @@ Lost servers are started again when a test says so.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def test_one_publish_gives_both_servers_the_same_weights(both: Deployment) -> No
 def test_twenty_publishes_between_faults_lose_no_prompt_and_serve_no_wrong_weights(
     both: Deployment,
 ) -> None:
-    seen = Soak(both, publishes=20, seed=0, fault_every=2, until=time.monotonic() + 120).run()
+    seen = Soak(both, publishes=20, seed=0, fault_every=2, until=math.inf).run()
     assert seen.problems == []
     assert seen.publishes == 20 and seen.trained == 20 * PER_STEP
     assert seen.faults.keys() == set(FAULTS)
