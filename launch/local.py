@@ -30,8 +30,8 @@ from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang, wait_re
 LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
 GOOD_CODES = (None, 0, STOPPED_EARLY)  # exit codes of a rank: still running, done, stopped early
-REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
-STOP_TIMEOUT_S = 20.0
+REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
+STOP_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
 
 Rank = subprocess.Popen[bytes] | ForkedProcess
 
@@ -202,15 +202,18 @@ def _watch(
 
 
 def _stop_ranks(ranks: list[Rank]) -> None:
+    # A request is lost that comes while Python calls what ignores exceptions, such as logging's
+    # functions after a fork.
+    for _ in range(STOP_REQUESTS):
+        for rank in ranks:
+            rank.terminate()
+        deadline = time.monotonic() + REMIND_S
+        for rank in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, deadline - time.monotonic()))
     for rank in ranks:
-        rank.terminate()
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
+        rank.kill()
+        rank.wait()
         # The process group holds the children that a killed rank leaves behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)

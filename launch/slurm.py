@@ -104,11 +104,7 @@ def _run(config: Config, max_restarts: int) -> int:
         learner = JobStep(attempt, "learner", tasks, threads)
         stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests)
-    # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
-    is_resumable = code == STOPPED_EARLY or (
-        code and (is_preempted() or has_lost(learner_group.nodes))
-    )
-    is_requeued = is_resumable and requeue(max_restarts)
+    is_requeued = is_resumable(code, learner_group.nodes) and requeue(max_restarts)
     if code and not is_requeued:
         print(how_to_resume(config.run_dir, "submit the same job"), file=sys.stderr, flush=True)
     return code
@@ -413,6 +409,14 @@ def requeue(max_restarts: int) -> bool:
     print(f"restart {restarts + 1} of at most {max_restarts}: requeueing job {job}", flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)
     return True
+
+
+def is_resumable(code: int, learner_nodes: list[str]) -> bool:
+    """Return True if a run that ended with this code is to go on: nothing is wrong with it."""
+    if code in (0, STOPPED_EARLY):
+        return code == STOPPED_EARLY
+    # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
+    return is_preempted() or has_lost(learner_nodes)
 
 
 def is_preempted() -> bool:

@@ -4,7 +4,7 @@ Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three proce
 process that has imported it starts at once. In all else a child is like a fresh process: it has its
 own session, environment, log file and exit code, and the kernel kills it with its parent.
 
-A fork copies the calling thread only, so the parent must have no other thread; `_serve` checks it.
+A fork copies the calling thread only, so the parent must have no other thread; `_answer` checks it.
 On a machine with a GPU nothing is forked: a CUDA context does not survive a fork.
 """
 
@@ -204,7 +204,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _serve(connection: Connection) -> _Request | None:
+def _answer(connection: Connection) -> _Request | None:
     """Answer requests in the parent until the starter is gone; return a request in its child."""
     gc.freeze()  # a collection would write to, and so copy, every page that children share
     exit_codes: dict[int, int | None] = {}  # one per child; None while it runs
@@ -276,13 +276,20 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     for preparation in sys.argv[2:]:
         _call(preparation)
+    serve(connection)
+
+
+def serve(connection: Connection) -> None:
+    """Fork the children that the other side of the connection requests, until it is closed.
+
+    A child returns too, when its function does.
+    """
     connection.send(True)
-    request = _serve(connection)
+    request = _answer(connection)
     connection.close()
-    if request is None:
-        return
-    _become(request)
-    _call(request.function, *request.arguments)
+    if request is not None:
+        _become(request)
+        _call(request.function, *request.arguments)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) 
 
 
 def test_a_server_that_does_not_answer_is_lost_and_a_refusal_is_an_error(tmp_path: Path) -> None:
-    fleet = make_fleet(tmp_path)
+    said: list[str] = []
+    fleet = make_fleet(tmp_path, say=said.append)
 
     async def fails(server: Server) -> str:
         if server.url == "http://0":
@@ -114,6 +115,8 @@ def test_a_server_that_does_not_answer_is_lost_and_a_refusal_is_an_error(tmp_pat
 
     assert asyncio.run(fleet.ask(1, fails)) == "http://1"
     assert [member.index for member in fleet.members("serving")] == [1]
+    why = f"server http://0 closed the connection; {tmp_path / 'server_0.log'}"
+    assert said == [f"server rollout_0 is lost: {why}"]
     with pytest.raises(RequestRefused, match="the prompt is too long"):
         asyncio.run(fleet.ask(1, refuses))
     assert [member.index for member in fleet.members("serving")] == [1]

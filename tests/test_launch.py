@@ -6,16 +6,18 @@ import json
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from launch import slurm, slurm_task
+from launch import local, slurm, slurm_task
 from launch.attempt import Attempt
 from launch.placement import JobPlan, NodeGroup, NodePlan, make_plan, server_specs, smallest_plan
 from launch.prepare import prepare_resume_or_new
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
+    STOPPED_EARLY,
     Config,
     ConfigError,
     LearnerConfig,
@@ -214,9 +216,47 @@ def test_the_guard_requeues_a_job_without_its_batch_host_and_believes_no_silence
     assert called[-1] == ["scontrol", "requeue", "7"]
 
 
+@pytest.mark.parametrize(
+    ("code", "nodes", "preempted", "goes_on"),
+    [
+        (1, "n1,n2,n3", "None", False),  # the learner failed by itself
+        (1, "n1,n3", "None", True),  # one of its nodes is lost
+        (1, "n1,n2", "None", False),  # a rollout node is lost, which explains no failure
+        (1, "", "None", False),  # the controller is silent
+        (1, "n1,n2,n3", "2026-01-01T00:00:00", True),
+        (0, "n1", "None", False),  # it has finished
+        (STOPPED_EARLY, "n1,n2,n3", "None", True),
+    ],
+)
+def test_a_job_goes_on_if_slurm_took_a_learner_node_or_the_run_stopped_early(
+    monkeypatch: pytest.MonkeyPatch, code: int, nodes: str, preempted: str, goes_on: bool
+) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        shown = nodes if command[0] == "squeue" else f"PreemptTime={preempted}"
+        return subprocess.CompletedProcess(command, 0, stdout=shown)
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    monkeypatch.setattr(slurm.subprocess, "run", run)
+    assert slurm.is_resumable(code, ["n1", "n2"]) == goes_on
+
+
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="name=: missing"):
         prepare_resume_or_new("quickstart", ["steps=1"])
+
+
+def test_a_rank_that_loses_a_request_to_stop_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import signal, sys, time; asked = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3) if asked else asked.append(1))\n"
+        "print('ready', flush=True); time.sleep(60); time.sleep(60)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert rank.stdout and rank.stdout.readline() == b"ready\n"
+    monkeypatch.setattr(local, "REMIND_S", 0.5)
+    local._stop_ranks([rank])
+    assert rank.returncode == 3
 
 
 @pytest.mark.parametrize("name", ["$(touch x)", "a;b", "a b", "a\nb", "../a", "-a", ".a", "a%j"])

@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.preload import Preload, PreloadFailed
 from qurl_megatron.process import start_ticks
+from qurl_megatron.rollout.server import start_server
 
 FUNCTIONS = """
 import os, signal, sys, threading, time
@@ -189,3 +192,24 @@ def test_a_parent_that_cannot_import_is_reported_with_its_log(
 def test_waiting_for_a_parent_can_be_cancelled(modules: Path, tmp_path: Path) -> None:
     with Preload(["functions:sleep"], environment_with(modules), tmp_path / "log") as parent:
         parent.wait_ready(given_up=lambda: True)  # it would wait for 600 s otherwise
+
+
+def test_a_server_that_cannot_be_forked_leaves_no_files(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Preload(["functions"], environment_with(modules), modules / "dying.log") as parent:
+        parent.wait_ready()
+        parent._process.kill()
+        parent._process.wait()
+        with pytest.raises(PreloadFailed, match="the preload process died; .*dying.log ends"):
+            start_server(
+                tmp_path,
+                ServerConfig(),
+                "int8",
+                context_length=64,
+                log_file=modules / "server.log",
+                seed=0,
+                preload=parent,
+            )
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -110,6 +111,8 @@ class RolloutClient:
             await asyncio.wait({groups}, timeout=POLL_S)
             if not groups.done() and self.fleet.needs_admission():
                 groups.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await groups
                 raise AdmissionNeeded
         return groups.result()
 

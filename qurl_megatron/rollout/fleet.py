@@ -163,7 +163,9 @@ class Fleet:
             self._change(member, "lost")
             self._last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
             requests = list(member.requests.items())
-        self._say(f"server {self.set_name}_{member.index} is lost: {why.splitlines()[0]}")
+        # The log of a failed server follows the first line, which names it.
+        reason = why.splitlines()[0].removesuffix(" ends:")
+        self._say(f"server {self.set_name}_{member.index} is lost: {reason}")
         for request, loop in requests:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
                 loop.call_soon_threadsafe(request.cancel)

@@ -29,7 +29,7 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
+from qurl_megatron.preload import Preload, PreloadFailed
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
     end_only_with_parent,
@@ -142,7 +142,7 @@ def start_server(
     if host != LOOPBACK and not api_key:
         raise ValueError(f"host {host}: a server that others can reach needs an api_key")
     if preload:
-        preload.wait_ready()  # first: a failure here must leave no scratch directory behind
+        preload.wait_ready()
     if gpus is None:
         gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
     port = free_port()
@@ -201,14 +201,18 @@ def start_server(
         additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     words = command_line({**options, **server.options})
     if preload:
-        pid = preload.start(
-            "qurl_megatron.rollout.forked:serve",
-            [str(server.threads), *words],
-            title=f"sglang::server {host}:{port}",
-            environment=additions,
-            log_file=log_file,
-            blocked_signals=LAUNCHER_SIGNALS,
-        ).pid
+        try:
+            pid = preload.start(
+                "qurl_megatron.rollout.forked:serve",
+                [str(server.threads), *words],
+                title=f"sglang::server {host}:{port}",
+                environment=additions,
+                log_file=log_file,
+                blocked_signals=LAUNCHER_SIGNALS,
+            ).pid
+        except PreloadFailed:
+            shutil.rmtree(scratch_dir)
+            raise
     else:
         with log_file.open("wb") as log:
             pid = subprocess.Popen(

@@ -8,25 +8,29 @@ from pathlib import Path
 import hypothesis  # noqa: F401
 import pytest
 
-from e2e.running import Command, Start
+from e2e.running import FORKED, Command, Start
+from launch.local import LEARNER
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import preloaded_sglang
 
 
 @pytest.fixture(scope="session")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preload | None]:
-    """Yield the process that all servers are forked from; None on a machine with a GPU."""
-    with preloaded_sglang(tmp_path_factory.mktemp("preload") / "preload.log") as parent:
+    """Yield the process that servers and commands are forks of; None on a machine with a GPU."""
+    import qurl_megatron.cli  # noqa: F401  # sets variables that the imports there read
+
+    log = tmp_path_factory.mktemp("preload") / "preload.log"
+    with preloaded_sglang(log, also=[f"{FORKED}:import_commands", LEARNER]) as parent:
         yield parent
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, preload: Preload | None) -> Iterator[Start]:
     """Yield a function that starts `qurl` in the test's directory; end the commands after it."""
     runs: list[Command] = []
 
-    def starter(*words: str) -> Command:
-        runs.append(Command(tmp_path, *words))
+    def starter(*words: object) -> Command:
+        runs.append(Command(tmp_path, *words, preload=preload))
         return runs[-1]
 
     yield starter

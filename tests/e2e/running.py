@@ -14,7 +14,10 @@ from pathlib import Path
 import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from qurl_megatron.preload import ForkedProcess, Preload
+
 QURL = Path(sys.executable).with_name("qurl")
+FORKED = "tests.e2e.forked"
 SMALL = [
     "name=run",
     "steps=2",
@@ -29,15 +32,29 @@ Start = Callable[..., "Command"]
 
 
 class Command:
-    """A `qurl` command in its own directory, with every process that it has started."""
+    """A `qurl` command in its own directory, with every process that it has started.
 
-    def __init__(self, directory: Path, *words: str) -> None:
+    With `preload`, from the fixture, it is a fork of that process, else a program of its own.
+    """
+
+    def __init__(self, directory: Path, *words: object, preload: Preload | None = None) -> None:
         self.run_dir = directory / "runs" / "run"
         self.output = directory / "output"
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [QURL, *words], cwd=directory, stdout=output, stderr=subprocess.STDOUT
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        arguments = [str(word) for word in words]
+        if preload:
+            self.process = preload.start(
+                f"{FORKED}:main",
+                [str(directory), *arguments],
+                title="qurl",
+                environment={},
+                log_file=self.output,
             )
+        else:
+            with self.output.open("wb") as output:
+                self.process = subprocess.Popen(
+                    [QURL, *arguments], cwd=directory, stdout=output, stderr=subprocess.STDOUT
+                )
         self.started: set[psutil.Process] = set()
 
     def text(self) -> str:
@@ -54,18 +71,20 @@ class Command:
 
     def poll(self) -> int | None:
         """Record the running processes; return the exit code, or None while the command runs."""
-        if self.process.poll() is None:
-            main = psutil.Process(self.process.pid)
-            self.started.update(main.children(recursive=True))
-        return self.process.returncode
+        code = self.process.poll()
+        if code is None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                main = psutil.Process(self.process.pid)
+                self.started.update(main.children(recursive=True))
+        return code
 
     def exit_code(self) -> int:
         """Wait until the command ends and return its exit code."""
         deadline = time.monotonic() + TIMEOUT_S
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             assert time.monotonic() < deadline, f"did not end:\n{self.text()}"
             time.sleep(0.1)
-        return self.process.returncode
+        return code
 
     def end(self) -> None:
         """Ask the command to end if it still runs."""

@@ -20,7 +20,7 @@ LONG_ANSWERS = [
     "steps=4",
     "learner.tensor_parallel_size=1",
     "checkpoint.every_steps=1",
-    "rollout.max_response_length=256",
+    "rollout.max_response_length=128",
     "rollout.server.max_running_requests=8",
 ]
 

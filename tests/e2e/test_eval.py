@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from e2e.running import QURL
+from e2e.running import Start
 from e2e.serving import Reference
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 LENGTH = 6
 
 
-def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: Path) -> None:
+def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(
+    start: Start, tmp_path: Path
+) -> None:
     model_dir = build_tiny_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     reference = Reference(model_dir, quantized(model_dir, "int8"))
@@ -36,19 +37,15 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: P
     words = ["reward=exact", "format=int8", "k=4", f"output={tmp_path / 'eval'}"]
     words += ["max_prompt_length=32", f"max_response_length={LENGTH}", "top_p=0.9"]
     words += ["server.max_total_tokens=4096", "server.mem_fraction_static=0.3"]
-    done = subprocess.run(
-        [QURL, "eval", model_dir, tmp_path / "problems.jsonl", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
+    assert run.exit_code() == 0, run.text()
+    assert run.survivors() == []
     summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
     (named,) = summary["results"].values()
     assert named["Avg@1"]["mean"] == 0.75
-    assert "the server is up after" in done.stderr
-    assert f"{tmp_path / 'problems.jsonl'}: 16 of 16 requests, 0:00 left" in done.stderr
-    assert "75.0%" in done.stdout and "Avg@4 sampled" in done.stdout
+    assert "the server is up after" in run.text()
+    assert f"{tmp_path / 'problems.jsonl'}: 16 of 16 requests, 0:00 left" in run.text()
+    assert "75.0%" in run.text() and "Avg@4 sampled" in run.text()
     answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     assert [answer["question"] for answer in answers] == questions
     sampled = [completion["text"] for answer in answers for completion in answer["sampled"]]
@@ -57,20 +54,16 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(tmp_path: P
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_log_and_no_traceback(
-    tmp_path: Path,
+    start: Start, tmp_path: Path
 ) -> None:
     model_dir = build_tiny_model(tmp_path / "model")
     problem = {"question": "What is 1 + 1?", "answer": "2"}
     (tmp_path / "problems.jsonl").write_text(json.dumps(problem) + "\n")
     words = ["server.start_timeout_s=1", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
     words += [f"max_response_length={LENGTH}"]
-    done = subprocess.run(
-        [QURL, "eval", model_dir, tmp_path / "problems.jsonl", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
+    run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
+    assert run.exit_code() == 1
+    assert run.survivors() == []
     log = tmp_path / "eval" / "server.log"
-    assert f"did not come up in 1 s; {log} ends:" in done.stderr
-    assert "qurl: server http://127.0.0.1:" in done.stderr and "Traceback" not in done.stderr
+    assert f"did not come up in 1 s; {log} ends:" in run.text()
+    assert "qurl: server http://127.0.0.1:" in run.text() and "Traceback" not in run.text()

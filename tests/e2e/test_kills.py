@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_in_every_phase_leaves_no_process_and_completes(
         run = begin()
         is_reached = reached(run)
         if phase == "preparing":
-            time.sleep(2.0)  # Python has started, and imports or checks
+            time.sleep(0.3)  # it checks and prepares
         wait_until(run, is_reached)
         listening |= listened(run)
         whole = list_checkpoints(run.run_dir)

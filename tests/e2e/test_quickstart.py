@@ -1,9 +1,8 @@
-"""One small quickstart, run to its end: its output and files, and `qurl eval` on it."""
+"""One small quickstart of the installed command, to its end: output, files, `qurl eval`."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import reasoning_gym
 from transformers import AutoModelForCausalLM
 
-from e2e.running import QURL, SMALL, Command, curve_steps, metrics_of
+from e2e.running import SMALL, Command, Start, curve_steps, metrics_of
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 from qurl_megatron.report.metrics import StepMetrics
@@ -199,7 +198,7 @@ def test_the_progress_is_printed(finished: Finished) -> None:
 
 
 def test_qurl_eval_of_the_checkpoint_gives_the_answers_of_the_run(
-    finished: Finished, tmp_path: Path
+    finished: Finished, start: Start, tmp_path: Path
 ) -> None:
     (checkpoint,) = list_checkpoints(finished.run_dir)
     assert checkpoint.name == "step_000002"
@@ -208,10 +207,8 @@ def test_qurl_eval_of_the_checkpoint_gives_the_answers_of_the_run(
     settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_response_length=10"]
     settings += ["server.mem_fraction_static=0.3", "server.max_total_tokens=4096"]
     settings += [f"output={tmp_path / 'eval'}"]
-    done = subprocess.run(
-        [QURL, "eval", checkpoint, *files, *settings], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    run = start("eval", checkpoint, *files, *settings)
+    assert run.exit_code() == 0, run.text()
     results = json.loads((tmp_path / "eval" / "summary.json").read_text())["results"]
     assert [*results] == [str(file) for file in files]
     texts = [answer["greedy"]["text"] for answer in finished.answers(2, "words")]

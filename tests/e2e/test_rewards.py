@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from e2e.running import QURL, SMALL, Start, metrics_of
+from e2e.running import SMALL, Start, metrics_of
 
 REWARD = """
 def reward(completion, problem):
@@ -42,14 +41,10 @@ def test_a_reward_function_trains_and_evaluates(start: Start, tmp_path: Path) ->
     data.write_text(json.dumps({"question": "Spell abc backward", "answer": "cba"}) + "\n")
     settings = ["max_prompt_length=64", "max_response_length=8", f"output={tmp_path / 'eval'}"]
     settings += ["server.max_total_tokens=4096", "server.mem_fraction_static=0.3"]
-    done = subprocess.run(
-        [QURL, "eval", run.run_dir / "final_model", data, "reward=mine.py:reward", *settings],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
+    evaluation = start(
+        "eval", run.run_dir / "final_model", data, "reward=mine.py:reward", *settings
     )
-    assert done.returncode == 0, done.stderr
+    assert evaluation.exit_code() == 0, evaluation.text()
     (answer,) = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     greedy = answer["greedy"]
     if greedy["failure"]:

@@ -1,0 +1,581 @@
+"""Publish a thousand times to two servers that are killed, stopped, flooded and sent wrong weights.
+
+    python benchmarks/soak.py --publishes 1000 --minutes 30 --seed 0
+
+A learner with a tiny model samples one step ahead, trains and publishes, on real servers that their
+starter replaces. Every `--fault-every` publishes, at a random moment, one of these happens:
+
+    kill      SIGKILL to a server, or to one of its processes
+    kill all  SIGKILL to both servers
+    stop      SIGSTOP to a server, and SIGCONT after 10 s; the learner may have replaced it by then
+    queue     more prompts than the servers' queues hold, which refuse some
+    weights   a server loads two tensors into each other's place
+
+After every publish the checksums of each server that serves are read back. The command prints
+
+    faults    of each kind, and the servers that were lost and started again
+    prompts   how many were asked for, and how many were trained on; these must be all, once each
+    answers   whose versions or log-probs are not those of published weights; must be none
+    checksums that were read back, and those that differ from what was sent; must be none
+    memory    of each process, resident, in its last publishes, and how much it grows per
+              publish, with a standard error. Servers are measured in the last third of the
+              publishes, in which no fault ends one; the first publishes of a process are left out
+    orphans   processes and files that are left at the end; must be none
+
+and ends with code 1 if something must not be. `--minutes` ends it after fewer publishes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import platform
+import random
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests"))  # the learner and servers of the tests
+
+from e2e.deployment import (  # noqa: E402
+    COMPLETIONS,
+    PER_STEP,
+    PROMPT_LENGTH,
+    Deployment,
+    held_by,
+    tree,
+    wait_until,
+)
+from qurl_megatron import device  # noqa: E402
+from qurl_megatron.algorithm.advantages import grpo_advantages  # noqa: E402
+from qurl_megatron.algorithm.batch import (  # noqa: E402
+    Completion,
+    Prompt,
+    RolloutGroup,
+    TrainBatch,
+    pack,
+)
+from qurl_megatron.algorithm.objective import PolicyLoss, minibatches  # noqa: E402
+from qurl_megatron.algorithm.score import Score  # noqa: E402
+from qurl_megatron.config.schema import RolloutConfig  # noqa: E402
+from qurl_megatron.data.prompts import PromptStream  # noqa: E402
+from qurl_megatron.loop.producer import Producer, ScoredGroup  # noqa: E402
+from qurl_megatron.rollout.control import ServerControl  # noqa: E402
+from qurl_megatron.rollout.fleet import AdmissionNeeded  # noqa: E402
+from qurl_megatron.rollout.server import Server, ServerFailed, preloaded_sglang  # noqa: E402
+from qurl_megatron.weight_sync.publish import Published  # noqa: E402
+
+FAULTS = ["kill", "kill all", "stop", "queue", "weights"]
+STOPPED_S = 10.0
+LATEST_S = 1.0  # a fault begins at most this long after the step that it is due in
+BURST = 80  # prompts, with four completions each
+BURST_LENGTH = 8  # tokens of a completion
+QUIET = 1 / 3  # of the publishes, at the end, without faults that end a server
+SETTLING = 10  # publishes, of each process, before its memory is measured
+BLOCKS = 12  # means in a row that a slope is fitted to, because samples are not independent
+STARTER_POLL_S = 0.2
+# Largest mean |behaviour - learner's log-prob| over a completion, in nats. INT8 makes 0.03; weights
+# that a server has drawn at random make 0.6 on the mean, and 0.3 or more over five tokens.
+LARGEST_DIFFERENCE = 0.2
+MARK = "QURL_SOAK"  # variable in the environment of every process of this command
+MIB = 2**20
+LEARNER = "learner, fleet, starter"  # this process
+
+
+@dataclass
+class Outcome:
+    """What a soak has seen."""
+
+    publishes: int = 0
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    lost: int = 0  # servers
+    started_again: int = 0
+    asked: int = 0  # prompts sent, without those of a full queue
+    trained: int = 0
+    dropped: int = 0  # groups that were too old
+    burst_answers: int = 0
+    refusals: int = 0  # of full queues
+    checksums_read: int = 0  # servers, publish by publish
+    largest_difference: float = 0.0
+    memory: Memory = field(default_factory=lambda: Memory())
+    problems: list[str] = field(default_factory=list)
+
+
+class Memory:
+    """What the processes use, by their role: each process's (publish, bytes)."""
+
+    def __init__(self) -> None:
+        self.histories: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
+
+    def measure(self, publish: int, roles: dict[str, psutil.Process]) -> None:
+        """Note the resident memory of each process.
+
+        What a fork shares with its parent counts too. Otherwise every page that a server is the
+        first to write to would look like growth.
+        """
+        for role, process in roles.items():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                used = process.memory_info().rss
+                self.histories[role].setdefault(process.pid, []).append((publish, used))
+
+    def table(self, quiet_from: int) -> list[str]:
+        """Return a line for each role: processes, publishes, MiB, bytes per publish."""
+        lines = [f"{'process':>22}  number  publishes     MiB  bytes per publish"]
+        for role, processes in self.histories.items():
+            settled = []
+            for history in processes.values():
+                begin = history[0][0] + SETTLING
+                if role != LEARNER:
+                    begin = max(begin, quiet_from)
+                blocks = means([point for point in history if point[0] >= begin])
+                if len(blocks) > 1:
+                    settled.append(blocks)
+            if sum(len(blocks) - 1 for blocks in settled) < 3:
+                continue
+            slope, error = slope_of(settled)
+            publishes = sum(round(blocks[-1][0] - blocks[0][0]) for blocks in settled)
+            used = fmean(blocks[-1][1] for blocks in settled) / MIB
+            counts = f"{role:>22}  {len(settled):6}  {publishes:9}"
+            lines.append(f"{counts}  {used:6.0f}  {slope:+.0f} ± {error:.0f}")
+        return lines
+
+
+def means(history: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Return the means of at most BLOCKS equal parts of a process's history."""
+    size = max(1, len(history) // BLOCKS)
+    parts = [history[start : start + size] for start in range(0, len(history) - size + 1, size)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+
+
+def slope_of(histories: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Return the common slope of histories with levels of their own, and its standard error."""
+    centred = []
+    for history in histories:
+        x_mean, y_mean = fmean(x for x, _ in history), fmean(y for _, y in history)
+        centred += [(x - x_mean, y - y_mean) for x, y in history]
+    squares = sum(x * x for x, _ in centred)
+    slope = sum(x * y for x, y in centred) / squares
+    residual = sum((y - slope * x) ** 2 for x, y in centred)
+    return slope, math.sqrt(residual / (len(centred) - len(histories) - 1) / squares)
+
+
+class Faults:
+    """What befalls the servers of a deployment."""
+
+    def __init__(self, deployment: Deployment, seed: int, every: int, outcome: Outcome) -> None:
+        self._deployment = deployment
+        self._random = random.Random(seed)
+        self._every = every
+        self._outcome = outcome
+        self._deck: list[str] = []
+        self._due = every
+        self._threads = ThreadPoolExecutor(2)
+        self._running: list[Future[None]] = []
+        self._mixed: Server | None = None  # loads tensors into each other's place
+        self.mixed_up: list[Server] = []
+
+    def begin(self, step: int, *, may_end_servers: bool) -> None:
+        """Begin a fault if one is due, after both servers have recovered from the last."""
+        if step < self._due:
+            return
+        self._due = step + self._random.randint(1, 2 * self._every - 1)
+        self.wait()
+        fleet = self._deployment.fleet
+        wait_until(lambda: len(fleet.members("serving", "joining")) == 2)
+        if not self._deck:
+            self._deck = self._random.sample(FAULTS, len(FAULTS))
+        kind = self._deck.pop() if may_end_servers else "queue"
+        self._outcome.faults[kind] += 1
+        print(f"publish {step}: {kind}", flush=True)
+        delay_s = self._random.uniform(0, LATEST_S)
+        server = self._random.choice(list(self._deployment.roster.values()))
+        if kind == "kill":
+            processes = tree(server)
+            if self._random.random() < 0.5:
+                processes = [self._random.choice(processes)]
+            self._later(delay_s, lambda: self._kill(processes))
+        elif kind == "kill all":
+            processes = [p for each in self._deployment.roster.values() for p in tree(each)]
+            self._later(delay_s, lambda: self._kill(processes))
+        elif kind == "stop":
+            self._later(delay_s, lambda: self._stop(tree(server)))
+        elif kind == "queue":
+            self._later(delay_s, self._flood)
+        else:
+            self._mixed = server
+
+    def wait(self) -> None:
+        """Wait until all faults have happened; raise what went wrong in one."""
+        for running in self._running:
+            running.result()
+        self._running.clear()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def update_weights(
+        self,
+        original: Callable[..., None],
+        control: ServerControl,
+        names: Sequence[str],
+        dtypes: Sequence[Any],
+        shapes: Sequence[Sequence[int]],
+        **options: Any,
+    ) -> None:
+        """Send a bucket's description, with two names exchanged if it is the server's turn."""
+        names = list(names)
+        if control.server == self._mixed:
+            alike: dict[tuple[object, ...], int] = {}
+            for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+                other = alike.setdefault((dtype, *shape), place)
+                if other != place:
+                    names[place], names[other] = names[other], names[place]
+                    self._mixed = None
+                    self.mixed_up.append(control.server)
+                    break
+        original(control, names, dtypes, shapes, **options)
+
+    def _later(self, delay_s: float, begin: Callable[[], None]) -> None:
+        def work() -> None:
+            time.sleep(delay_s)
+            begin()
+
+        self._running.append(self._threads.submit(work))
+
+    @staticmethod
+    def _kill(processes: list[psutil.Process]) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    @staticmethod
+    def _stop(processes: list[psutil.Process]) -> None:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        time.sleep(STOPPED_S)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def _flood(self) -> None:
+        """Ask for more than the servers take at a time; count the answers."""
+        prompts = [make_prompt(-1 - number) for number in range(BURST)]
+        while True:
+            try:
+                groups = self._deployment.client.generate(
+                    prompts,
+                    completions_per_prompt=4,
+                    temperature=1.0,
+                    max_response_length=BURST_LENGTH,
+                )
+                break
+            except AdmissionNeeded:  # no server serves; the step's publish will change that
+                time.sleep(STARTER_POLL_S)
+        self._outcome.burst_answers += len(groups)
+        if [len(group) for group in groups] != [4] * BURST:
+            self._outcome.problems.append("a prompt of a full queue has not four completions")
+
+
+class Soak:
+    """Samples, trains and publishes, and compares everything with what it must be."""
+
+    def __init__(
+        self, deployment: Deployment, *, publishes: int, seed: int, fault_every: int, until: float
+    ) -> None:
+        """Ask for nothing yet. `until` is the `time.monotonic()` after which no step begins."""
+        self._deployment = deployment
+        self._publishes = publishes
+        self._began = time.monotonic()
+        self._until = until
+        self.outcome = Outcome()
+        self._faults = Faults(deployment, seed, fault_every, self.outcome)
+        self._counts = bytearray(publishes * PER_STEP)  # how often each prompt was trained on
+        self._random = random.Random(seed)
+        self._measure_every = max(1, publishes // 300)
+        self._processes_seen: set[psutil.Process] = set()
+        self._said_before = len(deployment.said)
+        prompts = [make_prompt(number) for number in range(publishes * PER_STEP)]
+        self._stream = PromptStream(prompts, seed)
+        rollout = deployment.config.rollout
+        self._producer = Producer(rollout, publishes, self._stream, self._sample, self._score)
+
+    def run(self) -> Outcome:
+        """Run all steps; return what was seen."""
+        outcome, closed = self.outcome, threading.Event()
+        original = ServerControl.update_weights
+
+        def update_weights(control: ServerControl, *args: Any, **options: Any) -> None:
+            self._faults.update_weights(original, control, *args, **options)
+
+        with (
+            ThreadPoolExecutor(1) as starter,
+            patch.object(ServerControl, "update_weights", update_weights),
+            closing(self._faults),
+            closing(self._producer),
+            counted_refusals(outcome),
+        ):
+            checking = starter.submit(self._keep_servers, closed)
+            try:
+                for step in range(1, self._publishes + 1):
+                    if time.monotonic() > self._until:
+                        break
+                    self._step(step)
+                    outcome.publishes = step
+                    if checking.done():
+                        checking.result()
+                self._faults.wait()
+                fleet = self._deployment.fleet
+                wait_until(lambda: len(fleet.members("serving", "joining")) == 2)
+            finally:
+                closed.set()
+            checking.result()
+        self._look_back()
+        return outcome
+
+    def _step(self, step: int) -> None:
+        publisher = self._deployment.publisher
+        is_quiet = step > (1 - QUIET) * self._publishes
+        self._faults.begin(step, may_end_servers=not is_quiet)
+        batch = self._batch(step, publisher.version)
+        self._train(batch)
+        published = publisher.publish()
+        self._read_back(published)
+        if step % self._measure_every == 0:
+            self._measure(step)
+
+    def _batch(self, step: int, version: int) -> TrainBatch:
+        """Take the groups of a step, and check what is known of them."""
+        deployment = self._deployment
+        while True:
+            groups = self._producer.take(
+                PER_STEP, step=step, version=version, interrupted=deployment.fleet.has_joining
+            )
+            if groups is not None:
+                break
+            deployment.publisher.admit()
+        self._producer.end_step()
+        for place, group in enumerate(groups):
+            self._check(group, (step - 1) * PER_STEP + place, version)
+        advantages = grpo_advantages([group.rewards for group in groups])
+        of_step = [RolloutGroup(group.prompt, group.completions, group.rewards) for group in groups]
+        return pack(of_step, 0, advantages, version)
+
+    def _check(self, group: ScoredGroup, ordinal: int, version: int) -> None:
+        problems = self.outcome.problems
+        number = int(group.prompt.id)
+        self._counts[number] += 1
+        if group.prompt.id != self._stream.prompt(ordinal).id:
+            problems.append(f"prompt {group.prompt.id} was taken out of turn")
+        if len(group.completions) != COMPLETIONS:
+            problems.append(f"prompt {group.prompt.id} has {len(group.completions)} completions")
+        oldest = version - self._deployment.config.rollout.max_staleness
+        for completion in group.completions:
+            versions = completion.token_versions
+            if len(versions) != len(completion.token_ids) or versions != sorted(versions):
+                problems.append(f"prompt {group.prompt.id}: its tokens have versions {versions}")
+            elif versions[0] < oldest or versions[-1] > version:
+                problems.append(f"prompt {group.prompt.id}: {versions} in a step of {version}")
+
+    def _train(self, batch: TrainBatch) -> None:
+        """Compare the servers' log-probs with the learner's, and update the learner."""
+        config, learner = self._deployment.config, self._deployment.learner
+        batch.proximal_logprobs, _ = learner.logprobs_and_entropy(
+            batch.tokens, loss_mask=batch.loss_mask, temperature=1.0
+        )
+        assert batch.token_lags is not None
+        of_version = batch.loss_mask & (batch.token_lags == 0)
+        differences = (batch.proximal_logprobs - batch.behaviour_logprobs).abs() * of_version
+        rows = differences.sum(1) / of_version.sum(1).clamp(min=1)
+        largest = rows.max().item()
+        self.outcome.largest_difference = max(self.outcome.largest_difference, largest)
+        if not largest < LARGEST_DIFFERENCE:
+            self.outcome.problems.append(
+                f"a completion's log-probs differ by {largest:.2f} from those of its weights"
+            )
+        for minibatch, weights in minibatches(config, batch):
+            learner.update(minibatch, weights, PolicyLoss(config.objective), temperature=1.0)
+
+    def _read_back(self, published: Published) -> None:
+        """Compare what the servers that serve hold with what was sent."""
+        sent, fleet = published.conversion.checksums, self._deployment.fleet
+        for member in fleet.members("serving"):
+            server = member.server
+            if server in self._faults.mixed_up:
+                self.outcome.problems.append(f"{server.url} serves with tensors exchanged")
+            try:
+                held = held_by(server)
+            except ServerFailed:  # it has been killed or stopped since
+                continue
+            self.outcome.checksums_read += 1
+            if held != sent and member in fleet.members("serving"):
+                self.outcome.problems.append(
+                    f"{server.url} serves other weights than version {published.version}"
+                )
+
+    def _measure(self, step: int) -> None:
+        """Note the processes that there are, and what memory they use."""
+        me = psutil.Process()
+        roles = {LEARNER: me}
+        for index, server in self._deployment.roster.items():
+            for process in tree(server):
+                with contextlib.suppress(psutil.Error):
+                    role = process.cmdline()[0].split()[0]
+                    roles[f"{role} {index}"] = process
+                    self._processes_seen.add(process)
+        self.outcome.memory.measure(step, roles)
+
+    def _look_back(self) -> None:
+        """Check what can be known at the end only."""
+        outcome, deployment = self.outcome, self._deployment
+        trained = outcome.publishes * PER_STEP
+        outcome.trained = sum(self._counts)
+        outcome.dropped = self._producer.dropped
+        wrong = [
+            (ordinal, self._counts[int(self._stream.prompt(ordinal).id)])
+            for ordinal in range(len(self._counts))
+            if self._counts[int(self._stream.prompt(ordinal).id)] != (ordinal < trained)
+        ]
+        outcome.problems += [f"the {o}th prompt was trained on {n} times" for o, n in wrong]
+        owed = sum(member.outstanding for member in deployment.fleet.members("serving", "joining"))
+        if owed:
+            outcome.problems.append(f"{owed} tokens of no request count as outstanding")
+        present = {process for server in deployment.roster.values() for process in tree(server)}
+        left = [process for process in self._processes_seen - present if process.is_running()]
+        outcome.problems += [f"{process} has outlived its server" for process in left]
+        said = deployment.said[self._said_before :]
+        outcome.lost = sum(" is lost: " in line for line in said)
+        outcome.started_again = sum(" serves: " in line for line in said)
+        caught = sum("does not hold the weights" in line for line in said)
+        if caught != len(self._faults.mixed_up):
+            exchanged = f"tensors were exchanged in {len(self._faults.mixed_up)} servers"
+            outcome.problems.append(f"{exchanged}, noticed in {caught}")
+        outcome.seconds = time.monotonic() - self._began
+
+    def _keep_servers(self, closed: threading.Event) -> None:
+        """Do what the launcher does: start lost servers again."""
+        while not closed.wait(STARTER_POLL_S):
+            self._deployment.starter.check()
+
+    async def _sample(self, prompt: Prompt, rollout: RolloutConfig) -> list[Completion]:
+        self.outcome.asked += 1
+        client = self._deployment.client
+        return await client.group(
+            prompt,
+            client.sampling(
+                completions_per_prompt=rollout.completions_per_prompt,
+                temperature=rollout.temperature,
+                max_response_length=rollout.max_response_length,
+            ),
+        )
+
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+        scores: Future[list[Score]] = Future()
+        scores.set_result(
+            [Score(float(self._random.random() < 0.5), {}, failure="") for _ in completions]
+        )
+        return scores
+
+
+@contextlib.contextmanager
+def counted_refusals(outcome: Outcome) -> Iterator[None]:
+    """Count the times that a full queue refuses a prompt."""
+    from qurl_megatron.rollout import client
+
+    class Counted(client.ServerBusy):
+        def __init__(self) -> None:
+            outcome.refusals += 1
+
+    with patch.object(client, "ServerBusy", Counted):
+        yield
+
+
+def make_prompt(number: int) -> Prompt:
+    """Return a prompt; negative numbers are those of a full queue."""
+    digits = [2 + (abs(number) >> (6 * place) & 63) for place in range(3)]
+    return Prompt(str(number), "", "", [70 + (number < 0), *digits, 5, 6][:PROMPT_LENGTH])
+
+
+def orphans(mark: str, directory: Path) -> list[str]:
+    """Return the processes and the files that are left of this command."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                left.append(str(process))
+    return left + [str(path) for path in directory.iterdir()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--publishes", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=30.0, help="no step begins after these")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault-every", type=int, default=12, help="publishes, on average")
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
+    print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
+    until, mark = time.monotonic() + 60 * arguments.minutes, secrets.token_hex(8)
+    device.extend_environment({MARK: mark, "GLOO_SOCKET_IFNAME": "lo"})
+    device.limit_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        directory, scratch = Path(name), Path(name) / "scratch"
+        scratch.mkdir()
+        tempfile.tempdir = str(scratch)  # of this process and of the servers
+        with ExitStack() as stack:
+            preload = stack.enter_context(preloaded_sglang(directory / "preload.log"))
+            deployment = Deployment(directory, preload, stack)
+            outcome = Soak(
+                deployment,
+                publishes=arguments.publishes,
+                seed=arguments.seed,
+                fault_every=arguments.fault_every,
+                until=until,
+            ).run()
+        wait_for_end = time.monotonic() + 10
+        while (left := orphans(mark, scratch)) and time.monotonic() < wait_for_end:
+            time.sleep(0.2)
+    report(outcome, arguments.publishes, left)
+    sys.exit(1 if outcome.problems or left else 0)
+
+
+def report(outcome: Outcome, publishes: int, left: list[str]) -> None:
+    """Print what a soak has seen."""
+    print(f"\npublishes: {outcome.publishes} of {publishes} in {outcome.seconds:.0f} s")
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(outcome.faults.items()))
+    print(f"faults: {faults}; servers lost {outcome.lost}, started again {outcome.started_again}")
+    print(
+        f"prompts: asked for {outcome.asked}, trained on {outcome.trained}, too old "
+        f"{outcome.dropped}; of full queues: refused {outcome.refusals} times, answered "
+        f"{outcome.burst_answers}"
+    )
+    print(f"checksums read back from {outcome.checksums_read} servers")
+    print(f"log-probs differ by at most {outcome.largest_difference:.3f} on a completion's mean")
+    print("\n".join(outcome.memory.table(round((1 - QUIET) * outcome.publishes))))
+    for problem, times in Counter(outcome.problems).most_common(20):
+        print(f"WRONG: {problem}" + (f" ({times} times)" if times > 1 else ""))
+    print(f"orphans: {', '.join(left) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

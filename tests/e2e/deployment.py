@@ -1,0 +1,171 @@
+"""A learner, two real servers and their starter: what `qurl train` has in several processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+import torch
+from transformers import AutoTokenizer
+
+from launch import servers
+from launch.attempt import Attempt
+from launch.placement import place_servers, server_specs
+from qurl_megatron import device
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import (
+    Config,
+    EvaluationConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    RolloutConfig,
+    ServerConfig,
+)
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.preload import Preload
+from qurl_megatron.quantization.checksum import combine
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.roster import read_set
+from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.weight_sync.publish import Publisher
+from tiny import EOS_TOKEN_ID, build_tiny_model
+
+BUCKET_BYTES = 64 * 1024  # a publish sends several
+PEER_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
+PROMPT_LENGTH, RESPONSE_LENGTH = 8, 200
+PER_STEP, COMPLETIONS = 8, 2
+# A server holds more than twice what the tests ask of it, and refuses what is above that.
+RUNNING, QUEUED = 64, 64
+
+
+class Deployment:
+    """A learner and its two servers, which `starter` starts again whenever it is asked to check."""
+
+    def __init__(self, directory: Path, preload: Preload | None, stack: ExitStack) -> None:
+        """Start everything and publish once; `stack` ends it."""
+        self.model = build_tiny_model(directory / "model")
+        self.config = config = Config(
+            name="run",
+            output_dir=str(directory),
+            model=str(self.model),
+            learner=LearnerConfig(dtype="float32"),
+            optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=0),
+            quantization=QuantizationConfig(format="int8"),
+            rollout=RolloutConfig(
+                prompts_per_step=PER_STEP,
+                completions_per_prompt=COMPLETIONS,
+                max_prompt_length=PROMPT_LENGTH,
+                max_response_length=RESPONSE_LENGTH,
+                max_staleness=1,
+                servers=2,
+                server=ServerConfig(
+                    mem_fraction_static=0.3,
+                    max_running_requests=RUNNING,
+                    max_total_tokens=32768,
+                    options={"max_queued_requests": QUEUED},
+                ),
+            ),
+            evaluation=EvaluationConfig(problems=0),
+        )
+        config.run_dir.mkdir()
+        # These servers are killed on purpose, many times an hour.
+        stack.enter_context(patch.object(servers, "MAX_RESTARTS", 10**9))
+        attempt = Attempt.create(config)
+        self.logs = attempt.logs
+        self._rosters = [config.run_dir / "servers.json"]
+        self.starter = servers.Servers(attempt, self._rosters[0], preload=preload)
+        stack.enter_context(closing(self.starter))
+        placed = place_servers(config, device.num_gpus())["rollout"]
+        for spec, gpus in zip(server_specs(config), placed, strict=True):
+            self.starter.start(spec, gpus)
+        self.starter.save()
+        self.learner = Learner(self.model, config.learner, config.optimizer)
+        stack.enter_context(closing(self.learner))
+        wait_ready(list(self.roster.values()), timeout_s=400)
+        self.starter.check()
+        self.said: list[str] = []
+        self.fleet = Fleet(
+            "rollout",
+            self.roster,
+            patience_s=300,
+            health_timeout_s=HEALTH_TIMEOUT_S,
+            say=self.said.append,
+        )
+        stack.enter_context(closing(self.fleet))
+        self.fleet.watch(lambda: self.roster)
+        self.publisher = Publisher(
+            self.learner, self.fleet, "int8", BUCKET_BYTES, timeout_s=PEER_TIMEOUT_S
+        )
+        stack.enter_context(closing(self.publisher))
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.client = RolloutClient(self.fleet, tokenizer, [EOS_TOKEN_ID])
+        self.publisher.publish()
+
+    @property
+    def roster(self) -> dict[int, Server]:
+        """The servers as their starter lists them."""
+        return read_set(self._rosters, "rollout")
+
+    def serving(self) -> list[int]:
+        return [member.index for member in self.fleet.members("serving")]
+
+    def restart_lost(self) -> None:
+        """Have the lost servers started again, and wait until they ask for the weights."""
+
+        def is_whole() -> bool:
+            self.starter.check()
+            return len(self.fleet.members("serving", "joining")) == 2
+
+        wait_until(is_whole)
+
+    def sample(self, prompts: list[Prompt], length: int = 200) -> list[list[Completion]]:
+        """Sample two completions of each prompt."""
+        return self.client.generate(
+            prompts, completions_per_prompt=2, temperature=1.0, max_response_length=length
+        )
+
+    def change_weights(self) -> None:
+        with torch.no_grad():
+            for *_, shard in self.learner.shards():
+                shard.mul_(1.01)
+
+    def checksums(self, index: int) -> dict[str, int]:
+        return held_by(self.roster[index])
+
+
+def held_by(server: Server) -> dict[str, int]:
+    """Return the checksums of the tensors that a server holds."""
+    with closing(ServerControl(server, timeout_s=PEER_TIMEOUT_S)) as control:
+        return combine(control.checksums())
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> float:
+    """Wait until `condition()`, and return how long it took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + timeout_s, "timed out"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def tree(server: Server) -> list[psutil.Process]:
+    """Return all processes of a server; none if it has ended."""
+    try:
+        main = psutil.Process(server.pid)
+        return [main, *main.children(recursive=True)] if server.alive() else []
+    except psutil.NoSuchProcess:
+        return []
+
+
+def send_signal(server: Server, number: signal.Signals) -> None:
+    for process in tree(server):
+        process.send_signal(number)
