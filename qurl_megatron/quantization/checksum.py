@@ -29,7 +29,7 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
 def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> int:
@@ -42,7 +42,7 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
     Returns:
         A signed 64-bit integer.
     """
-    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    bits = as_integers(tensor.contiguous())
     bits = bits.unsqueeze(1) if bits.dim() == 1 else bits
     rows, columns = bits.shape
     column_weights = _weights(column_offset, columns, 0x2545F4914F6CDD1D, bits.device)
@@ -57,6 +57,11 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
         chunk = bits[start : start + step].to(torch.int64)
         total += ((chunk @ column_weights) * row_weights[start : start + step]).sum()
     return int(total)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor, with 1, 2 or 4 bytes per element, as signed integers."""
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def part_key(name: str, row_offset: int, column_offset: int) -> str:
