@@ -88,6 +88,7 @@ def step_metrics(
         memory_bytes=device.memory_bytes(),
         **(asdict(critic_metrics) if critic_metrics else {}),
         dual_clip_fraction=sum(update.stats["dual_clipped"] for update in updates) / tokens,
+        publish_full_bytes=published.conversion.num_bytes,
     )
 
 
