@@ -9,9 +9,10 @@ of their deviation. A publish comes after 1, 4 or 16 optimizer steps.
 1. Per publish and format: the part of codes and of scales that changed, the bytes of the delta per
    parameter, and the CPU time per 10^9 parameters to compare and pack it, and to write it into the
    server's parameters. Each delta is written into a copy, which must then be the new tensor.
-2. A publish of Qwen2.5-32B at s = 1.5: seconds that its bytes take over links of 1, 10, 100 and 400
-   Gb/s, for deltas and for all tensors. Embedding and output layer count as if every row moved like
-   a linear layer's; rows of tokens that a batch lacks do not move, so a run sends less.
+2. A publish of Qwen2.5-32B, whose norm-fed layers have s = 1.5 and all others s = 1: seconds that
+   its bytes take over links of 1, 10, 100 and 400 Gb/s, for deltas and for all tensors. Every row
+   of the embedding counts as moving. Rows of tokens that a batch lacks do not move, so a run sends
+   less.
 3. With `--run RUN_DIR`: what each publish of a real run sent, from its metrics.jsonl.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import time
@@ -33,12 +35,15 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.model import weight_map
 from qurl_megatron.planning import memory
 from qurl_megatron.quantization import quantize
 from qurl_megatron.weight_sync.delta import Change, compare, pack, unpack
 from recipes.scaling_32b import ARCHITECTURES
 
 T = TypeVar("T")
+# Bytes per parameter by format, optimizer steps, width and UAQ scale.
+Sizes = dict[tuple[WeightFormat, int, int, float], float]
 
 MODEL = ARCHITECTURES["Qwen2.5-32B"]
 WIDTHS = (MODEL.hidden_size, MODEL.intermediate_size)
@@ -143,8 +148,8 @@ def publishes(
     return measured
 
 
-def print_publishes(rows: int, repetitions: int) -> dict[tuple[WeightFormat, int, int], float]:
-    """Print section 1; return the bytes per parameter at s = 1.5."""
+def print_publishes(rows: int, repetitions: int) -> Sizes:
+    """Print section 1; return the bytes per parameter."""
     print(f"1. Deltas of {rows} rows; medians of {repetitions} publishes\n")
     print(
         "width    s    minibatches  format     codes %  scales %  bytes per     "
@@ -152,7 +157,7 @@ def print_publishes(rows: int, repetitions: int) -> dict[tuple[WeightFormat, int
         "                                      changed  changed   parameter     "
         "s per 10^9      s per 10^9"
     )
-    sizes: dict[tuple[WeightFormat, int, int], float] = {}
+    sizes: Sizes = {}
     for width in WIDTHS:
         for uaq_scale in UAQ_SCALES:
             weight = Weight(rows, width, uaq_scale)
@@ -162,7 +167,7 @@ def print_publishes(rows: int, repetitions: int) -> dict[tuple[WeightFormat, int
                         median(getattr(result, field) for result in results)
                         for field in Measured.__dataclass_fields__
                     )
-                    sizes[name, minibatches, width] = size  # at the last scale in the end
+                    sizes[name, minibatches, width, uaq_scale] = size
                     print(
                         f"{width:5}  {uaq_scale:3}  {minibatches:11}  {name:9}  "
                         f"{100 * codes:7.4f}  {100 * scales:8.3f}  {size:.6f}      "
@@ -172,24 +177,33 @@ def print_publishes(rows: int, repetitions: int) -> dict[tuple[WeightFormat, int
     return sizes
 
 
-def print_model(sizes: dict[tuple[WeightFormat, int, int], float]) -> None:
+def print_model(sizes: Sizes) -> None:
     """Print section 2."""
-    linear = memory.num_linear_weights(MODEL)
-    down = MODEL.num_layers * MODEL.hidden_size * MODEL.intermediate_size
-    rest = memory.num_parameters(MODEL) - linear
-    print("\n2. A publish of Qwen2.5-32B, s = 1.5: megabytes, and seconds on the link\n")
+    print("\n2. A publish of Qwen2.5-32B: megabytes, and seconds on the link\n")
     header = "".join(f"{f'{gigabits} Gb/s':>11}" for gigabits in GIGABITS)
-    print(f"format     sent                  megabytes{header}")
+    print(f"format     sent                         megabytes{header}")
     for name in FORMATS:
         rows = [("all tensors", float(memory.published_bytes(MODEL, name)))]
         for minibatches in MINIBATCHES:
-            narrow, wide = (sizes[name, minibatches, width] for width in WIDTHS)
-            num_bytes = narrow * (linear - down) + wide * down
-            num_bytes += sizes["bf16", minibatches, WIDTHS[0]] * rest
-            rows.append((f"delta, {minibatches} minibatches", num_bytes))
+            what = f"delta of {minibatches} optimizer steps"
+            rows.append((what, delta_bytes(sizes, name, minibatches)))
         for what, num_bytes in rows:
             seconds = "".join(f"{8e-9 * num_bytes / gigabits:11.4f}" for gigabits in GIGABITS)
-            print(f"{name:9}  {what:20}  {num_bytes / 1e6:9.0f}{seconds}")
+            print(f"{name:9}  {what:27}  {num_bytes / 1e6:9.0f}{seconds}")
+
+
+def delta_bytes(sizes: Sizes, weight_format: WeightFormat, minibatches: int) -> float:
+    """Return the bytes of a delta of the model."""
+    total = 0.0
+    for rule in weight_map.rules(MODEL):
+        sent_format: WeightFormat = weight_format if rule.quantized else "bf16"
+        uaq_scale = UAQ_SCALES[1] if rule.norm_fed else UAQ_SCALES[0]
+        for tensor in rule.tensors:
+            shape = weight_map.full_shape(tensor, MODEL)
+            width = shape[1] if len(shape) == 2 else WIDTHS[0]
+            size = sizes[sent_format, minibatches, width, uaq_scale]
+            total += size * math.prod(shape) * (MODEL.num_layers if rule.layered else 1)
+    return total
 
 
 def print_run(run_dir: Path) -> None:

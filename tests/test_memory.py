@@ -140,19 +140,16 @@ def test_logits_and_their_gradients_are_on_the_last_stage() -> None:
 
 def test_the_converter_keeps_128_rows_of_each_weight_and_their_codes() -> None:
     """On one of 8 ranks: q, k, v, gate and up have 5120 columns, o has 640 and down 3456."""
-    formats: dict[WeightFormat, int] = {
-        "int8": 13 * 128 * (5 * 5120 + 640 + 3456) * (2 + 1),
-        "bf16": 0,
-    }
-    for weight_format, expected in formats.items():
-        config = with_overrides(study("", 64, weight_format), ["quantization.publish=full"])
-        assert memory.learner_memory(QWEN2, config, 0)["converter"] == expected
+    parts = memory.learner_memory(QWEN2, study("", 64, "int8"), 0)
+    assert parts["converter"] == 13 * 128 * (5 * 5120 + 640 + 3456) * (2 + 1)
+    parts = memory.learner_memory(QWEN2, study("", 64, "bf16"), 0)
+    assert parts["converter"] == 0
 
 
 def test_for_deltas_a_rank_keeps_a_byte_per_code_and_two_per_other_parameter() -> None:
     """The first of 8 ranks also has all scales of o and down, which are cut along their rows."""
-    config = study("", 64, "int8")
-    full = with_overrides(config, ["quantization.publish=full"])
+    full = study("", 64, "int8")
+    config = with_overrides(full, ["quantization.publish=delta"])
     kept, rows = 13 * LAYER_WEIGHTS // 8, (5120 + 2 * 1024 + 2 * 27648) // 8 + 2 * 5120
     kept += 13 * 4 * rows  # float32 scales
     kept += 13 * 2 * ((5120 + 2 * 1024) // 8 + 2 * 5120)  # biases and norms

@@ -318,10 +318,10 @@ class QuantizationConfig:
     """Maximum number of bytes in one weight transfer to the servers. A weight larger than that
     travels alone."""
 
-    publish: PublishMode = "auto"
+    publish: PublishMode = "full"
     """What a publish sends to rollout servers that hold the version before. full: all tensors.
-    delta: the elements that changed, for which the learner keeps what it sent last: a byte per
-    quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
+    delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
+    per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
 

@@ -49,7 +49,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.quantization.checksum import Part, checksums
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, copy_values
 from qurl_megatron.weight_sync.delta import Change
@@ -63,6 +63,10 @@ from qurl_megatron.weight_sync.layout import (
 )
 
 Send = Callable[[Bucket], None]
+
+# Buckets of deltas up to this part of the largest bucket are joined: a quarter holds the delta of a
+# 32B model, and is little memory beside two buckets.
+MERGED_PART = 4
 
 
 @dataclass
@@ -136,12 +140,17 @@ class Converter:
                     pass
             return Conversion()
         first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+        if base is not None:
+            merged = _MergedDeltas(send, base, self._bucket_bytes // MERGED_PART)
+            send = merged.add
         conversion = self._convert_stage(send if first_stage else _send_to_first_stage, base)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             return conversion
         if first_stage:
             for stage in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
                 _receive_buckets(stage, send)
+            if base is not None:
+                merged.flush()
         else:
             _send_to_first_stage(None)
         return _merge_stages(conversion)
@@ -209,8 +218,8 @@ class Converter:
                     conversion.drift[name] = self._quantize(weight, views, absmax, scale)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
-        for tensor in tensors:
-            conversion.checksums[tensor.name] = _part_checksum(tensor, views[tensor.name], tp_rank)
+        sums = checksums(Part(views[t.name], *_offset(t, tp_rank)) for t in tensors)
+        conversion.checksums |= {t.name: value for t, value in zip(tensors, sums, strict=True)}
         return own
 
     def _quantize(
@@ -270,14 +279,6 @@ class Converter:
         return shared
 
 
-def _part_checksum(tensor: SentTensor, values: Tensor, tp_rank: int) -> int:
-    """Return the checksum of a rank's part of a tensor; 0 if it sends nothing."""
-    if not values.numel():
-        return 0
-    row, column = _offset(tensor, tp_rank)
-    return checksum(values, row_offset=row, column_offset=column)
-
-
 def _offset(tensor: SentTensor, tp_rank: int) -> tuple[int, int]:
     """Return the row and column of the full tensor at which a rank's part begins."""
     row, *columns = tensor.index_on(tp_rank)
@@ -289,8 +290,8 @@ def _sum_over_tensor_parallel(conversion: Conversion) -> Conversion:
     values = [*conversion.checksums.values(), int(conversion.non_finite != "")]
     summed = torch.tensor(values, dtype=torch.int64, device=device())
     dist.all_reduce(summed, group=group)  # int64 wraps around, as the checksum does
-    *checksums, num_spoilt = summed.tolist()
-    total = Conversion(dict(zip(conversion.checksums, checksums, strict=True)))
+    *totals, num_spoilt = summed.tolist()
+    total = Conversion(dict(zip(conversion.checksums, totals, strict=True)))
     total.num_bytes = conversion.num_bytes
     if num_spoilt:
         notes = [""] * dist.get_world_size(group)
@@ -411,8 +412,41 @@ class _Deltas:
         self._changes, self._num_bytes = [], 0
         flat = _gather_flat(own)
         if flat is not None:
-            name = delta.bucket_name(self._base)
-            self._send(Bucket([name], [flat.dtype], [tuple(flat.shape)], flat))
+            self._send(_delta_bucket(self._base, flat))
+
+
+class _MergedDeltas:
+    """Joins small buckets of the stages' deltas: each costs the servers a request."""
+
+    def __init__(self, send: Send, base: int, most_bytes: int) -> None:
+        self._send = send
+        self._base = base
+        self._most_bytes = most_bytes
+        self._messages: list[Tensor] = []
+
+    def add(self, bucket: Bucket) -> None:
+        """Take a bucket of a delta."""
+        if self._num_bytes + len(bucket.flat) > self._most_bytes:
+            self.flush()
+        self._messages.append(bucket.flat)
+        if self._num_bytes > self._most_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was taken."""
+        if self._messages:
+            messages, self._messages = self._messages, []
+            flat = messages[0] if len(messages) == 1 else torch.cat(messages)
+            self._send(_delta_bucket(self._base, flat))
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(len(message) for message in self._messages)
+
+
+def _delta_bucket(base: int, flat: Tensor) -> Bucket:
+    """Return the bucket of messages that change version `base`."""
+    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
 
 
 def _gather_flat(own: Tensor) -> Tensor | None:
