@@ -8,6 +8,7 @@ publishes), deltas of which a message is lost or comes twice.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,16 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.quantization.checksum import checksum, combine, part_key
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.sglang_plugin.receive import write_changes
 from qurl_megatron.sglang_plugin.verify import held_parts
 from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync import publish as publishing
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
+from test_fleet import make_server
 from tiny import build_tiny_model
 
 # All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
@@ -240,3 +246,91 @@ def test_a_rank_keeps_the_bytes_that_are_planned(
             planned = learner_memory(architecture, config, 0)["converter"] - without
             # The vocabulary is planned with its padding.
             assert 0.95 * planned <= versions[weight_format][-1].kept_bytes <= planned
+
+
+def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
+    """Publish to servers behind a network that carries nothing; return which was sent what."""
+    sent: list[tuple[int, str]] = []
+    refusing: set[int] = set()  # servers that refuse their next delta
+    wrong: list[int] = []  # servers that do not hold what they are sent, each once
+
+    def transfer(link: Any, bucket: Bucket, message: Tensor, version: int) -> None:
+        base, index = delta.base_version(bucket.names), link._member.index
+        what = "all" if base is None else f"delta of {base}"
+        if (index, what) not in sent:
+            sent.append((index, what))
+        if base is not None and index in refusing:
+            refusing.remove(index)
+            raise UpdateRefused("refused")
+
+    def verify(control: ServerControl, checksums: dict[str, int]) -> None:
+        index = int(control.server.url[-1])
+        if index in wrong:
+            wrong.remove(index)
+            raise PublishError("other weights")
+
+    network: Any = publishing
+    network._Link._join, network._Link._transfer = lambda link: None, transfer
+    network.verify = verify
+    network.ServerControl.pause = network.ServerControl.resume = lambda control: None
+
+    servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]
+    learner = Learner(model_dir / "small", LAYOUTS["TP1"], OptimizerConfig())
+    fleet = Fleet("rollout", {0: servers[0]})
+    publisher = Publisher(learner, fleet, "int8", 2**20, mode="delta")
+    turns: dict[str, list[tuple[int, str]]] = {}
+
+    def turn(name: str, work: Callable[[], object]) -> None:
+        work()
+        turns[name] = sorted(sent)
+        sent.clear()
+
+    def join(index: int) -> None:
+        fleet._members[index] = Member(index, servers[index], "joining")
+
+    turn("first", publisher.publish)
+    turn("second", publisher.publish)
+    join(1)
+    turn("one joins", publisher.publish)
+    join(2)
+    turn("admit", publisher.admit)
+    turn("all hold it", publisher.publish)
+    refusing.add(1)
+    turn("one refuses", publisher.publish)
+    wrong.append(2)
+    turn("one is wrong", publisher.publish)
+    fleet.lose(fleet.members("serving")[0], "killed")
+    turn("one is lost", publisher.publish)
+    wrong.extend([1, 1, 2, 2])
+    with pytest.raises(PublishError):
+        publisher.publish()
+    turns["all are wrong"] = sorted(sent)
+    sent.clear()
+    join(3)
+    turn("after a failure", publisher.publish)
+    turn("and then", publisher.publish)
+    publisher.close()
+    resumed = Publisher(learner, Fleet("rollout", {3: servers[3]}), "int8", 2**20, mode="delta")
+    resumed.version = publisher.version
+    turn("resumed", resumed.publish)
+    resumed.close()
+    learner.close()
+    return turns
+
+
+def test_only_servers_verified_to_hold_the_version_before_get_a_delta(model_dirs: Path) -> None:
+    (turns,) = run_ranks(publish_in_turn, 1, model_dirs, timeout_s=400)
+    assert turns == {
+        "first": [(0, "all")],
+        "second": [(0, "delta of 1")],
+        "one joins": [(0, "delta of 2"), (1, "all")],
+        "admit": [(2, "all")],
+        "all hold it": [(0, "delta of 3"), (1, "delta of 3"), (2, "delta of 3")],
+        "one refuses": [(0, "delta of 4"), (1, "all"), (1, "delta of 4"), (2, "delta of 4")],
+        "one is wrong": [(0, "delta of 5"), (1, "delta of 5"), (2, "all"), (2, "delta of 5")],
+        "one is lost": [(1, "delta of 6"), (2, "delta of 6")],
+        "all are wrong": [(1, "all"), (1, "delta of 7"), (2, "all"), (2, "delta of 7")],
+        "after a failure": [(3, "all")],
+        "and then": [(3, "delta of 9")],
+        "resumed": [(3, "all")],
+    }

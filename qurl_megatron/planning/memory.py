@@ -323,13 +323,11 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
             total += 0 if is_copy else 2 * numel * count
             continue
         for hf_tensor in rule.tensors:
-            scales = _num_scales(weight_map.full_shape(hf_tensor, architecture), weight_format)
-            total += (
-                4
-                * count
-                * scales
-                // (learner.tensor_parallel_size if hf_tensor.partition_dim == 0 else 1)
-            )
+            shape = weight_map.full_shape(hf_tensor, architecture)
+            # Ranks share the scales of channels that they share; the first has all others.
+            is_shared = quantize.block_shape(weight_format)[0] == 1 and hf_tensor.partition_dim == 0
+            ranks = learner.tensor_parallel_size if is_shared else 1
+            total += count * 4 * _num_scales(shape, weight_format) // ranks
         total += numel * count
     return total
 
