@@ -38,9 +38,9 @@ def print_plan(plan: Plan) -> None:
     console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
     console.print(
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
-        f"publish sends {plan.publish_bytes / 1e9:.1f} GB. The formulas, their sources and what "
-        "they omit: qurl_megatron/planning/memory.py and step_time.py. The errors of the estimate: "
-        "docs/findings.md.",
+        f"publish of all tensors sends {plan.publish_bytes / 1e9:.1f} GB. The formulas, their "
+        "sources and what they omit: qurl_megatron/planning/memory.py and step_time.py. The errors "
+        "of the estimate: docs/findings.md.",
         soft_wrap=True,
     )
 

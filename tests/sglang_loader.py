@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def build(model_dir: Path, weight_format: str) -> Any:
     quantization = {
         "bf16": None,
         "int8": linear.Int8Config,
+        "int4": linear.Int8Config,
         "fp8": linear.Fp8Config,
         "fp8-tensor": linear.Fp8Config,
         "fp8-block": linear.Fp8BlockConfig,
@@ -65,10 +66,24 @@ def build(model_dir: Path, weight_format: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def load_on_all_ranks(
-    model_dir: Path, weight_format: str, sent: Mapping[str, Tensor], size: int
-) -> dict[str, Tensor]:
-    """Load `sent` into each rank of a server of `size`; return the full tensors they then hold.
+def build_ranks(model_dir: Path, weight_format: str, size: int) -> list[Any]:
+    """Build SGLang's model for each rank of a server of `size`."""
+    models = []
+    for rank in range(size):
+        with as_rank(rank, size):
+            models.append(build(model_dir, weight_format))
+    return models
+
+
+def load(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> None:
+    """Load a copy of `sent` into each rank's model, as SGLang does."""
+    for rank, model in enumerate(ranks):
+        with as_rank(rank, len(ranks)):
+            model.load_weights((name, tensor.clone()) for name, tensor in sent.items())
+
+
+def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the full tensors that the ranks hold together, of the shapes of `sent`.
 
     Fails if ranks hold different values of the same element, or if no rank holds it.
     """
@@ -76,10 +91,7 @@ def load_on_all_ranks(
 
     whole = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in sent.items()}
     seen = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in sent.items()}
-    for rank in range(size):
-        with as_rank(rank, size):
-            model = build(model_dir, weight_format)
-            model.load_weights((name, tensor.clone()) for name, tensor in sent.items())
+    for rank, model in enumerate(ranks):
         for name, tensor, row, column in held_parts(model):
             index: tuple[slice, ...] = (slice(row, row + tensor.shape[0]),)
             if tensor.dim() == 2:

@@ -200,6 +200,18 @@ def test_the_converter_keeps_128_rows_of_each_weight_and_their_codes() -> None:
     assert parts["converter"] == 0
 
 
+def test_for_deltas_a_rank_keeps_a_byte_per_code_and_two_per_other_parameter() -> None:
+    """The first of 8 ranks also has all scales of o and down, which are cut along their rows."""
+    full = study("", 64, "int8")
+    config = with_overrides(full, ["quantization.publish=delta"])
+    kept, rows = 13 * LAYER_WEIGHTS // 8, (5120 + 2 * 1024 + 2 * 27648) // 8 + 2 * 5120
+    kept += 13 * 4 * rows  # float32 scales
+    kept += 13 * 2 * ((5120 + 2 * 1024) // 8 + 2 * 5120)  # biases and norms
+    kept += 2 * 5120 * 19008  # an eighth of the embedding
+    by_config = [memory.learner_memory(QWEN2, c, 0)["converter"] for c in (config, full)]
+    assert by_config[0] - by_config[1] == kept
+
+
 def test_buckets_are_as_large_as_the_largest_tensor_at_least() -> None:
     """The embedding has 1.56e9 B: more than 512 MiB and less than 2 GiB."""
     embedding = 2 * 152064 * 5120

@@ -31,7 +31,8 @@ BASE_STEP: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(Ste
     "code_flip_fraction": 0.1,
     "weight_update_norm": 1e-5,
     "weight_quant_error": 5e-5,
-    "publish_bytes": 1_342_464,
+    "publish_bytes": 300_000,
+    "publish_full_bytes": 1_342_464,
     "grad_norm": 0.5,
     "learning_rate": 1e-6,
     "reward_counts": [[0.0, 3], [1.0, 1]],
@@ -159,7 +160,7 @@ def test_a_page_on_two_runs_shows_both_and_loads_nothing(two_runs: Path) -> None
     assert "Evaluation: aime24" in page.captions
     assert page.cells["held-out accuracy before RL"] == ["25.0%"] * 2
     assert page.cells["held-out accuracy after RL"] == ["75.0%"] * 2
-    assert page.cells["bytes per publish"] == ["1,342,464"] * 2
+    assert page.cells["bytes per publish"] == ["300,000 of 1,342,464"] * 2
     assert page.cells["steps"] == ["40 of 100"] * 2
     score = page.cells["aime24 Avg@1, first \u2192 last"]
     assert score == ["20.0% \u00b1 6.2% \u2192 40.0% \u00b1 6.2%"] * 2

@@ -58,6 +58,7 @@ PURE = {
     "quantization/quantize",
     "quantization/uaq",
     "weight_sync/bucket",
+    "weight_sync/delta",
     "weight_sync/drift",
     "weight_sync/layout",
     "weight_sync/shared_memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from qurl_megatron.quantization.quantize import dequantize, quantize
-from qurl_megatron.sglang_plugin import attention, receive
+from qurl_megatron.sglang_plugin import attention, receive, versions
 from qurl_megatron.sglang_plugin.linear import (
     Fp8BlockConfig,
     Fp8Config,
@@ -166,3 +167,37 @@ def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_o
     own = timedelta(seconds=3)
     assert receive.join_group(join, rank=1) == {"rank": 1, "timeout": timedelta(seconds=120)}
     assert receive.join_group(join, rank=0, timeout=own) == {"rank": 0, "timeout": own}
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "is_loaded"),
+    [
+        ("delta of version 6", 6, True),
+        ("delta of version 6", 7, True),  # the second bucket of the delta
+        ("delta of version 6", 5, False),
+        ("delta of version 6", 8, False),
+        ("delta of version 6", 0, False),  # a server that was started again
+        ("model.norm.weight", 5, True),
+    ],
+)
+def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
+    name: str, held: int, is_loaded: bool
+) -> None:
+    scheduler = SimpleNamespace(
+        loaded_version=held,
+        waiting_queue=[],
+        device_module=SimpleNamespace(synchronize=lambda: None),
+    )
+    updater = SimpleNamespace(scheduler=scheduler)
+    request = SimpleNamespace(names=[name], weight_version="7")
+    loaded = []
+
+    def load(updater: Any, request: Any) -> Any:
+        loaded.append(request)
+        return SimpleNamespace(success=True)
+
+    answer = versions.update_weights(load, updater, request)
+    assert answer.success == is_loaded == bool(loaded)
+    assert scheduler.loaded_version == (7 if is_loaded else held)
+    if not is_loaded:
+        assert answer.message == f"it holds version {held}, and was sent a delta of 6"

@@ -20,6 +20,7 @@ Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
+PublishMode = Literal["full", "delta", "auto"]
 AdvantageEstimator = Literal["grpo", "gae"]
 VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
@@ -334,6 +335,12 @@ class QuantizationConfig:
     bucket_bytes: Annotated[int, Ge(1024 * 1024), Le(1024**4)] = 512 * 1024 * 1024
     """Maximum number of bytes in one weight transfer to the servers. A weight larger than that
     travels alone."""
+
+    publish: PublishMode = "full"
+    """What a publish sends to rollout servers that hold the version before. full: all tensors.
+    delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
+    per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
+    bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
 
 @dataclasses.dataclass

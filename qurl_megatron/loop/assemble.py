@@ -157,6 +157,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             weight_format,
             config.quantization.bucket_bytes,
             pause_mode=config.rollout.pause_mode,
+            mode=config.quantization.publish if name == "rollout" else "full",
         )
         stack.enter_context(closing(publishers[name]))
 

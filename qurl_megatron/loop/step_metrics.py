@@ -80,6 +80,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         memory_bytes=device.memory_bytes(),
         **(asdict(results.critic) if results.critic else {}),
         dual_clip_fraction=sums["dual_clipped"] / tokens,
+        publish_full_bytes=published.conversion.num_bytes,
     )
 
 

@@ -44,7 +44,8 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  the output layer's shard for its gradient.
     backward     e(3F/t + 2h) per token, and the largest weight's gradient before it is accumulated.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
-                 between publishes.
+                 between publishes. Unless quantization.publish is full, also what the rank sent
+                 last: codes and scales, and the rest in BF16.
     buckets      While publishing: two buckets and the largest tensor. They replace activations,
                  logits and backward, which are not in memory then.
     runtime      `RUNTIME_BYTES`.
@@ -335,6 +336,27 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     return total * stage_layers(architecture, config.learner)[stage]
 
 
+def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
+    """Return the bytes of what the first rank of a stage sent last, which a delta needs."""
+    if config.quantization.publish == "full":
+        return 0
+    learner, weight_format = config.learner, config.quantization.format
+    total = 0
+    for rule, numel, count in _rank_parameters(architecture, learner, stage):
+        if not rule.quantized or weight_format == "bf16":
+            is_copy = stage > 0 and rule.megatron_names[0].startswith("embedding")
+            total += 0 if is_copy else 2 * numel * count
+            continue
+        for hf_tensor in rule.tensors:
+            shape = weight_map.full_shape(hf_tensor, architecture)
+            # Ranks share the scales of channels that they share; the first has all others.
+            is_shared = quantize.block_shape(weight_format)[0] == 1 and hf_tensor.partition_dim == 0
+            ranks = learner.tensor_parallel_size if is_shared else 1
+            total += count * 4 * _num_scales(shape, weight_format) // ranks
+        total += numel * count
+    return total
+
+
 def learner_memory(architecture: Architecture, config: Config, stage: int) -> dict[str, int]:
     """Return the bytes by part on one rank of a pipeline stage, without the publishing buckets."""
     learner = config.learner
@@ -371,7 +393,8 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
             state_bytes(learner) * numel // sharing
         ),
         "reference": element * numel if config.objective.kl_coefficient else 0,
-        "converter": _measured_bytes(architecture, config, stage),
+        "converter": _measured_bytes(architecture, config, stage)
+        + _kept_bytes(architecture, config, stage),
         "runtime": RUNTIME_BYTES,
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),

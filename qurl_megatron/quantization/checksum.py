@@ -25,49 +25,69 @@ Example:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+
+
+class Part(NamedTuple):
+    """A part of a tensor."""
+
+    values: Tensor  # [rows, columns] or [rows], with 1, 2 or 4 bytes per element
+    row: int = 0  # of the full tensor, at which the part begins
+    column: int = 0
 
 
 def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> int:
     """Return the checksum of a tensor, or of the part of one that begins at the offsets.
 
-    Args:
-        tensor: [rows, columns] or [rows], with 1, 2 or 4 bytes per element.
-        row_offset, column_offset: position of the part's first element in the full tensor.
-
-    Returns:
-        A signed 64-bit integer.
+    It is a signed 64-bit integer.
     """
-    if not tensor.numel():
-        return 0
-    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    return checksums([Part(tensor, row_offset, column_offset)])[0]
+
+
+def checksums(parts: Iterable[Part]) -> list[int]:
+    """Return the checksum of each part; a GPU is waited for once."""
+    sums = [_weighted_sum(part) for part in parts]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _weighted_sum(part: Part) -> Tensor:
+    """Return a part's checksum, an int64 scalar."""
+    bits = as_integers(part.values.contiguous())
     bits = bits.unsqueeze(1) if bits.dim() == 1 else bits
     rows, columns = bits.shape
-    row_weights = _hash_rows(row_offset, rows, bits.device)
-    if bits.dtype != torch.uint8:
-        column_weights = _hash_columns(column_offset, columns, bits.device)
-    elif columns % 4 or column_offset % 4 or bits.data_ptr() % 4:
-        column_weights = _byte_weights(column_offset, columns, bits.device)
-    else:
-        row_weights, column_weights = hash_codes(bits, row_offset, column_offset)
+    row_weights = _hash_rows(part.row, rows, bits.device)
+    if bits.dtype != torch.int8:
+        column_weights = _hash_columns(part.column, columns, bits.device)
+    elif columns and not (columns % 4 or part.column % 4 or bits.data_ptr() % 4):
+        row_weights, column_weights = hash_codes(bits, part.row, part.column)
         bits = bits.view(torch.uint32)
-    if bits.is_cuda:
+    else:
+        column_weights = _byte_weights(part.column, columns, bits.device)
+        bits = bits.view(torch.uint8)
+    if bits.is_cuda and bits.numel():
         from qurl_megatron.quantization.checksum_kernel import weighted_sum
 
-        return int(weighted_sum(bits, row_weights, column_weights))
-    total = torch.zeros((), dtype=torch.int64)
+        return weighted_sum(bits, row_weights, column_weights)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     step = max(1, CHUNK_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         chunk = bits[start : start + step].to(torch.int64)
         total += ((chunk @ column_weights) * row_weights[start : start + step]).sum()
-    return int(total)
+    return total
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor, with 1, 2 or 4 bytes per element, as signed integers."""
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def part_key(name: str, row_offset: int, column_offset: int) -> str:
@@ -120,6 +140,7 @@ def _byte_weights(start: int, count: int, device: torch.device) -> Tensor:
     return hashes[columns // 4 - start // 4] << columns % 4 * 8
 
 
+@functools.lru_cache(maxsize=64)  # layers have the same shapes
 def _hashes(start: int, count: int, factor: int, device: torch.device) -> Tensor:
     """Return odd hashes of start, start + 1, ...: the weights of these rows or columns."""
     hashed = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)

@@ -162,7 +162,8 @@ class StepMetrics:
     """Seconds to publish to the rollout servers: pause, quantize, send, verify, resume."""
 
     publish_bytes: int
-    """Bytes of weights that one publish to the rollout servers carries."""
+    """Bytes of weights that one publish to the rollout servers carries: of what changed, of all
+    tensors, or of both where servers needed different ones."""
 
     rollout_tokens_per_s: float
     """Sampled tokens divided by `time_rollout_s`; with `rollout.max_staleness` by the time of the
@@ -252,6 +253,10 @@ class StepMetrics:
     """Memory of learner rank 0, in bytes: on a GPU the most that its allocator has reserved since
     the start, without one the size of the process in memory."""
 
+    publish_full_bytes: int = 0
+    """Bytes of all tensors that a rollout server holds: what a publish in full
+    carries."""
+
 
 def count_rewards(rewards: Sequence[float]) -> list[tuple[float, int]]:
     """Return `StepMetrics.reward_counts` of the rewards of a step; rewards are finite."""
@@ -292,3 +297,6 @@ class RunSummary:
 
     publish_bytes: int
     """`StepMetrics.publish_bytes` of the last step."""
+
+    publish_full_bytes: int
+    """`StepMetrics.publish_full_bytes` of the last step."""

@@ -138,7 +138,7 @@ def _table(runs: list[RunRecord]) -> str:
         ("seconds per step, last tenth of steps",
          lambda run: f"{sum(run.late(f'time_{phase}_s') for phase in plots.PHASES):.2f}"),
         ("seconds per publish", lambda run: f"{fmean(run.series('time_publish_s')):.3f}"),
-        ("bytes per publish", lambda run: f"{run.steps[-1]['publish_bytes']:,}"),
+        ("bytes per publish", _publish_bytes),
     ]  # fmt: skip
     if any(run.has_stale_tokens for run in runs):
         rows += [
@@ -167,6 +167,13 @@ def _accuracy(run: RunRecord, when: str) -> str:
 def _noise(run: RunRecord, server_set: str) -> str:
     noise = run.noise.get(server_set)
     return f"{noise['kl_behaviour_proximal_k3']:.1e}" if noise else NOT_MEASURED
+
+
+def _publish_bytes(run: RunRecord) -> str:
+    """Return the mean bytes of a publish, and those of all tensors."""
+    sent = f"{fmean(run.series('publish_bytes')):,.0f}"
+    full = run.steps[-1].get("publish_full_bytes")
+    return f"{sent} of {full:,}" if full else sent
 
 
 def _stale_fraction(run: RunRecord) -> str:

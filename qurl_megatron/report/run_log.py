@@ -193,6 +193,7 @@ class RunLog:
             weight_version=self._steps[-1].weight_version,
             time_publish_s_mean=fmean(metrics.time_publish_s for metrics in self._steps),
             publish_bytes=self._steps[-1].publish_bytes,
+            publish_full_bytes=self._steps[-1].publish_full_bytes,
         )
         path = self._config.run_dir / "summary.json"
         write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
@@ -211,7 +212,8 @@ class RunLog:
         table.add_row("RL time", f"{hours_minutes(summary.time_s)} h ({summary.time_s:.0f} s)")
         table.add_row("weight versions published", f"{summary.weight_version}")
         table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
-        table.add_row("bytes per publish", f"{summary.publish_bytes:,}")
+        sent, full = summary.publish_bytes, summary.publish_full_bytes
+        table.add_row("bytes of last publish", f"{sent:,} of {full:,}")
         return table
 
     def close(self) -> None:

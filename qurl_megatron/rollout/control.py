@@ -10,9 +10,13 @@ import httpx
 import torch
 
 from qurl_megatron.config.schema import PauseMode
-from qurl_megatron.rollout.server import CONNECTIONS, Server
+from qurl_megatron.rollout.server import CONNECTIONS, Server, ServerFailed
 
 CONTROL_TIMEOUT_S = 600.0
+
+
+class UpdateRefused(ServerFailed):
+    """A server answered that it did not do what it was asked for."""
 
 
 class ServerControl:
@@ -81,6 +85,9 @@ class ServerControl:
         """Receive one bucket, a flat buffer that rank 0 broadcasts, and load its tensors.
 
         The server must be paused. Tokens sampled after it resumes carry `weight_version`.
+
+        Raises:
+            UpdateRefused: the server could not load it; a delta, because it holds another version.
         """
         self._post(
             "/update_weights_from_distributed",
@@ -112,10 +119,11 @@ class ServerControl:
         except httpx.TransportError as error:
             raise self.server.failed(f"closed the connection in {path} ({error!r})") from None
         if response.is_error:
-            raise self.server.failed(f"refused {path}: {response.text}")
+            raise UpdateRefused(str(self.server.failed(f"refused {path}: {response.text}")))
         answer = response.json()
         if answer.get("success") is False:
-            raise self.server.failed(f"failed in {path}: {answer.get('message')}")
+            message = f"failed in {path}: {answer.get('message')}"
+            raise UpdateRefused(str(self.server.failed(message)))
         return answer
 
 

@@ -173,6 +173,10 @@ class Fleet:
             logs = Path(member.server.log_file).parent
             report_lost(logs, self.set_name, member.index, member.server)
 
+    def note(self, member: Member, what: str) -> None:
+        """Tell the user, in a line, what happens to a server."""
+        self._say(f"server {self.set_name}_{member.index} {what.splitlines()[0]}")
+
     @contextlib.contextmanager
     def pausing(self, member: Member) -> Iterator[None]:
         """Expect no sign of life from a server in this context."""

@@ -1,20 +1,28 @@
-"""Receiving weights: a time limit for the learner, and loading a bucket from its memory.
+"""Receiving weights: a time limit for the learner, its memory, and deltas.
 
 SGLang receives a bucket by a broadcast into its own memory. In a process group whose name ends in
 `GROUP_SUFFIX`, only a header is broadcast, and the server's layers copy from the sender's memory.
 That needs a sender on the same machine.
+
+A bucket of a delta is not loaded. Its changes are written into the parameters where they are,
+through the map that `verify.held_parts` has. Whether the server holds the version that the delta
+changes is asked before, in `versions.update_weights`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from qurl_megatron.sglang_plugin.verify import held_parts
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.delta import base_version, unpack
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, HEADER_BYTES, attach
 
 # A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
@@ -39,18 +47,39 @@ def update_bucket(
 ) -> tuple[bool, str]:
     """Load a bucket, in place of `WeightUpdater._update_bucketed_weights_from_distributed`.
 
-    Return whether it succeeded, and a message. SGLang's `original` handles all other groups.
+    Return whether it succeeded, and a message. SGLang's `original` handles whole tensors in all
+    other groups.
     """
-    if not group_name.endswith(GROUP_SUFFIX):
+    is_delta = base_version(names) is not None
+    shared = group_name.endswith(GROUP_SUFFIX)
+    if not is_delta and not shared:
         return original(updater, names, dtypes, shapes, group_name)
     try:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        dist.broadcast(header, src=0, group=updater._model_update_group[group_name])
-        flat = attach(header)
-        bucket = Bucket(names, [getattr(torch, dtype) for dtype in dtypes], shapes, flat)
-        updater.get_model().load_weights(list(bucket.tensors()))
+        group = updater._model_update_group[group_name]
+        if shared:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            dist.broadcast(header, src=0, group=group)
+            flat = attach(header)
+        else:
+            flat = torch.empty(shapes[0][0], dtype=torch.uint8, device=updater.device)
+            dist.broadcast(flat, src=0, group=group)
+        if is_delta:
+            write_changes(updater.get_model(), flat)
+        else:
+            bucket = Bucket(names, [getattr(torch, dtype) for dtype in dtypes], shapes, flat)
+            updater.get_model().load_weights(list(bucket.tensors()))
         if flat.is_cuda:  # the answer lets the sender release the bucket: finish the copies first
             torch.cuda.synchronize()
     except Exception as error:
-        return False, f"Failed to load weights from the sender's memory: {error!r}"
+        return False, f"Failed to load weights: {error!r}"
     return True, "Succeeded to update parameter online."
+
+
+def write_changes(model: torch.nn.Module, flat: Tensor) -> None:
+    """Write a delta, `[bytes]` uint8 messages of `delta.pack`, into a model's parameters."""
+    changes = defaultdict(list)
+    for change in unpack(flat):
+        changes[change.name].append(change)
+    for part in held_parts(model):
+        for change in changes[part.name]:
+            change.write_to(part.values, part.row_offset, part.column_offset)

@@ -20,7 +20,7 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor
 
-from qurl_megatron.quantization.checksum import checksum, part_key
+from qurl_megatron.quantization.checksum import Part, checksums, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
 
 
@@ -38,13 +38,12 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
 
     SGLang's own method needs a GPU.
     """
-    checksums = {
-        part_key(name, row, column): checksum(values, row_offset=row, column_offset=column)
-        for name, values, row, column in held_parts(checker._get_model())
-    }
+    parts = list(held_parts(checker._get_model()))
+    keys = [part_key(name, row, column) for name, _, row, column in parts]
+    values = checksums(Part(values, row, column) for _, values, row, column in parts)
     return {
-        "checksums": {key: str(value) for key, value in checksums.items()},
-        "per_gpu_checksum": str(sum(checksums.values())),
+        "checksums": {key: str(value) for key, value in zip(keys, values, strict=True)},
+        "per_gpu_checksum": str(sum(values)),
         "parallelism_info": checker._parallelism_info().model_dump(),
     }
 

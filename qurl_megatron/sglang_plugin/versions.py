@@ -4,7 +4,8 @@ A server can receive weights while requests wait in the middle of their answers.
 process per tensor-parallel rank, therefore keeps the version of the weights it has loaded:
 
 - `update_weights` takes it from the request that brings a bucket. A publish pauses the server
-  first, so no token is sampled between two buckets.
+  first, so no token is sampled between two buckets. A delta of a version that the scheduler does
+  not hold is refused.
 - `run_batch` stamps it on every token that a forward pass samples. SGLang carries the stamps to
   `meta_info["token_versions"]` of the answer, one per token. With the overlap schedule the tokens
   of a pass are read after the next pass has begun; a stamp at that point could be too new.
@@ -18,12 +19,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+
+from qurl_megatron.weight_sync.delta import base_version
+
 STAMP = "token_versions"  # the name in meta_info
 
 
 def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Load a bucket and its version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
+    base, held = base_version(request.names), loaded_version(scheduler)
+    # The first bucket of a delta sets the version that the others bring too.
+    if base is not None and held not in (base, int(request.weight_version)):
+        return UpdateWeightsFromDistributedReqOutput(
+            success=False, message=f"it holds version {held}, and was sent a delta of {base}"
+        )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
     answer = original(updater, request)
     if answer.success:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
@@ -75,15 +76,17 @@ class DriftMeter:
         codes = quantized.codes[rows].clone()
         exact = kept.float()
         error = quantize.dequantize(quantized, rows) - exact
-        sums = [float(codes.numel()), 0.0, _sum_of_squares(error), _sum_of_squares(exact)]
+        sums = [_sum_of_squares(error), _sum_of_squares(exact)]
+        flips = torch.zeros_like(sums[0])
         if name in self._previous:
             previous_kept, previous_codes = self._previous[name]
             previous = previous_kept.float()
-            sums[1] = float(quantize.code_flips(previous_codes, codes))
+            flips = torch.count_nonzero(as_integers(previous_codes) != as_integers(codes))
             sums += [_sum_of_squares(exact - previous), _sum_of_squares(previous)]
         self._previous[name] = kept, codes
-        return WeightDrift(*(value * num_rows / kept.shape[0] for value in sums))
+        values = torch.stack([flips.double(), *sums]).tolist()  # a GPU is waited for once
+        return WeightDrift(*(value * num_rows / len(kept) for value in [codes.numel(), *values]))
 
 
-def _sum_of_squares(tensor: Tensor) -> float:
-    return float(tensor.square().sum(dtype=torch.float64))
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    return tensor.square().sum(dtype=torch.float64)

@@ -9,6 +9,12 @@ For each server a publish is all or nothing:
 - It resumes only if every tensor's checksum, computed from the learner's shards before they were
   sent, equals the checksum of the parameters that the server's layers multiply with.
 
+A publish sends a delta (`delta.py`), what changed since the last publish, to each server that has
+been verified to hold the version before. All others get all tensors, a key frame: a server that
+joins, all servers of a run that resumes, and all after a publish that no server could verify. A
+server that does not hold the right weights after a delta, or refuses it, gets a key frame in the
+same publish. Whatever was sent, the checksums of all tensors are compared.
+
 Servers fail one by one. The learner has a process group with each of them, so a server that dies,
 hangs or holds other weights is dropped and reported lost, and the others never notice. Whatever is
 asked of a server ends after `PEER_TIMEOUT_S`. If servers were reached and not one of them holds
@@ -18,7 +24,7 @@ A bucket is converted once, and goes to all servers at the same time, one copy t
 
 Example, on every learner rank:
 
-    publisher = Publisher(learner, fleet, "int8", bucket_bytes=512 * 2**20)
+    publisher = Publisher(learner, fleet, "int8", bucket_bytes=512 * 2**20, mode="auto")
     published = publisher.publish()    # to the servers that serve or wait to join
     publisher.admit()                  # the same version, to servers that joined since
     publisher.close()
@@ -30,7 +36,7 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -38,12 +44,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.config.schema import PauseMode, WeightFormat
+from qurl_megatron.config.schema import PauseMode, PublishMode, WeightFormat
 from qurl_megatron.device import SharedError, backend_to, device, from_rank_zero
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.quantization import checksum
-from qurl_megatron.rollout.control import ServerControl, address_towards
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.reshard import Conversion, Converter
@@ -62,6 +68,10 @@ servers, on the learner's machine, read the buckets in place.
 # over 1 Gb/s, and a server compiles its kernels in the first publish.
 PEER_TIMEOUT_S = 60.0
 
+# In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
+# pack that many changes takes longer than to send all tensors.
+LARGEST_DELTA = 0.5
+
 
 class PublishError(SharedError, RuntimeError):
     """A server does not hold the weights that were sent."""
@@ -73,8 +83,8 @@ class Published:
 
     version: int  # the weight version the servers serve
     num_servers: int  # servers that serve it
-    sent_bytes: int  # size of all buckets; each server receives that much
-    conversion: Conversion
+    sent_bytes: int  # size of all buckets: of a delta, of a key frame, or of both
+    conversion: Conversion  # `conversion.num_bytes` is the size of a key frame
 
 
 class Publisher:
@@ -93,6 +103,7 @@ class Publisher:
         carrier: Carrier | None = None,
         timeout_s: float = PEER_TIMEOUT_S,
         pause_mode: PauseMode = "retract",
+        mode: PublishMode = "full",
     ) -> None:
         """Store the settings; send nothing.
 
@@ -103,15 +114,21 @@ class Publisher:
             carrier: None: NCCL if learner and server have GPUs of their own, else gloo.
             timeout_s: time that a server has for each answer and each transfer.
             pause_mode: the run's `rollout.pause_mode`.
+            mode: the run's `quantization.publish`.
         """
         self.version = 0
+        self._mode = mode
         self._pause_mode = pause_mode
         self._fleet = fleet
         self._carrier = carrier
         self._timeout_s = timeout_s
-        self._converter = Converter(learner, weight_format, bucket_bytes)
+        self._converter = Converter(
+            learner, weight_format, bucket_bytes, keeps_codes=mode != "full"
+        )
         self._links: dict[Member, _Link] = {}
         self._sent: dict[str, int] = {}  # checksums of the current version
+        # The version of the codes that the converter keeps, once a server was verified to hold it.
+        self._base: int | None = None
 
     def publish(self) -> Published:
         """Send the current policy under the next version to all servers that answer.
@@ -124,7 +141,17 @@ class Publisher:
         """
         self.version += 1
         self._sent = {}
-        return self._send_to(self._fleet.members("serving", "joining"))
+        links = self._link(self._fleet.members("serving", "joining"))
+        holders = [link for link in links if self._base and link.holds(self._base)]
+        if not from_rank_zero(lambda: bool(holders)):
+            return self._send_to(links)
+        delta = self._send_to(holders, self._base)
+        rest = [link for link in links if not link.is_lost and not link.holds(self.version)]
+        if not from_rank_zero(lambda: bool(rest)):
+            return delta
+        whole = self._send_to(rest)
+        sent_bytes = delta.sent_bytes + whole.sent_bytes
+        return replace(delta, num_servers=whole.num_servers, sent_bytes=sent_bytes)
 
     def admit(self) -> None:
         """Send the current version to the servers that wait to join, and to no other.
@@ -133,7 +160,7 @@ class Publisher:
             PublishError: no server holds what was sent, or the learner's weights are not those of
                 the current version.
         """
-        self._send_to(self._fleet.members("joining"))
+        self._send_to(self._link(self._fleet.members("joining")))
 
     def while_serving(self, work: Callable[[], T]) -> T:
         """Return, on every rank, the result of rank 0's `work()`, which samples from the servers.
@@ -161,8 +188,8 @@ class Publisher:
             link.close()
         self._links.clear()
 
-    def _send_to(self, members: list[Member]) -> Published:
-        """Convert the weights once, and send them to these servers."""
+    def _link(self, members: list[Member]) -> list[_Link]:
+        """Return the connections to these servers, and close those to lost ones."""
         for member in [member for member in self._links if member.state == "lost"]:
             self._links.pop(member).close()
         for member in members:
@@ -170,9 +197,13 @@ class Publisher:
                 self._links[member] = _Link(
                     self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
                 )
-        links = [self._links[member] for member in members]
+        return [self._links[member] for member in members]
+
+    def _send_to(self, links: list[_Link], base: int | None = None) -> Published:
+        """Convert the weights once, and send them, or what changed since version `base`."""
+        self._base = None
         for link in links:
-            link.begin()
+            link.begin(is_delta=base is not None)
         sent_bytes = 0
 
         def send(bucket: Bucket) -> None:
@@ -183,28 +214,40 @@ class Publisher:
             # All links read the bucket until they are done, so it must not be released before.
             _wait([link.send(bucket, message, self.version) for link in links])
 
-        conversion = self._converter.convert(send)
-        num_servers = from_rank_zero(lambda: self._commit(links, conversion))
+        conversion = self._converter.convert(send, base=base)
+
+        def commit() -> tuple[int, bool]:
+            num_servers = self._commit(links, conversion)
+            limit = LARGEST_DELTA * conversion.num_bytes
+            is_large = base is not None and self._mode == "auto" and sent_bytes > limit
+            return num_servers, is_large
+
+        num_servers, is_large = from_rank_zero(commit)
+        self._converter.keeps_codes &= not is_large
+        if num_servers and self._converter.keeps_codes:
+            self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 
     def _commit(self, links: list[_Link], conversion: Conversion) -> int:
-        """Let each server serve that holds what was sent; return how many do."""
+        """Let each server serve that holds what was sent; return how many servers hold it."""
         if conversion.non_finite:
             raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
         if self._sent and self._sent != conversion.checksums:
             raise PublishError(f"the learner no longer has the weights of version {self.version}")
         self._sent = conversion.checksums
-        _wait([link.commit(conversion.checksums) for link in links])
+        _wait([link.commit(conversion.checksums, self.version) for link in links])
+        num_servers = sum(link.holds(self.version) for link in self._links.values())
         wrong = [link.failure for link in links if isinstance(link.failure, PublishError)]
-        if wrong and all(link.failure for link in links):
+        if wrong and all(link.is_lost for link in links) and not num_servers:
             raise wrong[0]
-        return sum(link.failure is None for link in links)
+        return num_servers
 
 
 class _Link:
     """The connection to one server, which does its work in order in a thread of its own.
 
-    After a failure it does nothing more, and the server is lost.
+    After a failure it does nothing more until it begins again. The server is lost, unless it has
+    answered that it cannot take a delta, or has not become what the delta should make of it.
     """
 
     def __init__(
@@ -216,6 +259,9 @@ class _Link:
         pause_mode: PauseMode,
     ) -> None:
         self.failure: RuntimeError | None = None
+        self._version: int | None = None  # that the server was verified to hold
+        self._takes_delta = False
+        self._is_paused = False
         self._fleet = fleet
         self._member = member
         server = member.server
@@ -229,14 +275,27 @@ class _Link:
         self._group_name = ""
         self._pause = contextlib.ExitStack()
 
-    def begin(self) -> None:
+    @property
+    def is_lost(self) -> bool:
+        """True if the server is lost to the fleet."""
+        return self._member.state == "lost"
+
+    def holds(self, version: int) -> bool:
+        """Return True if the server was verified to hold this version, and is not lost."""
+        return self._version == version and not self.is_lost
+
+    def begin(self, *, is_delta: bool) -> None:
         """Pause the server, after forming the process group if there is none."""
-        self._pause.enter_context(self._fleet.pausing(self._member))
+        self.failure, self._version, self._takes_delta = None, None, is_delta
+        if not self._is_paused:
+            self._pause.enter_context(self._fleet.pausing(self._member))
 
         def work() -> None:
             if self._group is None:
                 self._join()
-            self._control.pause()
+            if not self._is_paused:
+                self._control.pause()
+                self._is_paused = True
 
         self._do(work)
 
@@ -244,12 +303,13 @@ class _Link:
         """Broadcast a bucket's `message`; done when the server has loaded the bucket or failed."""
         return self._do(lambda: self._transfer(bucket, message, version))
 
-    def commit(self, checksums: dict[str, int]) -> Future[None]:
+    def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
         """Resume the server if it holds what was sent."""
 
         def work() -> None:
             verify(self._control, checksums)
             self._control.resume()
+            self._is_paused, self._version = False, version
             self._pause.close()
             self._fleet.joined(self._member)
 
@@ -273,7 +333,10 @@ class _Link:
                 work()
             except RuntimeError as error:  # torch's errors of process groups among them
                 self.failure = error
-                self._fleet.lose(self._member, str(error))
+                if self._takes_delta and isinstance(error, (PublishError, UpdateRefused)):
+                    self._fleet.note(self._member, f"gets all tensors, not a delta: {error}")
+                else:
+                    self._fleet.lose(self._member, str(error))
                 self._leave()
 
         return self._thread.submit(guarded)

@@ -18,11 +18,17 @@ Invariants, each with a test:
   next is allocated, if `send` keeps no reference to it.
 - Checksums are computed from the shards, before anything is sent.
 
+A converter that keeps codes keeps this rank's parts of all buckets, a byte for each quantized and
+two for each other parameter. Its next pass can then send a delta: each rank compares its parts with
+the kept ones, and only what changed (`delta.py`) is gathered. A delta holds, byte for byte, what
+turns the tensors of the last pass into those of this one, for any layout.
+
 Example, on every learner rank:
 
-    converter = Converter(learner, "int8", bucket_bytes=512 * 2**20)
+    converter = Converter(learner, "int8", bucket_bytes=512 * 2**20, keeps_codes=True)
     conversion = converter.convert(send)  # global rank 0 calls send(bucket) for each bucket
     conversion.checksums                  # the servers' must be equal; complete on global rank 0
+    converter.convert(send, base=1)       # what changed since the last pass, which was version 1
 """
 
 from __future__ import annotations
@@ -43,8 +49,10 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.quantization.checksum import Part, checksums
+from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, copy_values
+from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.drift import DriftMeter, WeightDrift
 from qurl_megatron.weight_sync.layout import (
     SentTensor,
@@ -56,6 +64,10 @@ from qurl_megatron.weight_sync.layout import (
 
 Send = Callable[[Bucket], None]
 
+# Buckets of deltas up to this part of the largest bucket are joined: a quarter holds the delta of a
+# 32B model, and is little memory beside two buckets.
+MERGED_PART = 4
+
 
 @dataclass
 class Conversion:
@@ -63,6 +75,7 @@ class Conversion:
 
     checksums: dict[str, int] = field(default_factory=dict)  # every sent tensor's, by name
     drift: dict[str, WeightDrift] = field(default_factory=dict)  # every quantized weight's, by name
+    num_bytes: int = 0  # of all full tensors
     # Rank, name and place of a weight that holds NaN or infinity. What was sent is then worthless.
     non_finite: str = ""
 
@@ -91,46 +104,74 @@ class Converter:
         learner: Learner,
         weight_format: WeightFormat | Literal["masters"],
         bucket_bytes: int,
+        *,
+        keeps_codes: bool = False,
     ) -> None:
         """Store the settings; allocate nothing.
 
         Args:
             weight_format: a server's format, or "masters" for the optimizer's float32 values.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
+            keeps_codes: keep what a pass sends, so that the next can be a delta.
         """
+        self.keeps_codes = keeps_codes
         self._learner = learner
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
         self._meter = DriftMeter()
+        self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
 
-    def convert(self, send: Send) -> Conversion:
+    def convert(self, send: Send, *, base: int | None = None) -> Conversion:
         """Convert the current weights, and return their checksums and drift.
 
         Collective: every learner rank calls it. `send` is called on global rank 0 only, with one
         bucket after another. Only its result is complete; that of another rank covers its own
         pipeline stage or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
+
+        Args:
+            base: the version that the last pass was sent as; what changed since is sent, as buckets
+                of `delta.py`. None: all is sent.
         """
+        if not self.keeps_codes:
+            self._kept.clear()
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
             if self._format == "masters":
                 for _ in self._learner.masters():  # the first replica gathers this rank's part
                     pass
             return Conversion()
         first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
-        conversion = self._convert_stage(send if first_stage else _send_to_first_stage)
+        if base is not None:
+            merged = _MergedDeltas(send, base, self._bucket_bytes // MERGED_PART)
+            send = merged.add
+        conversion = self._convert_stage(send if first_stage else _send_to_first_stage, base)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             return conversion
         if first_stage:
             for stage in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
                 _receive_buckets(stage, send)
+            if base is not None:
+                merged.flush()
         else:
             _send_to_first_stage(None)
         return _merge_stages(conversion)
 
-    def _convert_stage(self, send: Send) -> Conversion:
+    def _convert_stage(self, send: Send, base: int | None) -> Conversion:
         """Convert this pipeline stage's weights; its tensor-parallel rank 0 sends the buckets."""
         conversion = Conversion()
-        for weights in self._plan_buckets():
-            self._convert_bucket(weights, conversion, send)
+        deltas = None if base is None else _Deltas(send, base, self._bucket_bytes)
+        for index, weights in enumerate(self._plan_buckets()):
+            tensors = [tensor for weight in weights for tensor in weight.tensors]
+            own = self._convert_bucket(weights, tensors, conversion)
+            if deltas is None:
+                _gather_and_send(tensors, own, send)
+            else:
+                deltas.add(tensors, self._kept[index], own)
+            if self.keeps_codes:
+                self._kept[index : index + 1] = [own]
+            conversion.num_bytes += sum(tensor.num_bytes for tensor in tensors)
+            del own  # before the next is allocated
+        if deltas is not None:
+            deltas.flush()
         return _sum_over_tensor_parallel(conversion)
 
     def _plan_buckets(self) -> Iterator[list[SentWeight]]:
@@ -160,13 +201,12 @@ class Converter:
                     yield SentWeight.plain(part, torch.float32 if masters else torch.bfloat16)
 
     def _convert_bucket(
-        self, weights: list[SentWeight], conversion: Conversion, send: Send
-    ) -> None:
-        """Fill this rank's part of a bucket, add to `conversion`, gather the parts and send."""
+        self, weights: list[SentWeight], tensors: list[SentTensor], conversion: Conversion
+    ) -> Bucket:
+        """Return this rank's part of a bucket of `tensors`, and add to `conversion`."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         parts = [weight.part for weight in weights if weight.is_quantized]
         shared = self._share_absmax(parts, conversion)
-        tensors = [tensor for weight in weights for tensor in weight.tensors]
         own = _empty_part(tensors, tp_rank)
         views = dict(own.tensors())
         for weight in weights:
@@ -178,11 +218,9 @@ class Converter:
                     conversion.drift[name] = self._quantize(weight, views, absmax, scale)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
-        for tensor in tensors:
-            conversion.checksums[tensor.name] = _part_checksum(tensor, views[tensor.name], tp_rank)
-        bucket = _gather(tensors, own)
-        if bucket is not None:
-            send(bucket)
+        sums = checksums(Part(views[t.name], *_offset(t, tp_rank)) for t in tensors)
+        conversion.checksums |= {t.name: value for t, value in zip(tensors, sums, strict=True)}
+        return own
 
     def _quantize(
         self,
@@ -241,13 +279,10 @@ class Converter:
         return shared
 
 
-def _part_checksum(tensor: SentTensor, values: Tensor, tp_rank: int) -> int:
-    """Return the checksum of a rank's part of a tensor; 0 if it sends nothing."""
-    if not values.numel():
-        return 0
+def _offset(tensor: SentTensor, tp_rank: int) -> tuple[int, int]:
+    """Return the row and column of the full tensor at which a rank's part begins."""
     row, *columns = tensor.index_on(tp_rank)
-    column_offset = columns[0].start if columns else 0
-    return checksum(values, row_offset=row.start, column_offset=column_offset)
+    return row.start, columns[0].start if columns else 0
 
 
 def _sum_over_tensor_parallel(conversion: Conversion) -> Conversion:
@@ -255,8 +290,9 @@ def _sum_over_tensor_parallel(conversion: Conversion) -> Conversion:
     values = [*conversion.checksums.values(), int(conversion.non_finite != "")]
     summed = torch.tensor(values, dtype=torch.int64, device=device())
     dist.all_reduce(summed, group=group)  # int64 wraps around, as the checksum does
-    *checksums, num_spoilt = summed.tolist()
-    total = Conversion(dict(zip(conversion.checksums, checksums, strict=True)))
+    *totals, num_spoilt = summed.tolist()
+    total = Conversion(dict(zip(conversion.checksums, totals, strict=True)))
+    total.num_bytes = conversion.num_bytes
     if num_spoilt:
         notes = [""] * dist.get_world_size(group)
         dist.all_gather_object(notes, conversion.non_finite, group=group)
@@ -290,6 +326,7 @@ def _merge_stages(conversion: Conversion) -> Conversion:
     for stage in stages:
         merged.checksums |= stage.checksums
         merged.drift |= stage.drift
+        merged.num_bytes += stage.num_bytes
         merged.non_finite = merged.non_finite or stage.non_finite
     return merged
 
@@ -298,6 +335,13 @@ def _empty_part(tensors: list[SentTensor], tp_rank: int) -> Bucket:
     """Allocate a rank's part of a bucket: a smaller bucket with the rank's part of each tensor."""
     entries = ((tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in tensors)
     return Bucket.empty(entries, device())
+
+
+def _gather_and_send(tensors: list[SentTensor], own: Bucket, send: Send) -> None:
+    """Gather a full bucket on tensor-parallel rank 0, and send it."""
+    bucket = _gather(tensors, own)
+    if bucket is not None:
+        send(bucket)
 
 
 def _gather(tensors: list[SentTensor], own: Bucket) -> Bucket | None:
@@ -332,6 +376,96 @@ def _place(tensors: list[SentTensor], part: Bucket, tp_rank: int, full: dict[str
     views = dict(part.tensors())
     for tensor in tensors:
         copy_values(full[tensor.name][tensor.index_on(tp_rank)], views[tensor.name])
+
+
+class _Deltas:
+    """Gathers what changed in the ranks' parts of buckets, and sends it in as few buckets."""
+
+    def __init__(self, send: Send, base: int, bucket_bytes: int) -> None:
+        self._send = send
+        self._base = base
+        self._bucket_bytes = bucket_bytes
+        self._changes: list[Change] = []  # of this rank
+        self._num_bytes = 0  # of all ranks
+
+    def add(self, tensors: list[SentTensor], old: Bucket, new: Bucket) -> None:
+        """Collect the changes in this rank's part of a bucket."""
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        before, after = dict(old.tensors()), dict(new.tensors())
+        changes = []
+        for tensor in tensors:
+            if after[tensor.name].numel():
+                offset = _offset(tensor, tp_rank)
+                change = delta.compare(tensor.name, offset, before[tensor.name], after[tensor.name])
+                changes += [change] if change else []
+        total = torch.tensor(sum(change.num_bytes for change in changes), device=device())
+        dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        num_bytes = int(total)
+        if self._num_bytes and self._num_bytes + num_bytes > self._bucket_bytes:
+            self.flush()
+        self._changes += changes
+        self._num_bytes += num_bytes
+
+    def flush(self) -> None:
+        """Send what was collected, on tensor-parallel rank 0; a bucket may be empty."""
+        own = delta.pack(self._changes, device())
+        self._changes, self._num_bytes = [], 0
+        flat = _gather_flat(own)
+        if flat is not None:
+            self._send(_delta_bucket(self._base, flat))
+
+
+class _MergedDeltas:
+    """Joins small buckets of the stages' deltas: each costs the servers a request."""
+
+    def __init__(self, send: Send, base: int, most_bytes: int) -> None:
+        self._send = send
+        self._base = base
+        self._most_bytes = most_bytes
+        self._messages: list[Tensor] = []
+
+    def add(self, bucket: Bucket) -> None:
+        """Take a bucket of a delta."""
+        if self._num_bytes + len(bucket.flat) > self._most_bytes:
+            self.flush()
+        self._messages.append(bucket.flat)
+        if self._num_bytes > self._most_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was taken."""
+        if self._messages:
+            messages, self._messages = self._messages, []
+            flat = messages[0] if len(messages) == 1 else torch.cat(messages)
+            self._send(_delta_bucket(self._base, flat))
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(len(message) for message in self._messages)
+
+
+def _delta_bucket(base: int, flat: Tensor) -> Bucket:
+    """Return the bucket of messages that change version `base`."""
+    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
+
+
+def _gather_flat(own: Tensor) -> Tensor | None:
+    """Return the ranks' flat tensors, one after another, on tensor-parallel rank 0."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return own
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device()), group=group)
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        dist.send(own, dst=ranks[0], group=group)
+        return None
+    flat = torch.empty(int(sum(sizes)), dtype=own.dtype, device=device())
+    parts = flat.split([int(size) for size in sizes])
+    parts[0].copy_(own)
+    for part, source in zip(parts[1:], ranks[1:], strict=True):
+        dist.recv(part, src=source, group=group)
+    return flat
 
 
 def _send_to_first_stage(bucket: Bucket | None) -> None:

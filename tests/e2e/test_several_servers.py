@@ -29,10 +29,11 @@ from qurl_megatron.rollout.server import (
     start_server,
     wait_ready,
 )
-from qurl_megatron.weight_sync.publish import Publisher
+from qurl_megatron.weight_sync.publish import Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 ADDRESS = "127.0.0.2"  # servers are unauthenticated on 127.0.0.1 only
+BUCKET_BYTES = 64 * 1024  # a publish sends several
 PROMPTS = [
     Prompt(id=str(row), question="", answer="", token_ids=[3 + row, 4, 5, 6]) for row in range(16)
 ]
@@ -96,27 +97,102 @@ def sequences_of(server: Server) -> int:
     return sum(int(count) for count in re.findall(r"Prefill batch, #new-seq: (\d+)", log))
 
 
-def test_one_publish_updates_both_servers(deployment: Deployment) -> None:
-    published = deployment.publisher.publish()
-    held = []
+def change_weights(learner: Learner, fraction: float) -> None:
+    """Multiply about this fraction of the weights by 1.1, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for *_, shard in learner.shards():
+            chosen = torch.rand(shard.shape, generator=generator) < fraction
+            shard.mul_(1 + 0.1 * chosen)
+
+
+def publish_to_both(publisher: Publisher) -> Published:
+    """Publish, and check that both servers were verified to hold the learner's weights."""
+    published = publisher.publish()
+    assert published.num_servers == 2
+    return published
+
+
+def assert_both_hold(deployment: Deployment, published: Published) -> None:
+    """Compare what the servers hold with the publish, apart from the publisher's own check."""
     for server in deployment.servers:
         with closing(ServerControl(server)) as control:
-            held.append(combine(control.checksums()))
-    assert held[0] == held[1] == published.conversion.checksums
+            assert combine(control.checksums()) == published.conversion.checksums
+
+
+def test_one_publish_updates_both_servers(deployment: Deployment) -> None:
+    assert_both_hold(deployment, deployment.publisher.publish())
 
 
 def test_both_servers_read_a_bucket_from_the_learners_memory(deployment: Deployment) -> None:
     fleet = Fleet("rollout", dict(enumerate(deployment.servers)))
-    publisher = Publisher(deployment.learner, fleet, "int8", 256 * 1024, "shared_memory")
-    with torch.no_grad():
-        for *_, shard in deployment.learner.shards():
-            shard.mul_(1.01)
-    with closing(publisher):
-        published = publisher.publish()
-    assert published.num_servers == 2
-    for server in deployment.servers:
-        with closing(ServerControl(server)) as control:
-            assert combine(control.checksums()) == published.conversion.checksums
+    with closing(
+        Publisher(deployment.learner, fleet, "int8", 256 * 1024, "shared_memory", mode="delta")
+    ) as publisher:
+        for fraction in (0.5, 0.001):  # all tensors, then a delta
+            change_weights(deployment.learner, fraction)
+            published = publish_to_both(publisher)
+    assert_both_hold(deployment, published)
+
+
+def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_delta(
+    deployment: Deployment,
+) -> None:
+    learner, said = deployment.learner, list[str]()
+    fleet = Fleet("rollout", dict(enumerate(deployment.servers)), say=said.append)
+
+    def disturb(version: int) -> None:
+        """Have another learner publish to the second server, with one other weight."""
+        only = Fleet("rollout", {1: deployment.servers[1]})
+        with closing(Publisher(learner, only, "int8", BUCKET_BYTES)) as stranger:
+            stranger.version = version - 1
+            shard = next(iter(learner.shards()))[-1]
+            value = shard[0, 0].item()
+            shard[0, 0] = value + 1
+            stranger.publish()
+            shard[0, 0] = value
+
+    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, mode="delta")) as publisher:
+        full = publish_to_both(publisher)
+        full_bytes = full.conversion.num_bytes
+        assert full.sent_bytes == full_bytes
+        change_weights(learner, 0.001)
+        delta_bytes = publish_to_both(publisher).sent_bytes
+        assert 100 < delta_bytes < full_bytes / 10
+        assert publish_to_both(publisher).sent_bytes < 100  # nothing changed
+
+        for ahead, reason in (
+            (99, "it holds version 102, and was sent a delta of 3"),
+            (0, "does not hold the weights it was sent: 1 of"),
+        ):
+            said.clear()
+            disturb(publisher.version + ahead)
+            change_weights(learner, 0.001)
+            sent_bytes = publish_to_both(publisher).sent_bytes
+            assert full_bytes < sent_bytes < 1.1 * full_bytes
+            (line,) = said
+            assert line.startswith("server rollout_1 gets all tensors, not a delta: ")
+            assert reason in line
+            change_weights(learner, 0.001)
+            published = publish_to_both(publisher)
+            assert published.sent_bytes < full_bytes / 10
+            assert_both_hold(deployment, published)
+            assert len(said) == 1
+
+
+def test_deltas_that_do_not_pay_are_given_up(deployment: Deployment) -> None:
+    fleet = Fleet("rollout", dict(enumerate(deployment.servers)))
+    with closing(
+        Publisher(deployment.learner, fleet, "int8", BUCKET_BYTES, mode="auto")
+    ) as publisher:
+        sent = []
+        for fraction in (0, 0.001, 0.5, 0.001):
+            change_weights(deployment.learner, fraction)
+            sent.append(publish_to_both(publisher))
+    full_bytes = sent[0].sent_bytes
+    assert sent[1].sent_bytes < full_bytes / 10
+    assert full_bytes / 2 < sent[2].sent_bytes < 1.1 * full_bytes
+    assert sent[3].sent_bytes == full_bytes
 
 
 def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployment) -> None:

@@ -1,0 +1,180 @@
+"""A delta turns old tensors into new ones, bit for bit, and takes no more bytes than those."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qurl_megatron.quantization.checksum import as_integers
+from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync.delta import Change, compare, decode_gaps, encode_gaps, pack, unpack
+
+DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return a tensor of any bits at all: every NaN, both zeros, infinities, subnormals."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return memory.view(dtype).view(shape)
+
+
+def changed(old: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
+    """Return a copy with other bits in about this fraction of the elements."""
+    new = old.clone()
+    chosen = torch.rand(new.shape, generator=generator) < fraction
+    as_integers(new)[chosen] ^= 1
+    return new
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def carried(changes: list[Change]) -> list[Change]:
+    """Return the changes after a way through a buffer."""
+    return list(unpack(pack(changes, CPU)))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    fraction=st.sampled_from([0.0, 0.002, 0.05, 0.3, 0.5, 1.0]),
+    seed=st.integers(0, 2**31),
+    tall=st.booleans(),
+)
+def test_a_delta_gives_the_new_tensor_bit_for_bit(
+    dtype: torch.dtype, rows: int, columns: int, fraction: float, seed: int, tall: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows * columns,) if tall else (rows, columns)
+    old = random_bits(shape, dtype, generator)
+    new = changed(old, fraction, generator)
+    change = compare("w", (3, 0), old, new)
+    if as_bytes(old) == as_bytes(new):
+        assert change is None
+        return
+    assert change is not None and change.num_bytes <= new.nbytes
+    (received,) = carried([change])
+    for _ in range(2):  # the second time changes nothing
+        received.write_to(old, 3, 0)
+        assert as_bytes(old) == as_bytes(new)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), fraction=st.sampled_from([0.02, 0.9]), seed=st.integers(0, 2**31))
+def test_changes_of_parts_reach_the_parts_that_a_reader_holds(
+    data: st.DataObject, fraction: float, seed: int
+) -> None:
+    """The writer cuts a tensor at other rows and columns than the reader does."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30))
+    old = random_bits((rows, columns), torch.bfloat16, generator)
+    new = changed(old, fraction, generator)
+
+    def cut() -> list[tuple[slice, slice]]:
+        row = data.draw(st.integers(0, rows))
+        column = data.draw(st.integers(0, columns))
+        return [
+            (down, across)
+            for down in (slice(0, row), slice(row, rows))
+            for across in (slice(0, column), slice(column, columns))
+        ]
+
+    changes = [
+        compare("w", (d.start, a.start), old[d, a].contiguous(), new[d, a].contiguous())
+        for d, a in cut()
+    ]
+    received = carried([change for change in changes if change is not None])
+    for down, across in cut():
+        held = old[down, across].clone()
+        for change in received:
+            change.write_to(held, down.start, across.start)
+        assert as_bytes(held) == as_bytes(new[down, across])
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0],
+        [65534],  # the largest gap without an escape
+        [65535],
+        [65536],
+        [0, 65535, 131071, 131072],
+        [2, 7 * 65535 + 2, 7 * 65535 + 3],
+        [3 * 65535 - 1],
+    ],
+)
+def test_gaps_of_65535_elements_and_more_are_escaped(positions: list[int]) -> None:
+    gaps = encode_gaps(torch.tensor(positions))
+    assert decode_gaps(gaps).tolist() == positions
+    previous = [-1, *positions[:-1]]
+    words = sum((at - last - 1) // 65535 + 1 for at, last in zip(positions, previous, strict=True))
+    assert gaps.dtype == torch.int16 and len(gaps) == words
+
+
+def test_changes_in_several_chunks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "CHUNK_ELEMENTS", 2**12)
+    generator = torch.Generator().manual_seed(0)
+    old = torch.zeros(300_000, dtype=torch.int8)
+    new = old.clone()
+    for position in (5, 4095, 4096, 20_000, 299_999):  # empty chunks lie between them
+        new[position] = 1
+    change = compare("w", (0, 0), old, new)
+    assert change is not None and change.gaps is not None and len(change.values) == 5
+    change.write_to(old, 0, 0)
+    assert torch.equal(old, new)
+    many = changed(new, 0.2, generator)
+    dense = compare("w", (0, 0), new, many)
+    assert dense is not None and dense.gaps is not None
+    dense.write_to(new, 0, 0)
+    assert torch.equal(new, many)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.int8, 1 / 3), (torch.bfloat16, 1 / 2), (torch.float32, 2 / 3)]
+)
+def test_a_part_is_sent_whole_where_its_changes_would_be_as_many_bytes(
+    dtype: torch.dtype, most: float
+) -> None:
+    """A change takes two bytes more than its element."""
+    old = torch.zeros(1200, dtype=dtype)
+    for count, is_whole in ((int(1200 * most) - 1, False), (int(1200 * most), True), (1200, True)):
+        new = old.clone()
+        new[:count] = 1
+        change = compare("w", (0, 0), old, new)
+        assert change is not None and (change.gaps is None) == is_whole
+        assert change.num_bytes == new.nbytes if is_whole else change.num_bytes < new.nbytes
+
+
+def test_messages_of_several_ranks_are_read_one_after_another() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "scale": random_bits((3, 1), torch.float32, generator),
+        "codes": random_bits((3, 7), torch.int8, generator),
+        "norm": random_bits((5,), torch.bfloat16, generator),
+    }
+    old = {name: changed(tensor, 0.3, generator) for name, tensor in tensors.items()}
+    changes: list[Any] = [compare(n, (0, 0), old[n], tensor) for n, tensor in tensors.items()]
+    buffer = torch.cat([pack(changes[:2], CPU), pack([], CPU), pack(changes[2:], CPU)])
+    assert len(buffer) % 8 == 0
+    received = list(unpack(buffer))
+    assert [change.name for change in received] == list(tensors)
+    for change in received:
+        change.write_to(old[change.name], 0, 0)
+    assert {n: as_bytes(t) for n, t in old.items()} == {n: as_bytes(t) for n, t in tensors.items()}
+
+
+def test_a_bucket_names_the_version_that_it_changes() -> None:
+    assert delta.base_version([delta.bucket_name(17)]) == 17
+    assert delta.base_version(["model.norm.weight"]) is None
+    assert delta.base_version([]) is None

@@ -1,0 +1,336 @@
+"""Deltas of a real learner, written into SGLang's own models, leave what a full publish leaves.
+
+A learner on several ranks converts a sequence of updates, each whole and as a delta. Models of
+servers of 1, 2 and 4 ranks then take random sequences of them: deltas, key frames (whole
+publishes), deltas of which a message is lost or comes twice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sglang_loader
+from distributed import run_ranks
+from qurl_megatron import device
+from qurl_megatron.config.schema import Config, LearnerConfig, OptimizerConfig, WeightFormat
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.memory import learner_memory
+from qurl_megatron.quantization.checksum import checksum, combine, part_key
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.fleet import Fleet, Member
+from qurl_megatron.sglang_plugin.receive import write_changes
+from qurl_megatron.sglang_plugin.verify import held_parts
+from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync import publish as publishing
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.publish import Publisher, PublishError
+from qurl_megatron.weight_sync.reshard import Converter
+from test_fleet import make_server
+from tiny import build_tiny_model
+
+# All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
+DIMENSIONS: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+# Layers that are fused in a server's rank need whole blocks of 128.
+WHOLE_BLOCKS = DIMENSIONS | {
+    "hidden_size": 96,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8", "fp8-tensor", "fp8-block", "bf16")
+BUCKET_BYTES = 500  # so that a delta has several buckets
+SERVER_SIZES = (1, 2, 4)
+LAYOUTS = {
+    "TP1": LearnerConfig(dtype="float32"),
+    "TP2xPP2, bfloat16": LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+    "TP4": LearnerConfig(tensor_parallel_size=4, dtype="float32"),
+}
+UPDATES = ("sparse", "row", "none", "sparse", "dense", "sparse")
+
+
+@dataclass
+class Version:
+    """A version of the weights, as global rank 0 sends it."""
+
+    whole: list[Bucket] = field(default_factory=list)
+    delta: list[Bucket] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
+    kept_bytes: int = 0  # that this rank keeps for the next delta
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for bucket in self.whole for name, tensor in bucket.tensors()}
+
+
+def record_versions(directory: Path, config: LearnerConfig) -> dict[WeightFormat, list[Version]]:
+    """Update a learner's weights several times, and convert them to all formats each time."""
+    device.initialize_distributed()  # both learners use it
+    versions: dict[WeightFormat, list[Version]] = {}
+    for name, formats in model_formats().items():
+        learner = Learner(directory / name, config, OptimizerConfig())
+        converters = {f: Converter(learner, f, BUCKET_BYTES, keeps_codes=True) for f in formats}
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for number, update in enumerate(("none", *UPDATES)):
+            for *_, shard in learner.shards():
+                change_weights(shard, update, generator)
+            for weight_format, converter in converters.items():
+                version = Version()
+                whole = Converter(learner, weight_format, BUCKET_BYTES).convert(
+                    version.whole.append
+                )
+                base = number - 1 if number else None
+                conversion = converter.convert(version.delta.append, base=base)
+                version.checksums = conversion.checksums
+                version.kept_bytes = sum(len(bucket.flat) for bucket in converter._kept)
+                assert conversion.checksums == whole.checksums
+                assert conversion.num_bytes == whole.num_bytes
+                versions.setdefault(weight_format, []).append(version)
+        learner.close()
+    dist.destroy_process_group()
+    return versions
+
+
+def model_formats() -> dict[str, list[WeightFormat]]:
+    return {
+        "small": [f for f in FORMATS if f != "fp8-block"],
+        "blocks": ["fp8-block"],
+    }
+
+
+def change_weights(shard: Tensor, update: str, generator: torch.Generator) -> None:
+    """Change a hundredth of the elements, all of a row, all or none."""
+    fraction = {"sparse": 0.01, "row": 0.0, "none": 0.0, "dense": 1.0}[update]
+    noise = torch.randn(shard.shape, generator=generator) * 0.05
+    mask = torch.rand(shard.shape, generator=generator) < fraction
+    shard += (noise * mask).to(shard.dtype)
+    if update == "row":
+        shard[-1] *= 1.5
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the model of each set of formats."""
+    directory = tmp_path_factory.mktemp("models")
+    build_tiny_model(directory / "small", "qwen2", tied=True, **DIMENSIONS)
+    build_tiny_model(directory / "blocks", "qwen3", **WHOLE_BLOCKS)
+    return directory
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS.values()), ids=list(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> LearnerConfig:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def versions(layout: LearnerConfig, model_dirs: Path) -> dict[WeightFormat, list[Version]]:
+    leader, *others = run_ranks(
+        record_versions, layout.world_size, model_dirs, layout, timeout_s=400
+    )
+    for other in others:
+        assert not any(v.whole or v.delta for recorded in other.values() for v in recorded)
+    return leader
+
+
+def checksums_of(ranks: list[Any]) -> dict[str, int]:
+    """Return the checksums that a server of these ranks would answer with."""
+    return combine(
+        {
+            part_key(name, row, column): checksum(values, row_offset=row, column_offset=column)
+            for name, values, row, column in held_parts(model)
+        }
+        for model in ranks
+    )
+
+
+def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        for model in ranks:
+            write_changes(model, bucket.flat)
+
+
+def assert_hold(ranks: list[Any], version: Version) -> None:
+    """Check a server's tensors against a full publish, byte for byte, and its checksums."""
+    sent = version.tensors()
+    for name, held in sglang_loader.whole_tensors(ranks, sent).items():
+        assert torch.equal(held.view(torch.uint8), sent[name].view(torch.uint8)), name
+    assert checksums_of(ranks) == version.checksums
+
+
+def addresses(ranks: list[Any]) -> list[int]:
+    return [parameter.data_ptr() for model in ranks for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_any_sequence_of_messages_gives_what_a_full_publish_gives_or_is_noticed(
+    versions: dict[WeightFormat, list[Version]], weight_format: WeightFormat, model_dirs: Path
+) -> None:
+    recorded = versions[weight_format]
+    model = next(name for name, formats in model_formats().items() if weight_format in formats)
+    for size in SERVER_SIZES:
+        chance = random.Random(size)
+        ranks = sglang_loader.build_ranks(model_dirs / model, weight_format, size)
+        sglang_loader.load(ranks, recorded[0].tensors())
+        before = addresses(ranks)
+        for version in recorded[1:]:
+            ways = ["delta", "twice", "key frame"]
+            losable = [b for b in version.delta if any(delta.unpack(b.flat))]
+            ways += ["lost"] * (len(losable) > 1)
+            way = chance.choice(ways)
+            if way == "delta":
+                write_delta(ranks, version.delta)
+            elif way == "twice":
+                repeated = version.delta + chance.sample(version.delta, len(version.delta))
+                write_delta(ranks, repeated)
+            elif way == "lost":
+                lost = chance.choice(losable)
+                write_delta(ranks, [bucket for bucket in version.delta if bucket is not lost])
+                assert checksums_of(ranks) != version.checksums
+            if way in ("lost", "key frame"):
+                sglang_loader.load(ranks, version.tensors())
+            assert_hold(ranks, version)
+        assert addresses(ranks) == before
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_delta_is_as_small_as_what_changed(
+    versions: dict[WeightFormat, list[Version]], weight_format: WeightFormat
+) -> None:
+    for version, update in zip(versions[weight_format][1:], UPDATES, strict=True):
+        whole = sum(bucket.flat.numel() for bucket in version.whole)
+        changes = [change for bucket in version.delta for change in delta.unpack(bucket.flat)]
+        num_bytes = sum(change.num_bytes for change in changes)
+        assert num_bytes <= whole
+        if update == "none":
+            assert changes == []
+        if update == "dense":
+            assert num_bytes > 0.3 * whole
+            assert any(change.gaps is None for change in changes)
+        if update == "sparse":
+            assert 0 < num_bytes < 0.2 * whole
+        # Each bucket of a delta keeps to the limit, beside its header.
+        largest = max(tensor.nbytes for tensor in version.tensors().values())
+        for bucket in version.delta:
+            size = sum(change.num_bytes for change in delta.unpack(bucket.flat))
+            assert size <= max(BUCKET_BYTES, 2 * largest)
+
+
+def test_a_rank_keeps_the_bytes_that_are_planned(
+    versions: dict[WeightFormat, list[Version]], layout: LearnerConfig, model_dirs: Path
+) -> None:
+    for name, formats in model_formats().items():
+        architecture = Architecture.from_directory(model_dirs / name)
+        for weight_format in formats:
+            config = Config(learner=layout)
+            config.quantization.format = weight_format
+            without = learner_memory(architecture, config, 0)["converter"]
+            config.quantization.publish = "delta"
+            planned = learner_memory(architecture, config, 0)["converter"] - without
+            # The vocabulary is planned with its padding.
+            assert 0.95 * planned <= versions[weight_format][-1].kept_bytes <= planned
+
+
+def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
+    """Publish to servers behind a network that carries nothing; return which was sent what."""
+    sent: list[tuple[int, str]] = []
+    refusing: set[int] = set()  # servers that refuse their next delta
+    wrong: list[int] = []  # servers that do not hold what they are sent, each once
+
+    def transfer(link: Any, bucket: Bucket, message: Tensor, version: int) -> None:
+        base, index = delta.base_version(bucket.names), link._member.index
+        what = "all" if base is None else f"delta of {base}"
+        if (index, what) not in sent:
+            sent.append((index, what))
+        if base is not None and index in refusing:
+            refusing.remove(index)
+            raise UpdateRefused("refused")
+
+    def verify(control: ServerControl, checksums: dict[str, int]) -> None:
+        index = int(control.server.url[-1])
+        if index in wrong:
+            wrong.remove(index)
+            raise PublishError("other weights")
+
+    network: Any = publishing
+    network._Link._join, network._Link._transfer = lambda link: None, transfer
+    network.verify = verify
+    network.ServerControl.pause = network.ServerControl.resume = lambda control: None
+
+    servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]
+    learner = Learner(model_dir / "small", LAYOUTS["TP1"], OptimizerConfig())
+    fleet = Fleet("rollout", {0: servers[0]})
+    publisher = Publisher(learner, fleet, "int8", 2**20, mode="delta")
+    turns: dict[str, list[tuple[int, str]]] = {}
+
+    def turn(name: str, work: Callable[[], object]) -> None:
+        work()
+        turns[name] = sorted(sent)
+        sent.clear()
+
+    def join(index: int) -> None:
+        fleet._members[index] = Member(index, servers[index], "joining")
+
+    turn("first", publisher.publish)
+    turn("second", publisher.publish)
+    join(1)
+    turn("one joins", publisher.publish)
+    join(2)
+    turn("admit", publisher.admit)
+    turn("all hold it", publisher.publish)
+    refusing.add(1)
+    turn("one refuses", publisher.publish)
+    wrong.append(2)
+    turn("one is wrong", publisher.publish)
+    fleet.lose(fleet.members("serving")[0], "killed")
+    turn("one is lost", publisher.publish)
+    wrong.extend([1, 1, 2, 2])
+    with pytest.raises(PublishError):
+        publisher.publish()
+    turns["all are wrong"] = sorted(sent)
+    sent.clear()
+    join(3)
+    turn("after a failure", publisher.publish)
+    turn("and then", publisher.publish)
+    publisher.close()
+    resumed = Publisher(learner, Fleet("rollout", {3: servers[3]}), "int8", 2**20, mode="delta")
+    resumed.version = publisher.version
+    turn("resumed", resumed.publish)
+    resumed.close()
+    learner.close()
+    return turns
+
+
+def test_only_servers_verified_to_hold_the_version_before_get_a_delta(model_dirs: Path) -> None:
+    (turns,) = run_ranks(publish_in_turn, 1, model_dirs, timeout_s=400)
+    assert turns == {
+        "first": [(0, "all")],
+        "second": [(0, "delta of 1")],
+        "one joins": [(0, "delta of 2"), (1, "all")],
+        "admit": [(2, "all")],
+        "all hold it": [(0, "delta of 3"), (1, "delta of 3"), (2, "delta of 3")],
+        "one refuses": [(0, "delta of 4"), (1, "all"), (1, "delta of 4"), (2, "delta of 4")],
+        "one is wrong": [(0, "delta of 5"), (1, "delta of 5"), (2, "all"), (2, "delta of 5")],
+        "one is lost": [(1, "delta of 6"), (2, "delta of 6")],
+        "all are wrong": [(1, "all"), (1, "delta of 7"), (2, "all"), (2, "delta of 7")],
+        "after a failure": [(3, "all")],
+        "and then": [(3, "delta of 9")],
+        "resumed": [(3, "all")],
+    }
