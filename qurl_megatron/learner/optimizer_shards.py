@@ -146,12 +146,12 @@ class OptimizerShards:
         """Have masters and moments in the host's memory, and not the device's, in this context.
 
         They keep their identity and cannot be read. The masters of a float32 model stay, because
-        they are the weights of the forward pass.
+        they are the weights of the forward pass. Enter this within `megatron_runtime()`.
         """
         on_host: list[tuple[Tensor, Tensor]] = []
         try:
             for tensor in self._own_storages():
-                host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
                 on_host.append((tensor, host.copy_(tensor, non_blocking=True)))
                 tensor.untyped_storage().resize_(0)
             yield
