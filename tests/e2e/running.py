@@ -42,6 +42,7 @@ class Command:
         self.output = directory / "output"
         self.process: subprocess.Popen[bytes] | ForkedProcess
         arguments = [str(word) for word in words]
+        self.output.write_bytes(b"")  # without what an earlier command in this directory printed
         if preload:
             self.process = preload.start(
                 f"{FORKED}:main",
