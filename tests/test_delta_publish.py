@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ from qurl_megatron.config.schema import Config, LearnerConfig, OptimizerConfig, 
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
-from qurl_megatron.quantization.checksum import checksum, combine, part_key
+from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.sglang_plugin.receive import write_changes
-from qurl_megatron.sglang_plugin.verify import held_parts
+from qurl_megatron.sglang_plugin.verify import compute_checksum
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import publish as publishing
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -150,14 +151,16 @@ def versions(layout: LearnerConfig, model_dirs: Path) -> dict[WeightFormat, list
 
 
 def checksums_of(ranks: list[Any]) -> dict[str, int]:
-    """Return the checksums that a server of these ranks would answer with."""
-    return combine(
-        {
-            part_key(name, row, column): checksum(values, row_offset=row, column_offset=column)
-            for name, values, row, column in held_parts(model)
-        }
-        for model in ranks
-    )
+    """Return the checksums that a server of these ranks answers with."""
+    held = []
+    for model in ranks:
+        checker = SimpleNamespace(
+            _get_model=lambda model=model: model,
+            _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
+        )
+        answer = compute_checksum(checker)["checksums"]
+        held.append({key: int(value) for key, value in answer.items()})
+    return combine(held)
 
 
 def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
