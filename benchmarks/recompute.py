@@ -94,13 +94,18 @@ def update_s(model: Path, fields: dict[str, Any], rows: int, time_: int) -> floa
     tokens = torch.randint(
         2, VOCAB_SIZE, (rows, time_ + 1), generator=torch.Generator().manual_seed(0)
     )
-    mask, zeros = torch.ones_like(tokens, dtype=torch.bool), torch.zeros(tokens.shape)
-    batch = TrainBatch(tokens, mask, zeros, zeros, zeros)
+    batch = TrainBatch(
+        lengths=torch.full((rows,), time_ + 1),
+        tokens=tokens.flatten().int(),
+        loss_mask=torch.ones(tokens.numel(), dtype=torch.bool),
+        loss_weights=torch.full((tokens.numel(),), 1 / tokens.numel()),
+    )
     learner = Learner(model, _learner(fields), OptimizerConfig())
     try:
         for _ in range(2):
             start = time.perf_counter()
-            learner.update(batch, mask / mask.sum(), negative_log_likelihood, temperature=1.0)
+            share = learner.share(batch)
+            learner.update(share, negative_log_likelihood, temperature=1.0)
         return time.perf_counter() - start
     finally:
         learner.close()

@@ -50,6 +50,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+import torch
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))  # the learner and servers of the tests
@@ -377,7 +378,7 @@ class Soak:
             self._check(group, (step - 1) * PER_STEP + place, version)
         advantages = grpo_advantages([group.rewards for group in groups])
         of_step = [RolloutGroup(group.prompt, group.completions, group.rewards) for group in groups]
-        return pack(of_step, 0, advantages, version)
+        return pack(of_step, advantages, version)
 
     def _check(self, group: ScoredGroup, ordinal: int, version: int) -> None:
         problems = self.outcome.problems
@@ -398,21 +399,25 @@ class Soak:
     def _train(self, batch: TrainBatch) -> None:
         """Compare the servers' log-probs with the learner's, and update the learner."""
         config, learner = self._deployment.config, self._deployment.learner
-        batch.proximal_logprobs, _ = learner.logprobs_and_entropy(
-            batch.tokens, loss_mask=batch.loss_mask, temperature=1.0
-        )
-        assert batch.token_lags is not None
+        shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
+        for share in shares:
+            learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
+        scores = [
+            each for share in shares for each in share.collect(share.scores("proximal_logprobs"))
+        ]
+        assert batch.token_lags is not None and batch.behaviour_logprobs is not None
         of_version = batch.loss_mask & (batch.token_lags == 0)
-        differences = (batch.proximal_logprobs - batch.behaviour_logprobs).abs() * of_version
-        rows = differences.sum(1) / of_version.sum(1).clamp(min=1)
-        largest = rows.max().item()
+        differences = (torch.cat(scores) - batch.behaviour_logprobs).abs() * of_version
+        lengths = batch.lengths.tolist()
+        completions = zip(differences.split(lengths), of_version.split(lengths), strict=True)
+        largest = max(float(sum_.sum() / max(1, mask.sum())) for sum_, mask in completions)
         self.outcome.largest_difference = max(self.outcome.largest_difference, largest)
         if not largest < LARGEST_DIFFERENCE:
             self.outcome.problems.append(
                 f"a completion's log-probs differ by {largest:.2f} from those of its weights"
             )
-        for minibatch, weights in minibatches(config, batch):
-            learner.update(minibatch, weights, PolicyLoss(config.objective), temperature=1.0)
+        for share in shares:
+            learner.update(share, PolicyLoss(config.objective), temperature=1.0)
 
     def _read_back(self, published: Published) -> None:
         """Compare what the servers that serve hold with what was sent."""

@@ -23,6 +23,7 @@ from qurl_megatron.config.schema import (
     CriticConfig,
     LearnerConfig,
     OptimizerConfig,
+    RecomputeMode,
     ServerConfig,
     StageConfig,
     UaqConfig,
@@ -118,7 +119,8 @@ def test_a_file_of_a_run_that_recomputed_activations_loads_as_full_recomputation
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "config.yaml"
-    for saved, mode in (("true", "full"), ("false", None)):
+    cases: list[tuple[str, RecomputeMode | None]] = [("true", "full"), ("false", None)]
+    for saved, mode in cases:
         path.write_text(f"learner: {{recompute_activations: {saved}}}\n")
         assert load(path) == Config(learner=LearnerConfig(recompute=mode))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.study.tasks import Bandit, Chain
 from benchmarks.study.train import Arm, clip_gradients, run, scaled, taken
 from qurl_megatron.algorithm.objective import policy_objective
 
-SETTINGS = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
+SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batches import ragged
 from distributed import run_ranks
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import Config, OptimizerConfig
@@ -68,18 +69,20 @@ def masters_of(learner: Any) -> dict[tuple[str, int | None], Tensor]:
     return {(rule.megatron_names[0], layer): t.clone() for rule, layer, t in learner.masters()}
 
 
-def batch_of(step: int) -> tuple[TrainBatch, Tensor]:
-    """Return the batch of a step, and loss weights that make its loss a mean over tokens."""
+def batch_of(step: int) -> TrainBatch:
+    """Return the batch of a step, with loss weights that make its loss a mean over tokens."""
     tokens = torch.randint(2, 90, (4, LENGTH), generator=torch.Generator().manual_seed(step))
-    mask, zeros = torch.ones_like(tokens, dtype=torch.bool), torch.zeros(tokens.shape)
-    return TrainBatch(tokens, mask, zeros, zeros, zeros), mask / mask.sum()
+    batch = ragged(tokens)
+    batch.loss_weights = torch.full((tokens.numel(),), 1 / tokens.numel())
+    return batch
 
 
 def train(learner: Any, step: int) -> tuple[float, float, dict[Any, Tensor]]:
     """Take the step; return loss, gradient norm, and the masters after it."""
     from qurl_megatron.loop.warmup import negative_log_likelihood
 
-    update = learner.update(*batch_of(step), negative_log_likelihood, temperature=1.0)
+    share = learner.share(batch_of(step))
+    update = learner.update(share, negative_log_likelihood, temperature=1.0)
     return update.loss, update.grad_norm, masters_of(learner)
 
 

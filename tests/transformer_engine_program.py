@@ -103,8 +103,7 @@ def report_fp8(directory: Path, fp8: Any) -> dict[str, Any]:
     with gpu_is_claimed():
         learner = parent.learner_of(config)
     (chunk,) = learner.chunks
-    batch, loss_weights = parent.batch_of(1)
-    (micro,) = learner._micro_batches(batch, loss_weights)
+    (micro,) = learner.share(parent.batch_of(1)).micro_batches
     report = {
         "recipe": type(get_fp8_recipe(chunk.config)).__name__,
         "dtypes": {parameter.dtype for parameter in chunk.parameters()},

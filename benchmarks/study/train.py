@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,13 @@ from benchmarks.study.policy import (
 from benchmarks.study.rivals import RIVALS, rival_loss
 from benchmarks.study.tasks import Bandit, Chain, Task
 from qurl_megatron.algorithm.advantages import grpo_advantages
-from qurl_megatron.algorithm.objective import policy_objective, rollout_statistics, token_weights
+from qurl_megatron.algorithm.objective import (
+    add_up,
+    mismatch_sums,
+    policy_objective,
+    rollout_statistics,
+    token_weights,
+)
 from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqConfig
 from qurl_megatron.quantization import uaq
 
@@ -87,7 +92,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             return task.score(logprob_table(parameters, of))
 
     before, curve = score(None), []
-    sums: dict[str, list[float]] = defaultdict(list)
+    totals: dict[str, float] = {}
     for step in range(steps):
         with torch.no_grad():
             behind.append(logprob_table(parameters, engine))
@@ -101,14 +106,16 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             behaviour = taken(behind[0], states, symbols)
             proximal = taken(proximal_table, states, symbols)
             mask = torch.ones_like(behaviour, dtype=torch.bool)
+            lengths = torch.full((len(mask),), mask.shape[1])
+            weights = token_weights(mask.flatten(), lengths, objective.aggregation)
             table = logprob_table(parameters, learner_engine, straight_through=arm.straight_through)
             loss, stats = (rival_loss if arm.objective in RIVALS else policy_objective)(
                 taken(table, states, symbols),
                 proximal,
                 behaviour,
                 advantages[:, minibatch].reshape(-1, 1).expand_as(mask),
-                # They sum to 1 over all seeds, and should over each.
-                seeds * token_weights(mask, objective.aggregation),
+                # The weights sum to 1 over all seeds, and should over each.
+                seeds * weights.view_as(mask),
                 objective=arm.objective,
                 eps_low=objective.eps_low,
                 eps_high=objective.eps_high,
@@ -118,12 +125,9 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             loss.backward()
             clip_gradients(parameters, settings.clip_grad)
             optimizer.step()
-            for name in ("clipped", "acr_widened"):
-                sums[name].append((stats[name] / stats["tokens"]).item())
-            for name, value in rollout_statistics(
-                proximal, behaviour, mask, objective.ratio_cap
-            ).items():
-                sums[name].append(value)
+            sums = mismatch_sums(proximal, behaviour, mask, objective.ratio_cap)
+            sums |= {name: stats[name] for name in ("clipped", "acr_widened")}
+            totals = add_up([totals, {name: value.item() for name, value in sums.items()}])
         if (step + 1) * EVALUATIONS % steps < EVALUATIONS:
             curve.append(score(None).mean().item())
     return Outcome(
@@ -132,8 +136,8 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         after_quantized=score(engine).tolist(),
         curve=curve,
         stats={
-            name: max(values) if name.endswith("_max") else fmean(values)
-            for name, values in sums.items()
+            **rollout_statistics(totals),
+            **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
         },
         seconds=time.monotonic() - began,
     )
