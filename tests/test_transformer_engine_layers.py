@@ -209,8 +209,7 @@ def test_fp8_is_a_recipe_of_transformer_engine_over_parameters_in_bfloat16(
     recipe, multiple = RECIPES[fp8]
     assert reports[fp8]["recipe"] == recipe
     assert reports[fp8]["dtypes"] == {torch.bfloat16}
-    batch, _ = batch_of(1)
-    tokens = len(batch.tokens) * (LENGTH - 1)
+    tokens = len(batch_of(1)) * (LENGTH - 1)
     assert reports[fp8]["tokens"] == round_up(tokens, multiple)
     assert math.gcd(tokens, 16) < 16, "the pack is a multiple without padding"
 
