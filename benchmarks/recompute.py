@@ -3,8 +3,8 @@
 Learners of one rank on the CPU take updates on the same batch, in turn: one that keeps all
 activations, then one for each mode. Printed for each mode:
 
-- the time of an update, and its ratio to the update of the same round that keeps everything: median
-  and range over the rounds;
+- the CPU seconds of an update on one thread, and their ratio to those of the update of the same
+  round that keeps everything: median and range over the rounds;
 - the most bytes that autograd holds for the backward pass, without parameters.
 
 The model has Qwen2.5-32B's proportions at a tenth of its width, so its layers, and not the output
@@ -82,7 +82,7 @@ def main() -> None:
     for mode, times in seconds.items():
         ratios = [own / kept for own, kept in zip(times, seconds[KEPT], strict=True)]
         print(
-            f"{mode}: update {median(times):.2f} s, "
+            f"{mode}: update {median(times):.2f} CPU s, "
             f"x {median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]; "
             f"activations {num_bytes[mode] / 2**20:.1f} MiB, "
             f"x {num_bytes[mode] / num_bytes[KEPT]:.3f}"
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def update_s(model: Path, fields: dict[str, Any], rows: int, time_: int) -> float:
-    """Return the seconds of a new learner's second update."""
+    """Return the CPU seconds of a new learner's second update."""
     tokens = torch.randint(
         2, VOCAB_SIZE, (rows, time_ + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -103,10 +103,10 @@ def update_s(model: Path, fields: dict[str, Any], rows: int, time_: int) -> floa
     learner = Learner(model, _learner(fields), OptimizerConfig())
     try:
         for _ in range(2):
-            start = time.perf_counter()
+            start = time.process_time()
             share = learner.share(batch)
             learner.update(share, negative_log_likelihood, temperature=1.0)
-        return time.perf_counter() - start
+        return time.process_time() - start
     finally:
         learner.close()
 
