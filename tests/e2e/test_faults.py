@@ -17,6 +17,9 @@ from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.roster import read_roster
 
+# The parent of a killed server, the preloaded process, may not have seen yet how it ended.
+KILLED = "(killed by signal 9|exit code unknown)"
+
 
 def test_ctrl_c_while_it_starts_ends_every_process(start: Start) -> None:
     run = start("train", "quickstart", *SMALL)
@@ -64,7 +67,7 @@ def test_the_only_server_killed_and_then_stopped_is_replaced_and_the_run_complet
     run = start("train", "quickstart", *SMALL, *long_answers, "steps=6")
     run.wait_for(r"step 1/")
     os.kill(pid_of(run, "rollout", 0), signal.SIGKILL)
-    run.wait_for(r"server rollout_0 died \(killed by signal 9\); restarting \(1\)")
+    run.wait_for(rf"server rollout_0 died \({KILLED}\); restarting \(1\)")
     run.wait_for("server rollout_0 answers again")
     done = len(metrics_of(run))
     run.wait_for(rf"step {done + 1}/")
@@ -91,10 +94,7 @@ def test_the_run_goes_on_without_one_of_two_servers_and_without_the_evaluation_s
     os.kill(pid_of(run, "rollout", 1), signal.SIGKILL)
     os.kill(pid_of(run, "evaluation", 0), signal.SIGKILL)
     for name in ("rollout_1", "evaluation_0"):
-        # Its parent, the preloaded process, may not have seen yet how it ended.
-        run.wait_for(
-            rf"server {name} died \((killed by signal 9|exit code unknown)\); restarting \(1\)"
-        )
+        run.wait_for(rf"server {name} died \({KILLED}\); restarting \(1\)")
     done = len(metrics_of(run))
     run.wait_for("server rollout_1 answers again")
     assert len(metrics_of(run)) > done  # the other server has sampled

@@ -115,7 +115,7 @@ def test_a_server_that_hangs_while_sampling_costs_no_answer(both: Deployment) ->
         send_signal(hung, signal.SIGSTOP)
         noticed_s = wait_until(lambda: both.serving() == [1])
         assert_all_answered(sampling.result(timeout=200), both.publisher.version)
-    assert noticed_s < HEALTH_TIMEOUT_S + 6
+    assert noticed_s < HEALTH_TIMEOUT_S + 15
     assert incarnation("rollout", 0, hung) in reported_lost(both.logs)
 
 
@@ -157,7 +157,7 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     both.change_weights()
     begin = time.monotonic()
     published = both.publisher.publish()
-    assert time.monotonic() - begin < PEER_TIMEOUT_S + 6
+    assert time.monotonic() - begin < PEER_TIMEOUT_S + 15
     assert sent.count(lost.pid) < sent.count(both.roster[1].pid)  # it drops out of the rest
     assert published.num_servers == 1 and both.serving() == [1]
     assert both.checksums(1) == published.conversion.checksums
@@ -173,7 +173,7 @@ def test_a_server_that_hangs_while_it_joins_holds_nobody_up_for_long(both: Deplo
     send_signal(both.roster[1], signal.SIGSTOP)
     begin = time.monotonic()
     both.publisher.admit()
-    assert time.monotonic() - begin < PEER_TIMEOUT_S + 6
+    assert time.monotonic() - begin < PEER_TIMEOUT_S + 15
     assert both.serving() == [0]
     assert_all_answered(both.sample(PROMPTS, 4), both.publisher.version)
 
