@@ -181,15 +181,19 @@ def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_o
     ],
 )
 def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
-    name: str, held: int, is_loaded: bool
+    name: str, held: int, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it refuses it receives nevertheless, because the learner's broadcast waits for it."""
+    dropped: list[Any] = []
+    monkeypatch.setattr(versions, "receive", lambda *arguments: dropped.append(arguments))
     scheduler = SimpleNamespace(
         loaded_version=held,
         waiting_queue=[],
         device_module=SimpleNamespace(synchronize=lambda: None),
     )
-    updater = SimpleNamespace(scheduler=scheduler)
-    request = SimpleNamespace(names=[name], weight_version="7")
+    runner = SimpleNamespace(weight_updater="the updater")
+    updater = SimpleNamespace(scheduler=scheduler, tp_worker=SimpleNamespace(model_runner=runner))
+    request = SimpleNamespace(names=[name], weight_version="7", shapes=[[24]], group_name="weights")
     loaded = []
 
     def load(updater: Any, request: Any) -> Any:
@@ -199,5 +203,6 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
     answer = versions.update_weights(load, updater, request)
     assert answer.success == is_loaded == bool(loaded)
     assert scheduler.loaded_version == (7 if is_loaded else held)
+    assert dropped == ([] if is_loaded else [("the updater", [[24]], "weights")])
     if not is_loaded:
         assert answer.message == f"it holds version {held}, and was sent a delta of 6"

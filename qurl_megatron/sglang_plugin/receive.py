@@ -51,18 +51,10 @@ def update_bucket(
     other groups.
     """
     is_delta = base_version(names) is not None
-    shared = group_name.endswith(GROUP_SUFFIX)
-    if not is_delta and not shared:
+    if not is_delta and not group_name.endswith(GROUP_SUFFIX):
         return original(updater, names, dtypes, shapes, group_name)
     try:
-        group = updater._model_update_group[group_name]
-        if shared:
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            dist.broadcast(header, src=0, group=group)
-            flat = attach(header)
-        else:
-            flat = torch.empty(shapes[0][0], dtype=torch.uint8, device=updater.device)
-            dist.broadcast(flat, src=0, group=group)
+        flat = receive(updater, shapes, group_name)
         if is_delta:
             write_changes(updater.get_model(), flat)
         else:
@@ -73,6 +65,21 @@ def update_bucket(
     except Exception as error:
         return False, f"Failed to load weights: {error!r}"
     return True, "Succeeded to update parameter online."
+
+
+def receive(updater: Any, shapes: Sequence[Sequence[int]], group_name: str) -> Tensor:
+    """Return the buffer of a bucket, `[bytes]` uint8, that the learner sends to this group.
+
+    Without shared memory the bucket has one tensor, of bytes.
+    """
+    group = updater._model_update_group[group_name]
+    if group_name.endswith(GROUP_SUFFIX):
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        dist.broadcast(header, src=0, group=group)
+        return attach(header)
+    flat = torch.empty(shapes[0][0], dtype=torch.uint8, device=updater.device)
+    dist.broadcast(flat, src=0, group=group)
+    return flat
 
 
 def write_changes(model: torch.nn.Module, flat: Tensor) -> None:

@@ -16,11 +16,13 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
+from qurl_megatron.sglang_plugin.receive import receive
 from qurl_megatron.weight_sync.delta import base_version
 
 STAMP = "token_versions"  # the name in meta_info
@@ -32,6 +34,11 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     base, held = base_version(request.names), loaded_version(scheduler)
     # The first bucket of a delta sets the version that the others bring too.
     if base is not None and held not in (base, int(request.weight_version)):
+        with contextlib.suppress(RuntimeError):  # the learner may be gone
+            # Its broadcast would otherwise wait for its time limit.
+            receive(
+                updater.tp_worker.model_runner.weight_updater, request.shapes, request.group_name
+            )
         return UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from qurl_megatron.rollout.server import (
     start_server,
     wait_ready,
 )
-from qurl_megatron.weight_sync.publish import Published, Publisher
+from qurl_megatron.weight_sync.publish import PEER_TIMEOUT_S, Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 ADDRESS = "127.0.0.2"  # servers are unauthenticated on 127.0.0.1 only
@@ -168,7 +169,9 @@ def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_de
             said.clear()
             disturb(publisher.version + ahead)
             change_weights(learner, 0.001)
+            begin = time.monotonic()
             sent_bytes = publish_to_both(publisher).sent_bytes
+            assert time.monotonic() - begin < PEER_TIMEOUT_S / 2  # nobody waits for a time limit
             assert full_bytes < sent_bytes < 1.1 * full_bytes
             (line,) = said
             assert line.startswith("server rollout_1 gets all tensors, not a delta: ")
