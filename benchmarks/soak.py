@@ -443,9 +443,10 @@ class Soak:
         for index, server in self._deployment.roster.items():
             for process in tree(server):
                 with contextlib.suppress(psutil.Error):
-                    role = process.cmdline()[0].split()[0]
-                    roles[f"{role} {index}"] = process
-                    self._processes_seen.add(process)
+                    command = process.cmdline()
+                    if command:  # else it has ended, and its parent does not know yet
+                        roles[f"{command[0].split()[0]} {index}"] = process
+                        self._processes_seen.add(process)
         self.outcome.memory.measure(step, roles)
 
     def _look_back(self) -> None:
