@@ -13,8 +13,8 @@ the advantage, T the number of tokens of a sequence. Each objective maximizes J 
                    [1 - 3e-4, 1 + 4e-4], weight 1 (arXiv 2507.18071, Eq. 5 and 7)
 
 All but `cispo` and `gspo` have J = weight * min(R * A, clip(R, 1 - eps_low, 1 + eps_high) * A).
-They stay here and are no choice of `objective.objective`: the study shows none that would be
-chosen over QuRL's own, and each would be one more thing to understand there.
+They are no choice of `objective.objective`: each would be one more thing to understand there, and
+has to show first where it is worth that.
 """
 
 from __future__ import annotations
