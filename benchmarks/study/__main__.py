@@ -124,8 +124,9 @@ def main() -> None:
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
         show(chapter, [arm for arm in chapters()[chapter] if arm in outcomes], outcomes)
-    if "map" in arguments.chapters:
-        draw_map({arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}, MAP_PICTURE)
+    of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
+    if "map" in arguments.chapters and of_map:
+        draw_map(of_map, MAP_PICTURE)
 
 
 def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
