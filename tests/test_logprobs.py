@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from operations import RecordedOperations
 
 TOKENS, HIDDEN, VOCABULARY = 96, 8, 513
 CHUNKS = {"one token": 1, "some tokens": 8, "all tokens": TOKENS}
@@ -146,29 +147,19 @@ def test_bfloat16_gradients_of_many_small_chunks_add_up() -> None:
 def test_logits_on_a_gpu_are_never_rounded_to_bfloat16() -> None:
     """Fake tensors claim to be on a GPU; they have shapes and dtypes, but no values."""
     from torch._subclasses import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from qurl_megatron.learner.logprobs import _logits
 
-    operations = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            operations.append(func)
-            return func(*args, **(kwargs or {}))
-
     def operations_on(device: str) -> set[Any]:
-        operations.clear()
         with FakeTensorMode():
             hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
             weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device)
-            with Record():
+            with RecordedOperations() as operations:
                 logits = _logits(hidden, weight, TEMPERATURE)
             assert logits.dtype == torch.float32 and logits.shape == (TOKENS, VOCABULARY)
-        return set(operations)
+        return operations.found
 
     rounds = torch.ops.aten._to_copy.default
-    assert torch.ops.aten.mm.dtype in operations_on("cuda") and rounds not in operations
-    assert torch.ops.aten.mm.default in operations_on("cpu") and rounds in operations
+    on_gpu, on_cpu = operations_on("cuda"), operations_on("cpu")
+    assert torch.ops.aten.mm.dtype in on_gpu and rounds not in on_gpu
+    assert torch.ops.aten.mm.default in on_cpu and rounds in on_cpu

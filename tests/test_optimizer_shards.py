@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from operations import RecordedOperations
 from qurl_megatron.learner.optimizer_shards import boxes, fuse_adam
 
 
@@ -42,25 +42,14 @@ def test_an_empty_range_has_no_boxes() -> None:
 
 
 def test_torchs_adam_updates_a_parameter_in_one_kernel() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    operations = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            operations.append(func)
-            return func(*args, **(kwargs or {}))
-
     parameter = torch.nn.Parameter(torch.ones(5))
     parameter.grad = torch.arange(5.0)
     adam = torch.optim.AdamW([parameter], lr=0.1)
     fuse_adam(adam)
-    with Record():
+    with RecordedOperations() as operations:
         adam.step()
-    assert torch.ops.aten._fused_adamw_.default in operations
-    assert torch.ops.aten.sqrt.default not in operations
+    assert torch.ops.aten._fused_adamw_.default in operations.found
+    assert torch.ops.aten.sqrt.default not in operations.found
 
 
 def test_another_adam_is_left_as_it_is() -> None:
