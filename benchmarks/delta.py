@@ -121,7 +121,9 @@ def measure(old: dict[str, Tensor], new: dict[str, Tensor]) -> Measured:
     _, write_s = timed(write)
     for name, tensor in new.items():
         assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    changed = {name: quantize.code_flips(old[name], new[name]) / new[name].numel() for name in new}
+    changed = {
+        name: int(quantize.code_flips(old[name], new[name])) / new[name].numel() for name in new
+    }
     parameters = new["codes"].numel()
     return Measured(
         changed["codes"],

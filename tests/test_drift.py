@@ -26,7 +26,7 @@ def test_drift_is_that_of_the_whole_weight(num_rows: int, tolerance: float) -> N
     assert first.update_norm == first.code_flip_fraction == 0
     drift = meter.measure("w", new, new_quantized)
     error = dequantize(new_quantized) - new
-    flips = code_flips(old_quantized.codes, new_quantized.codes)
+    flips = int(code_flips(old_quantized.codes, new_quantized.codes))
     assert drift.num_codes == pytest.approx(new.numel())
     assert drift.quant_error == pytest.approx(
         sum_of_squares(error) / sum_of_squares(new), rel=tolerance

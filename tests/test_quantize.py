@@ -37,7 +37,7 @@ weights = st.builds(
 
 
 def same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return code_flips(a.codes, b.codes) == 0 and torch.equal(a.scale, b.scale)
+    return int(code_flips(a.codes, b.codes)) == 0 and torch.equal(a.scale, b.scale)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

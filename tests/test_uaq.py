@@ -172,7 +172,7 @@ def test_the_same_update_flips_more_codes_of_the_scaled_weight() -> None:
 
     def flips(scale: float) -> int:
         before, after = weight / scale, weight / scale + step
-        return code_flips(quantize(before, "int8").codes, quantize(after, "int8").codes)
+        return int(code_flips(quantize(before, "int8").codes, quantize(after, "int8").codes))
 
     assert flips(1.5) / flips(1.0) == pytest.approx(1.5, rel=0.1)
 

@@ -113,7 +113,7 @@ def measure_quantize(
         "copy_gb_per_s": moved_bytes / times["copy"]["median_s"] / 1e9,
         **fractions,
         "reaches_goal": fractions["kernel_of_a_copy"] >= GOAL,
-        "codes_that_differ_from_the_cpu": code_flips(codes.cpu(), on_cpu.codes),
+        "codes_that_differ_from_the_cpu": int(code_flips(codes.cpu(), on_cpu.codes)),
         "scales_equal_the_cpu": torch.equal(scale.cpu(), on_cpu.scale),
         "checksum_equals_the_cpu": int(total) == int(on_cpu.checksum),
         "times": times,

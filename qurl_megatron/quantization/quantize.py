@@ -258,9 +258,12 @@ def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
     return codes[rows].float() * _spread(quantized.scale, format_, quantized.offset, codes, rows)
 
 
-def code_flips(old_codes: Tensor, new_codes: Tensor) -> int:
-    """Return how many codes of a tensor differ in at least one bit."""
-    return int(torch.count_nonzero(old_codes.view(torch.uint8) != new_codes.view(torch.uint8)))
+def code_flips(old_codes: Tensor, new_codes: Tensor) -> Tensor:
+    """Return how many codes of a tensor differ in at least one bit, an int64 scalar tensor.
+
+    The tensors can also be weights or scales, of 1, 2 or 4 bytes per element.
+    """
+    return torch.count_nonzero(checksum.as_integers(old_codes) != checksum.as_integers(new_codes))
 
 
 def _format(weight_format: str) -> _Format:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
@@ -81,7 +80,7 @@ class DriftMeter:
         if name in self._previous:
             previous_kept, previous_codes = self._previous[name]
             previous = previous_kept.float()
-            flips = torch.count_nonzero(as_integers(previous_codes) != as_integers(codes))
+            flips = quantize.code_flips(previous_codes, codes)
             sums += [_sum_of_squares(exact - previous), _sum_of_squares(previous)]
         self._previous[name] = kept, codes
         values = torch.stack([flips.double(), *sums]).tolist()  # a GPU is waited for once
