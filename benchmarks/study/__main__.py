@@ -22,7 +22,6 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -47,11 +46,23 @@ OBJECTIVES = ("naive", "on_policy", "decoupled", "tis", "acr")
 # Where the engine and the age of the weights both matter, and where neither does.
 FAR = Arm(gap="int4", staleness=4, minibatches=4)
 NEAR = Arm(gap="int8", staleness=0, minibatches=1)
+# Minibatches, gap, staleness. The middle row is whole where objectives differ; the others show
+# what the number of minibatches changes.
+MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
+    (4, "int4", (0, 1, 4, 16)),
+    (4, "int8", (0, 1, 4, 16)),
+    (4, "int4x2", (0, 4, 16)),
+    (4, "fp8", (0, 4, 16)),
+    (4, "none", (0, 4, 16)),
+    (1, "int4", (0, 4, 16)),
+    (1, "int8", (0, 4, 16)),
+    (16, "int4", (0, 4)),
+    (16, "int8", (0, 4)),
+)
 
 
 def chapters() -> dict[str, list[Arm]]:
     """Return the arms of each chapter, the most telling chapters first."""
-    gaps: tuple[Gap, ...] = ("none", "int8", "int4", "int4x2")
     rivals = [
         replace(cell, objective=objective)
         for cell in (
@@ -63,33 +74,20 @@ def chapters() -> dict[str, list[Arm]]:
         )
         for objective in (*OBJECTIVES, *RIVALS)
     ]
-    straight = [
-        replace(arm, straight_through=True)
-        for arm in rivals
-        if arm.objective in ("on_policy", "tis", "acr")
-    ]
     return {
         "map": [
             Arm(objective=objective, gap=gap, staleness=staleness, minibatches=minibatches)
-            for minibatches, staleness, gap in itertools.product((1, 4, 16), (0, 1, 4, 16), gaps)
+            for minibatches, gap, ages in MAP
+            for staleness in ages
             for objective in OBJECTIVES
+            # With one minibatch R is 1, so nothing is clipped and acr is tis.
+            if minibatches > 1 or objective != "acr"
         ],
-        "rivals": rivals + straight,
-        "cap": [
-            replace(cell, objective=objective, ratio_cap=cap)
-            for cell in (FAR, replace(FAR, staleness=16))
-            for cap in (1.2, 2.0, 8.0)
-            for objective in ("tis", "acr")
-        ],
-        "length": [
-            replace(FAR, objective=objective, length=length)
-            for length in (16, 64, 128)
-            for objective in OBJECTIVES
-        ],
-        "rate": [
-            replace(FAR, objective=objective, learning_rate=rate)
-            for rate in (1e-4, 3e-4, 3e-3)
-            for objective in OBJECTIVES
+        "rivals": rivals,
+        "straight_through": [
+            replace(arm, straight_through=True)
+            for arm in rivals
+            if arm.objective in ("on_policy", "tis", "acr")
         ],
         "uaq": [
             replace(NEAR, gap=gap, objective="tis", learning_rate=rate * factor, uaq_scale=scale)
@@ -97,10 +95,26 @@ def chapters() -> dict[str, list[Arm]]:
             for rate in (1e-4, 1e-3, 5e-3)
             for factor, scale in ((1, 1.0), (1, 1.25), (1, 1.5), (1, 2.0), (1.5, 1.0), (2.0, 1.0))
         ],
+        "cap": [
+            replace(cell, objective=objective, ratio_cap=cap)
+            for cell in (FAR, replace(FAR, staleness=16))
+            for cap in (1.2, 2.0, 8.0)
+            for objective in ("tis", "acr")
+        ],
+        "rate": [
+            replace(FAR, objective=objective, learning_rate=rate)
+            for rate in (1e-4, 3e-4, 3e-3)
+            for objective in OBJECTIVES
+        ],
         "bandit": [
             Arm(task="bandit", objective=objective, gap="int4", staleness=staleness, minibatches=4)
             for staleness in (0, 4, 16)
             for objective in OBJECTIVES
+        ],
+        "length": [
+            replace(FAR, objective=objective, length=length)
+            for length in (16, 64, 128)
+            for objective in ("naive", "on_policy", "tis", "acr", "sequence_tis")
         ],
     }
 
