@@ -9,14 +9,16 @@ All arms of a task begin with the same policies and draw the same random numbers
 compared seed by seed. `show` prints mean differences with 95 % intervals of the mean, and draws the
 map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be interrupted.
 
-    chapter     what differs between its arms
-    map         objective x gap x staleness x minibatches per step
-    cap         C of tis and acr
-    length      length of the answers
-    rate        learning rate
-    uaq         s, against a learning rate that is as much larger, below and above a code's step
-    rivals      objectives of others, and a learner that computes with the engine's codes
-    bandit      the second task, with one token per answer
+    chapter            what differs between its arms
+    map                objective x gap x staleness x minibatches per step
+    rivals             objectives of others
+    straight_through   a learner that computes with the engine's codes
+    cap                C of tis and acr
+    rate               learning rate
+    bandit             the second task, with one token per answer
+    length             length of the answers
+    uaq                s, against a learning rate that is as much larger and against stochastic
+                       rounding, for updates below and above a code's step, FP32 and BF16 masters
 """
 
 from __future__ import annotations
@@ -46,23 +48,23 @@ OBJECTIVES = ("naive", "on_policy", "decoupled", "tis", "acr")
 # Where the engine and the age of the weights both matter, and where neither does.
 FAR = Arm(gap="int4", staleness=4, minibatches=4)
 NEAR = Arm(gap="int8", staleness=0, minibatches=1)
-# Minibatches, gap, staleness. The middle row is whole where objectives differ; the others show
-# what the number of minibatches changes.
+UAQ_GAPS: tuple[Gap, ...] = ("int8", "int4")
+# Minibatches, gap, staleness. Four minibatches show the gaps and ages; one and sixteen show what the
+# number of minibatches changes at the gap where objectives differ.
 MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (4, "int4", (0, 1, 4, 16)),
     (4, "int8", (0, 1, 4, 16)),
-    (4, "int4x2", (0, 4, 16)),
-    (4, "fp8", (0, 4, 16)),
-    (4, "none", (0, 4, 16)),
-    (1, "int4", (0, 4, 16)),
-    (1, "int8", (0, 4, 16)),
+    (4, "fp8", (0, 4)),
+    (4, "int4x2", (0, 4)),
+    (4, "none", (4, 16)),
+    (1, "int4", (0, 4)),
     (16, "int4", (0, 4)),
-    (16, "int8", (0, 4)),
+    (16, "int8", (4,)),
 )
 
 
-def chapters() -> dict[str, list[Arm]]:
-    """Return the arms of each chapter, the most telling chapters first."""
+def chapters() -> dict[str, dict[Arm, Arm]]:
+    """Return the arms of each chapter, and the arm that each is compared with."""
     rivals = [
         replace(cell, objective=objective)
         for cell in (
@@ -74,7 +76,7 @@ def chapters() -> dict[str, list[Arm]]:
         )
         for objective in (*OBJECTIVES, *RIVALS)
     ]
-    return {
+    arms = {
         "map": [
             Arm(objective=objective, gap=gap, staleness=staleness, minibatches=minibatches)
             for minibatches, gap, ages in MAP
@@ -89,12 +91,6 @@ def chapters() -> dict[str, list[Arm]]:
             for arm in rivals
             if arm.objective in ("on_policy", "tis", "acr")
         ],
-        "uaq": [
-            replace(NEAR, gap=gap, objective="tis", learning_rate=rate * factor, uaq_scale=scale)
-            for gap in ("int8", "int4")
-            for rate in (1e-4, 1e-3, 5e-3)
-            for factor, scale in ((1, 1.0), (1, 1.25), (1, 1.5), (1, 2.0), (1.5, 1.0), (2.0, 1.0))
-        ],
         "cap": [
             replace(cell, objective=objective, ratio_cap=cap)
             for cell in (FAR, replace(FAR, staleness=16))
@@ -103,7 +99,7 @@ def chapters() -> dict[str, list[Arm]]:
         ],
         "rate": [
             replace(FAR, objective=objective, learning_rate=rate)
-            for rate in (1e-4, 3e-4, 3e-3)
+            for rate in (3e-4, 3e-3)
             for objective in OBJECTIVES
         ],
         "bandit": [
@@ -113,10 +109,42 @@ def chapters() -> dict[str, list[Arm]]:
         ],
         "length": [
             replace(FAR, objective=objective, length=length)
-            for length in (16, 64, 128)
-            for objective in ("naive", "on_policy", "tis", "acr", "sequence_tis")
+            for length in (16, 128)
+            for objective in ("on_policy", "tis", "acr", "sequence_tis")
         ],
     }
+    compared = {
+        chapter: {arm: replace(arm, objective="tis", straight_through=False) for arm in of_chapter}
+        for chapter, of_chapter in arms.items()
+    }
+    return compared | {"uaq": uaq_arms()}
+
+
+def uaq_arms() -> dict[Arm, Arm]:
+    """Return the arms with UAQ, and what it is compared with, each with its arm without anything.
+
+    Adam's step on W / s is s times the relative step, and the norm's is an s-th. So
+    `weight_rate=s, norm_rate=1 / s` without UAQ is what UAQ does to the steps of exact weights.
+    """
+    arms = {}
+    for gap in UAQ_GAPS:
+        for rate in (1e-4, 1e-3, 5e-3):
+            plain = replace(NEAR, gap=gap, objective="tis", learning_rate=rate)
+            rounded = replace(plain, masters="bfloat16")
+            for arm in (
+                plain,
+                *(replace(plain, uaq_scale=scale) for scale in (1.25, 1.5, 2.0)),
+                replace(plain, weight_rate=2.0, norm_rate=0.5),
+                replace(plain, learning_rate=2 * rate),
+                replace(plain, learning_rate=2 * rate, norm_rate=2.0),
+                replace(plain, rounding="stochastic"),
+            ):
+                arms[arm] = plain
+            if gap == "int8":
+                for scale in (1.0, 1.5, 2.0):
+                    arms[replace(rounded, uaq_scale=scale)] = rounded
+                arms[replace(rounded, rounding="stochastic")] = rounded
+    return arms
 
 
 def main() -> None:
@@ -137,7 +165,7 @@ def main() -> None:
         return
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
-        show(chapter, [arm for arm in chapters()[chapter] if arm in outcomes], outcomes)
+        show(chapter, outcomes)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, MAP_PICTURE)
@@ -174,35 +202,46 @@ def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
     }
 
 
-def show(chapter: str, arms: list[Arm], outcomes: dict[Arm, dict[str, Any]]) -> None:
-    """Print a Markdown table: scores in percent, and the difference to tis in the same cell."""
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
+    """Print a Markdown table: scores in percent, and differences to another arm, seed by seed."""
+    compared_with = {
+        arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
+    }
     print(f"\n### {chapter}\n")
     print(
-        "| arm | after, % | quantized, % | over tis, points | ended lower than begun "
-        "| KL k3 | largest rho | above C | clipped | widened |"
+        "| arm | after, % | gain, points | quantized, % | gain, points | ended lower than begun "
+        "| KL k3 | largest rho | above C | clipped | widened | codes flipped |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for arm in arms:
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for arm, base in compared_with.items():
         outcome, stats = outcomes[arm], outcomes[arm]["stats"]
-        base = outcomes.get(replace(arm, objective="tis", straight_through=False))
-        gain = ""
-        if base is not None and base is not outcome:
-            pairs = zip(outcome["after"], base["after"], strict=True)
-            gain = mean_and_interval([after - other for after, other in pairs], sign="+")
-        worse = sum(a < b for a, b in zip(outcome["after"], outcome["before"], strict=True))
+        gains = ["", ""]
+        if base != arm:
+            gains = [
+                mean_and_interval(paired(outcome[score], outcomes[base][score]), sign="+")
+                for score in ("after", "after_quantized")
+            ]
+        worse = sum(change < 0 for change in paired(outcome["after"], outcome["before"]))
         cells = (
             describe(arm),
             mean_and_interval(outcome["after"]),
+            gains[0],
             mean_and_interval(outcome["after_quantized"]),
-            gain,
+            gains[1],
             f"{worse} of {len(outcome['after'])}",
             f"{stats['kl_behaviour_proximal_k3']:.1e}",
             f"{stats['ratio_proximal_behaviour_max']:.3g}",
             f"{stats['tis_truncated_fraction']:.2%}",
             f"{stats['clipped']:.2%}",
-            f"{stats['acr_widened']:.3%}",
+            f"{stats['acr_widened']:.4%}",
+            f"{stats['code_flips']:.2%}" if "code_flips" in stats else "",
         )
         print(f"| {' | '.join(cells)} |")
+
+
+def paired(scores: list[float], others: list[float]) -> list[float]:
+    """Return the differences of two arms' scores, seed by seed."""
+    return [score - other for score, other in zip(scores, others, strict=True)]
 
 
 def describe(arm: Arm) -> str:
