@@ -39,7 +39,9 @@ from random import Random
 from statistics import fmean, stdev
 from threading import Lock
 
+from qurl_megatron.config.overrides import overrides_between
 from qurl_megatron.files import read_json_lines, write_whole
+from recipes import grpo, quickstart
 
 QURL = Path(sys.executable).with_name("qurl")
 RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
@@ -56,7 +58,7 @@ class Setting:
 
     arms: dict[str, list[str]]  # name -> overrides of the arm; the others are compared to the first
     overrides: list[str] = field(default_factory=list)  # of every arm
-    task: list[str] = field(default_factory=list)  # overrides of the start as well
+    adds_digits: bool = False  # False: the quickstart's task
 
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
@@ -81,18 +83,13 @@ SETTINGS = {
         BF16 | INT4 | {"acr+uaq int4": arm("acr", "int4", UAQ)},
         [TWICE_THE_RATE],
     ),
-    "asynchronous": Setting(BF16 | INT4, [TWICE_THE_RATE, "rollout.max_staleness=4"]),
-    "long": Setting(
-        BF16 | INT4,
-        [TWICE_THE_RATE],
-        [
-            "reward=exact",
-            f"rollout.max_prompt_length={DIGITS}",
-            f"rollout.max_response_length={DIGITS + 1}",
-            "rollout.prompts_per_step=16",
-            "evaluation.problems=256",
-        ],
+    # on_policy is refused where tokens are stale: it corrects for nothing.
+    "asynchronous": Setting(
+        {"bf16": arm("tis", "bf16")}
+        | {f"{name} int4": arm(name, "int4") for name in ("naive", "decoupled", "tis", "acr")},
+        [TWICE_THE_RATE, "rollout.max_staleness=4"],
     ),
+    "long": Setting(BF16 | INT4, [TWICE_THE_RATE], adds_digits=True),
 }
 # With one learner rank, the learner waits while the server samples, and the reverse. So a run keeps
 # about one core busy, and two runs share two cores.
@@ -126,8 +123,8 @@ def main() -> None:
         run_dir = run_directory(output_dir, arguments.setting, name, seed)
         start = start_directory(output_dir, setting, seed) / "final_model"
         overrides = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
-        overrides += [*task_overrides(output_dir, setting), *setting.overrides]
-        complete_run(run_dir, [*COMMON_OVERRIDES, *overrides, *setting.arms[name]])
+        overrides += [*COMMON_OVERRIDES, *setting.overrides, *setting.arms[name]]
+        complete_run(run_dir, [*recipe(output_dir, setting), *overrides])
         results.add(name, seed, summarize(run_dir))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -223,18 +220,25 @@ class Results:
 
 
 def start_directory(output_dir: Path, setting: Setting, seed: int) -> Path:
-    return output_dir / f"start{'-long' if setting.task else ''}-{seed}"
+    return output_dir / f"start-{'digits-' if setting.adds_digits else ''}{seed}"
 
 
-def task_overrides(output_dir: Path, setting: Setting) -> list[str]:
-    """Return the overrides of the setting's task; write its problems if it has its own."""
-    if not setting.task:
-        return []
+def recipe(output_dir: Path, setting: Setting) -> list[str]:
+    """Return the recipe of the setting's task and its overrides; write problems of its own."""
+    if not setting.adds_digits:
+        return ["quickstart"]
     path = output_dir / "sums.jsonl"
     if not path.exists():
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps(problem) + "\n" for problem in sums()))
-    return [f"data={path}", "data_options={}", *setting.task]
+    config = quickstart.recipe()
+    config.data, config.data_options, config.reward = str(path), {}, "exact"
+    config.rollout.max_prompt_length = DIGITS
+    config.rollout.max_response_length = DIGITS + 1
+    config.rollout.prompts_per_step = 16
+    config.evaluation.problems = 256
+    # No override removes the quickstart's options of another task.
+    return ["grpo", *overrides_between(grpo.recipe(), config)]
 
 
 def sums() -> Iterator[dict[str, str]]:
@@ -248,19 +252,17 @@ def sums() -> Iterator[dict[str, str]]:
 
 def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
     """Write the model after its warm-up, with a run of one step at learning rate 0."""
-    complete_run(
-        start_directory(output_dir, setting, seed),
-        [
-            f"seed={seed}",
-            "steps=1",
-            "optimizer.learning_rate=0",
-            *task_overrides(output_dir, setting),
-        ],
-    )
+    directory = start_directory(output_dir, setting, seed)
+    overrides = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
+    if setting.adds_digits:
+        untrained = directory.with_name(f"{directory.name}-untrained")
+        quickstart.build_model(untrained, seed)
+        overrides.append(f"model={untrained}")
+    complete_run(directory, [*recipe(output_dir, setting), *overrides])
 
 
-def complete_run(run_dir: Path, overrides: list[str]) -> None:
-    """Start or resume a run, and wait for its end. Return at once if it has a summary.
+def complete_run(run_dir: Path, words: list[str]) -> None:
+    """Start a run with `words` after `qurl train`, or resume it, and wait for its end. Return at once if it has a summary.
 
     Raises:
         RuntimeError: the run failed; the message names its log file.
@@ -270,7 +272,7 @@ def complete_run(run_dir: Path, overrides: list[str]) -> None:
     command: list[str | Path] = [QURL, "resume", run_dir]
     if not run_dir.exists():
         location = [f"name={run_dir.name}", f"output_dir={run_dir.parent}"]
-        command = [QURL, "train", "quickstart", *overrides, *location]
+        command = [QURL, "train", *words, *location]
     log = run_dir.parent / f"{run_dir.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
