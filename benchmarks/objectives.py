@@ -262,7 +262,9 @@ def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
 
 
 def complete_run(run_dir: Path, words: list[str]) -> None:
-    """Start a run with `words` after `qurl train`, or resume it, and wait for its end. Return at once if it has a summary.
+    """Start a run with `words` after `qurl train`, or resume it, and wait for its end.
+
+    Return at once if it has a summary.
 
     Raises:
         RuntimeError: the run failed; the message names its log file.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.study.__main__ import chapters, difference
 from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
 from benchmarks.study.rivals import RIVALS, rival_loss
 from benchmarks.study.tasks import Bandit, Chain
@@ -219,3 +220,11 @@ def test_an_unknown_rival_is_refused() -> None:
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=f"valid are {', '.join(RIVALS)}"):
         rival_loss(one, one, one, one, one, objective="ppo", **SETTINGS)
+
+
+def test_what_an_arm_of_a_chapter_is_compared_with_belongs_to_the_chapter() -> None:
+    for chapter, arms in chapters().items():
+        assert set(arms.values()) <= arms.keys(), chapter
+        assert all(difference(arm, base) for arm, base in arms.items())
+        of_cell = [(difference(arm, base), base) for arm, base in arms.items()]
+        assert len(set(of_cell)) == len(of_cell), chapter

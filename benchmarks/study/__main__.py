@@ -49,8 +49,8 @@ OBJECTIVES = ("naive", "on_policy", "decoupled", "tis", "acr")
 FAR = Arm(gap="int4", staleness=4, minibatches=4)
 NEAR = Arm(gap="int8", staleness=0, minibatches=1)
 UAQ_GAPS: tuple[Gap, ...] = ("int8", "int4")
-# Minibatches, gap, staleness. Four minibatches show the gaps and ages; one and sixteen show what the
-# number of minibatches changes at the gap where objectives differ.
+# Minibatches, gap, staleness. Four minibatches show the gaps and ages; one and sixteen show what
+# the number of minibatches changes at the gap where objectives differ.
 MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (4, "int4", (0, 1, 4, 16)),
     (4, "int8", (0, 1, 4, 16)),
@@ -87,9 +87,10 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
         ],
         "rivals": rivals,
         "straight_through": [
-            replace(arm, straight_through=True)
+            replace(arm, straight_through=straight_through)
             for arm in rivals
             if arm.objective in ("on_policy", "tis", "acr")
+            for straight_through in (False, True)
         ],
         "cap": [
             replace(cell, objective=objective, ratio_cap=cap)
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--details", action="store_true", help="show everything that was measured")
     arguments = parser.parse_args()
     if arguments.command == "run":
         torch.set_num_threads(1)
@@ -165,7 +167,7 @@ def main() -> None:
         return
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
-        show(chapter, outcomes)
+        show(chapter, outcomes, details=arguments.details)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, MAP_PICTURE)
@@ -188,7 +190,9 @@ def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(
-        f"{describe(arm)}: {mean_and_interval(outcome.after)} ({outcome.seconds:.0f} s)", flush=True
+        f"{arm.objective}, {describe(arm)}: {mean_and_interval(outcome.after)} "
+        f"({outcome.seconds:.0f} s)",
+        flush=True,
     )
 
 
@@ -202,40 +206,70 @@ def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
     }
 
 
-def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
-    """Print a Markdown table: scores in percent, and differences to another arm, seed by seed."""
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], *, details: bool) -> None:
+    """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
+
+    The first has the scores of the trained policies, the second those of their quantized copies;
+    of the arm that others are compared with, they have the score itself. `details` adds a table
+    with everything that was measured, one arm per row.
+    """
     compared_with = {
         arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
     }
-    print(f"\n### {chapter}\n")
-    print(
-        "| arm | after, % | gain, points | quantized, % | gain, points | ended lower than begun "
-        "| KL k3 | largest rho | above C | clipped | widened | codes flipped |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for arm, base in compared_with.items():
-        outcome, stats = outcomes[arm], outcomes[arm]["stats"]
-        gains = ["", ""]
-        if base != arm:
-            gains = [
-                mean_and_interval(paired(outcome[score], outcomes[base][score]), sign="+")
-                for score in ("after", "after_quantized")
-            ]
-        worse = sum(change < 0 for change in paired(outcome["after"], outcome["before"]))
-        cells = (
-            describe(arm),
-            mean_and_interval(outcome["after"]),
-            gains[0],
-            mean_and_interval(outcome["after_quantized"]),
-            gains[1],
-            f"{worse} of {len(outcome['after'])}",
-            f"{stats['kl_behaviour_proximal_k3']:.1e}",
-            f"{stats['ratio_proximal_behaviour_max']:.3g}",
-            f"{stats['tis_truncated_fraction']:.2%}",
-            f"{stats['clipped']:.2%}",
-            f"{stats['acr_widened']:.4%}",
-            f"{stats['code_flips']:.2%}" if "code_flips" in stats else "",
+    for score in ("after", "after_quantized"):
+        print(f"\n### {chapter}: {score}\n")
+        cells = list(dict.fromkeys(compared_with.values()))
+        table = {
+            (difference(arm, base), base): (
+                mean_and_interval(outcomes[arm][score])
+                if arm == base
+                else mean_and_interval(
+                    paired(outcomes[arm][score], outcomes[base][score]), sign="+"
+                )
+            )
+            for arm, base in compared_with.items()
+        }
+        variants = list(dict.fromkeys(variant for variant, _ in table))
+        names = {cell: describe(cell) for cell in cells}
+        if len(cells) >= len(variants):
+            print_table(
+                ["", *variants],
+                [[names[cell], *(table.get((v, cell), "") for v in variants)] for cell in cells],
+            )
+        else:
+            print_table(
+                ["", *names.values()],
+                [[v, *(table.get((v, cell), "") for cell in cells)] for v in variants],
+            )
+    if details:
+        print(f"\n### {chapter}: all arms\n")
+        print_table(
+            "arm | after, % | quantized, % | ended lower than begun | KL k3 | largest rho | above C"
+            " | clipped | widened | codes flipped".split(" | "),
+            [row(arm, outcomes[arm]) for arm in compared_with],
         )
+
+
+def row(arm: Arm, outcome: dict[str, Any]) -> list[str]:
+    """Return everything that was measured of an arm, for a table."""
+    stats = outcome["stats"]
+    worse = sum(change < 0 for change in paired(outcome["after"], outcome["before"]))
+    return [
+        f"{arm.objective}, {describe(arm)}",
+        mean_and_interval(outcome["after"]),
+        mean_and_interval(outcome["after_quantized"]),
+        f"{worse} of {len(outcome['after'])}",
+        f"{stats['kl_behaviour_proximal_k3']:.1e}",
+        f"{stats['ratio_proximal_behaviour_max']:.3g}",
+        f"{stats['tis_truncated_fraction']:.2%}",
+        f"{stats['clipped']:.2%}",
+        f"{stats['acr_widened']:.4%}",
+        f"{stats['code_flips']:.2%}" if "code_flips" in stats else "",
+    ]
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    for cells in (header, ["---"] * len(header), *rows):
         print(f"| {' | '.join(cells)} |")
 
 
@@ -245,11 +279,26 @@ def paired(scores: list[float], others: list[float]) -> list[float]:
 
 
 def describe(arm: Arm) -> str:
-    """Return the settings of an arm that are not the defaults, and its objective."""
-    default = asdict(Arm())
-    changed = {key: value for key, value in asdict(arm).items() if value != default[key]}
-    names = [f"{key} {value}" for key, value in changed.items() if key != "objective"]
-    return ", ".join([arm.objective, *names])
+    """Return the cell of an arm: gap, staleness, minibatches, and what is not the default."""
+    default, names = asdict(Arm()), [arm.gap.upper() if arm.gap != "none" else "no gap"]
+    for key, value in asdict(arm).items():
+        always = key in ("staleness", "minibatches")
+        if key not in ("objective", "gap") and (always or value != default[key]):
+            names.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(names)
+
+
+def difference(arm: Arm, base: Arm) -> str:
+    """Return what sets an arm apart from the one that it is compared with."""
+    other, names = asdict(base), []
+    for key, value in asdict(arm).items():
+        if key == "objective" and (value != other[key] or arm == base):
+            names.append(value)
+        elif key == "learning_rate" and value != other[key]:
+            names.append(f"learning rate x {value / other[key]:g}")
+        elif value != other[key]:
+            names.append(f"{key.replace('_', ' ')} {value}" if value is not True else key)
+    return ", ".join(names)
 
 
 def mean_and_interval(fractions: list[float], sign: str = "") -> str:

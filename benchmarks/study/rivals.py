@@ -21,7 +21,7 @@ the advantage, T the number of tokens of a sequence. Each objective maximizes J 
 `icepop`, `mis` and the two `sequence_` objectives have J = weight * min(R * A, clip(R, 1 - eps_low,
 1 + eps_high) * A).
 
-They are no choice of `objective.objective`: docs/findings.md#rivals says why.
+They are no choice of `objective.objective`: docs/findings/objectives.md#rivals says why.
 """
 
 from __future__ import annotations
