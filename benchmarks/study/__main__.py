@@ -89,7 +89,7 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
         "straight_through": [
             replace(arm, straight_through=straight_through)
             for arm in rivals
-            if arm.objective in ("on_policy", "tis", "acr")
+            if arm.objective in ("on_policy", "tis") and arm.gap != "int8"
             for straight_through in (False, True)
         ],
         "cap": [
