@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.study.figures import draw_map
 from benchmarks.study.rivals import RIVALS
-from benchmarks.study.train import Arm, Gap, run
+from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "study.jsonl"
@@ -280,7 +280,7 @@ def paired(scores: list[float], others: list[float]) -> list[float]:
 
 def describe(arm: Arm) -> str:
     """Return the cell of an arm: gap, staleness, minibatches, and what is not the default."""
-    default, names = asdict(Arm()), [arm.gap.upper() if arm.gap != "none" else "no gap"]
+    default, names = asdict(Arm()), [GAP_NAMES[arm.gap]]
     for key, value in asdict(arm).items():
         always = key in ("staleness", "minibatches")
         if key not in ("objective", "gap") and (always or value != default[key]):

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from benchmarks.study.train import Arm
+from benchmarks.study.train import GAP_NAMES, Arm
 
 COLUMNS = 4
 
@@ -29,8 +29,8 @@ def draw_map(outcomes: dict[Arm, dict[str, Any]], path: Path) -> None:
     )  # fmt: skip
     ages = sorted({arm.staleness for arm in outcomes})
     for panel, (gap, minibatches) in zip(panels.flat, cells, strict=False):
-        name = "no gap" if gap == "none" else gap.upper()
-        panel.set_title(f"{name}, {minibatches} minibatch{'es' * (minibatches > 1)}", fontsize=9)
+        plural = "es" * (minibatches > 1)
+        panel.set_title(f"{GAP_NAMES[gap]}, {minibatches} minibatch{plural}", fontsize=9)
         cell = [arm for arm in outcomes if (arm.gap, arm.minibatches) == (gap, minibatches)]
         for objective in dict.fromkeys(arm.objective for arm in cell):
             arms = sorted(

@@ -43,6 +43,9 @@ ENGINES: dict[Gap, Engine | None] = {
     "int4": Engine("int4"),
     "int4x2": Engine("int4", error=2.0),
 }
+GAP_NAMES: dict[Gap, str] = {
+    "none": "no gap", "fp8": "FP8", "int8": "INT8", "int4": "INT4", "int4x2": "2 x INT4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
