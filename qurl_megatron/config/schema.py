@@ -181,6 +181,14 @@ class LearnerConfig:
     128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and were
     never run. None: no FP8."""
 
+    expert_parallel_size: Ranks = 1
+    """Number of ranks that share the experts of a layer, each with whole ones of its own. They are
+    ranks of tensor, context and data parallelism, not further ones."""
+
+    expert_tensor_parallel_size: Ranks = 1
+    """Number of ranks that share every expert. They are ranks of tensor, context and data
+    parallelism, not further ones."""
+
     @property
     def model_parallel_size(self) -> int:
         """Number of learner ranks that share one replica of the model."""

@@ -78,6 +78,29 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
         )
 
 
+def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
+    """Check that a model divides over the learner's ranks.
+
+    Raises:
+        ArchitectureError: it does not.
+    """
+    architecture.check_layout(
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_parallel_size,
+        layout.layers_in_last_pipeline_stage,
+    )
+    architecture.check_expert_layout(
+        layout.expert_parallel_size,
+        layout.expert_tensor_parallel_size,
+        layout.world_size // layout.pipeline_parallel_size,
+    )
+    if architecture.num_experts and layout.fp8:
+        raise ArchitectureError(
+            f"learner.fp8={layout.fp8}: not supported with experts; leave learner.fp8 out"
+        )
+
+
 def validate_server(
     name: str, server: ServerConfig, architecture: Architecture, length: int
 ) -> None:
@@ -266,10 +289,5 @@ def _architecture_in(directory: Path, layout: LearnerConfig) -> Architecture:
         ArchitectureError: it does not divide, or the directory has no supported model.
     """
     architecture = Architecture.from_directory(directory)
-    architecture.check_layout(
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_parallel_size,
-        layout.layers_in_last_pipeline_stage,
-    )
+    check_layout(architecture, layout)
     return architecture

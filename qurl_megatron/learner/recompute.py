@@ -19,15 +19,16 @@ from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
 from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.model.architecture import Architecture
 
 
-def recompute_fields(learner: LearnerConfig, num_layers: int) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for a model of `num_layers` layers."""
+def recompute_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig."""
     if learner.recompute == "full":
         return {
             "recompute_granularity": "full",
             "recompute_method": "block",
-            "recompute_num_layers": learner.recompute_layers or num_layers,
+            "recompute_num_layers": learner.recompute_layers or architecture.num_layers,
         }
     if learner.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
