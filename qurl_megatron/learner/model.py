@@ -16,7 +16,11 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.layers import block_spec, transformer_config_fields
+from qurl_megatron.learner.layers import (
+    block_spec,
+    has_transformer_engine,
+    transformer_config_fields,
+)
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
 from qurl_megatron.learner.recompute import recompute_fields
 from qurl_megatron.model import weight_map
@@ -64,7 +68,7 @@ def build_chunks(
         **expert_fields(architecture, learner),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
-        **recompute_fields(learner, architecture),
+        **recompute_fields(learner, architecture, fused=has_transformer_engine()),
         **transformer_config_fields(learner),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.
@@ -92,7 +96,9 @@ def parameters_of(
     Parameters without a Hugging Face counterpart are left out.
     """
     expert_rank = parallel_state.get_expert_model_parallel_rank()
-    local_experts = architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    local_experts = (
+        architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name in chunk.own_parameters:
