@@ -61,6 +61,7 @@ class Attempt:
             context_length=self.config.rollout.max_length,
             log_file=self.server_log(spec, restarts),
             seed=self.server_seed(spec.index, restarts),
+            records_routing=spec.set_name == "rollout" and self.config.rollout.routing != "ignore",
             host=host,
             api_key=api_key,
             gpus=gpus,

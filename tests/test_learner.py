@@ -145,18 +145,13 @@ def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
 
 
 def weights_of(learner: Any) -> list[weight_map.TensorPart]:
-    from megatron.core import parallel_state
+    from qurl_megatron.learner.model import tensor_parallel_place
 
     return [
         part
         for rule, layer, shard in learner.shards()
         for part in weight_map.split(
-            rule,
-            shard.clone(),
-            learner.architecture,
-            layer,
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
+            rule, shard.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
         )
     ]
 
@@ -214,6 +209,22 @@ def logprobs_and_entropy_of(model: Any, tokens: Tensor, temperature: float) -> t
     return tuple(torch.nn.functional.pad(scores, (1, 0)) for scores in (logprobs, entropy))
 
 
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Return copies of a model's tensors, those of its experts under the names of checkpoints."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith((".gate_up_proj", ".down_proj")):
+            tensors[name] = tensor.clone()
+            continue
+        of_layer, kind = name.rsplit(".", 1)
+        names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+        for expert, of_expert in enumerate(tensor):
+            parts = of_expert.chunk(len(names))
+            for part_name, part in zip(names, parts, strict=True):
+                tensors[f"{of_layer}.{expert}.{part_name}.weight"] = part.clone()
+    return tensors
+
+
 def make_reference(directory: Path) -> Reference:
     from transformers import AutoModelForCausalLM
 
@@ -222,7 +233,7 @@ def make_reference(directory: Path) -> Reference:
     batch = make_batch()
     with torch.no_grad():
         scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
-    first_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first_weights = tensors_of(model)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -243,7 +254,7 @@ def make_reference(directory: Path) -> Reference:
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
         optimizer.step()
-    return Reference(scores, losses, norms, first_weights, model.state_dict())
+    return Reference(scores, losses, norms, first_weights, tensors_of(model))
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qurl_megatron.model.architecture import Family
+
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 
 def build_tiny_model(
     directory: Path,
-    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2",
+    architecture: Family = "qwen2",
     tied: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
@@ -42,6 +52,7 @@ def build_tiny_model(
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": 0,
         "tie_word_embeddings": tied,
+        **(EXPERTS if architecture == "qwen3_moe" else {}),
         **dims,
     }
     config = AutoConfig.for_model(architecture, **fields)

@@ -21,6 +21,7 @@ Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 PublishMode = Literal["full", "delta", "auto"]
+RoutingMode = Literal["ignore", "compare", "replay"]
 AdvantageEstimator = Literal["grpo", "gae"]
 VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
@@ -179,6 +180,14 @@ class LearnerConfig:
     tensorwise: one scale per tensor, E4M3 forward and E5M2 backward. blockwise: one scale per
     128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and were
     never run. None: no FP8."""
+
+    expert_parallel_size: Ranks = 1
+    """Number of ranks that share the experts of a layer, each with whole ones of its own. They are
+    ranks of tensor, context and data parallelism, not further ones."""
+
+    expert_tensor_parallel_size: Ranks = 1
+    """Number of ranks that share every expert. They are ranks of tensor, context and data
+    parallelism, not further ones."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -371,6 +380,11 @@ class ServerConfig:
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
     true gives a flag. Those that would falsify log-probs or weight versions are refused."""
 
+    expert_parallel_size: Ranks = 1
+    """Mixture of experts: over how many groups of the server's ranks whole experts are divided. It
+    divides `tensor_parallel_size`; the ranks of a group share each of their experts. 1: all ranks
+    share every expert."""
+
 
 @dataclasses.dataclass
 class StageConfig:
@@ -442,6 +456,12 @@ class RolloutConfig:
     """What a publish does to running requests. retract: their context is computed again with the
     new weights. in_place: they keep the keys and values of older weights, which is cheaper for long
     contexts; their log-probs are then those of the mixture."""
+
+    routing: RoutingMode = "ignore"
+    """Mixture of experts: what becomes of the experts that the servers chose for each token.
+    ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
+    replay: the learner's forward passes choose the same. Recording takes 4 bytes per layer and
+    chosen expert for each token of the KV cache, in a server's main memory."""
 
     @property
     def longest_response(self) -> int:

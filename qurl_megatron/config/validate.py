@@ -78,6 +78,29 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
         )
 
 
+def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
+    """Check that a model divides over the learner's ranks.
+
+    Raises:
+        ArchitectureError: it does not.
+    """
+    architecture.check_layout(
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_parallel_size,
+        layout.layers_in_last_pipeline_stage,
+    )
+    architecture.check_expert_layout(
+        layout.expert_parallel_size,
+        layout.expert_tensor_parallel_size,
+        layout.world_size // layout.pipeline_parallel_size,
+    )
+    if architecture.num_experts and layout.fp8:
+        raise ArchitectureError(
+            f"learner.fp8={layout.fp8}: not supported with experts; leave learner.fp8 out"
+        )
+
+
 def validate_server(
     name: str, server: ServerConfig, architecture: Architecture, length: int
 ) -> None:
@@ -92,7 +115,9 @@ def validate_server(
     """
     check_names(name, server)
     try:
-        architecture.check_server_layout(server.tensor_parallel_size)
+        architecture.check_server_layout(
+            server.tensor_parallel_size, server.expert_parallel_size
+        )
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
@@ -221,9 +246,14 @@ def _validate_model(config: Config) -> Architecture:
             )
     if config.quantization.format == "fp8-block":
         try:
-            architecture.check_blocks(config.rollout.server.tensor_parallel_size)
+            server = config.rollout.server
+            architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
         except ArchitectureError as error:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
+    if config.rollout.routing != "ignore" and not architecture.num_experts:
+        raise ConfigError(
+            f"rollout.routing={config.rollout.routing}: the model has no experts; leave it at ignore"
+        )
     return architecture
 
 
@@ -266,10 +296,5 @@ def _architecture_in(directory: Path, layout: LearnerConfig) -> Architecture:
         ArchitectureError: it does not divide, or the directory has no supported model.
     """
     architecture = Architecture.from_directory(directory)
-    architecture.check_layout(
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_parallel_size,
-        layout.layers_in_last_pipeline_stage,
-    )
+    check_layout(architecture, layout)
     return architecture

@@ -223,9 +223,10 @@ def _check_layout(
             learner.virtual_pipeline_parallel_size,
             learner.layers_in_last_pipeline_stage,
         )
-        architecture.check_server_layout(server_size)
+        groups = rollout.server.expert_parallel_size
+        architecture.check_server_layout(server_size, groups)
         if config.quantization.format == "fp8-block":
-            architecture.check_blocks(server_size)
+            architecture.check_blocks(server_size, groups)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
     for name, size in (

@@ -120,6 +120,7 @@ def start_server(
     log_file: Path,
     seed: int,
     loads: bool = False,
+    records_routing: bool = False,
     host: str = LOOPBACK,
     api_key: str | None = None,
     gpus: Sequence[int] | None = None,
@@ -134,6 +135,7 @@ def start_server(
         context_length: maximum prompt plus response length, in tokens.
         loads: load the directory's weights, which are in `weight_format`. Otherwise the server
             has random weights until the first publish.
+        records_routing: answer with the experts that were chosen, if a request asks for them.
         host: address to listen on. Any address other than loopback requires `api_key`, which must
             be the same for all servers of a run.
         gpus: consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
@@ -154,6 +156,8 @@ def start_server(
         "port": port,
         "nccl_port": free_port(),
         "tensor_parallel_size": server.tensor_parallel_size,
+        "expert_parallel_size": server.expert_parallel_size,
+        "enable_return_routed_experts": records_routing,
         "mem_fraction_static": server.mem_fraction_static,
         "max_running_requests": server.max_running_requests,
         "context_length": context_length + CONTEXT_RESERVE,

@@ -32,7 +32,11 @@ from sglang.srt.layers.parameter import (
     ChannelQuantScaleParameter,
     ModelWeightParameter,
 )
-from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.base_config import (
+    LinearMethodBase,
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from torch import Tensor
 
 # A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
@@ -254,7 +258,12 @@ def apply_unquantized(
     Sums are float32. This replaces `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten
     times as slow on a CPU without instructions for them.
     """
-    out = torch.nn.functional.linear(x.float(), layer.weight.float())
+    return multiply_unquantized(x, layer.weight, bias)
+
+
+def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply `x` [..., in] by `weight` [out, in] in float32; return [..., out], rounded as x."""
+    out = torch.nn.functional.linear(x.float(), weight.float())
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
@@ -284,8 +293,14 @@ class QurlConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> QurlConfig:
         return cls()
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizedLinearMethod | None:
-        """Return the method of a linear layer; None for embeddings, norms and lm_head."""
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method of a linear layer or of experts; None for embeddings and lm_head."""
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod
+
+        if isinstance(layer, FusedMoE):
+            return QuantizedExpertsMethod(self.linear_method(self))
         return self.linear_method(self) if isinstance(layer, LinearBase) else None
 
     def get_scaled_act_names(self) -> list[str]:
