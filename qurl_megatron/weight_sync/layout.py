@@ -45,6 +45,11 @@ class SentTensor:
             index[0] = slice(0, 0)
         return tuple(index)
 
+    def offset_on(self, tp_rank: int) -> tuple[int, int]:
+        """Return the row and column of the full tensor at which a rank's part begins."""
+        row, *columns = self.index_on(tp_rank)
+        return row.start, columns[0].start if columns else 0
+
     def shape_on(self, tp_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
         return tuple(extent.stop - extent.start for extent in self.index_on(tp_rank))

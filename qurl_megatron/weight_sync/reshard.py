@@ -33,7 +33,7 @@ Example, on every learner rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -50,10 +50,10 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, checksums
-from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, copy_values
-from qurl_megatron.weight_sync.delta import Change
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.delta_buckets import Deltas, MergedDeltas, Send
 from qurl_megatron.weight_sync.drift import DriftMeter, WeightDrift
+from qurl_megatron.weight_sync.gather import empty_part, gather
 from qurl_megatron.weight_sync.layout import (
     SentTensor,
     SentWeight,
@@ -61,8 +61,6 @@ from qurl_megatron.weight_sync.layout import (
     scale_index,
     scale_shape,
 )
-
-Send = Callable[[Bucket], None]
 
 # Buckets of deltas up to this part of the largest bucket are joined: a quarter holds the delta of a
 # 32B model, and is little memory beside two buckets.
@@ -141,7 +139,7 @@ class Converter:
             return Conversion()
         first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
         if base is not None:
-            merged = _MergedDeltas(send, base, self._bucket_bytes // MERGED_PART)
+            merged = MergedDeltas(send, base, self._bucket_bytes // MERGED_PART)
             send = merged.add
         conversion = self._convert_stage(send if first_stage else _send_to_first_stage, base)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
@@ -158,7 +156,7 @@ class Converter:
     def _convert_stage(self, send: Send, base: int | None) -> Conversion:
         """Convert this pipeline stage's weights; its tensor-parallel rank 0 sends the buckets."""
         conversion = Conversion()
-        deltas = None if base is None else _Deltas(send, base, self._bucket_bytes)
+        deltas = None if base is None else Deltas(send, base, self._bucket_bytes)
         for index, weights in enumerate(self._plan_buckets()):
             tensors = [tensor for weight in weights for tensor in weight.tensors]
             own = self._convert_bucket(weights, tensors, conversion)
@@ -207,7 +205,7 @@ class Converter:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         parts = [weight.part for weight in weights if weight.is_quantized]
         shared = self._share_absmax(parts, conversion)
-        own = _empty_part(tensors, tp_rank)
+        own = empty_part(tensors, tp_rank)
         views = dict(own.tensors())
         for weight in weights:
             name = weight.part.name
@@ -218,7 +216,7 @@ class Converter:
                     conversion.drift[name] = self._quantize(weight, views, absmax, scale)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
-        sums = checksums(Part(views[t.name], *_offset(t, tp_rank)) for t in tensors)
+        sums = checksums(Part(views[t.name], *t.offset_on(tp_rank)) for t in tensors)
         conversion.checksums |= {t.name: value for t, value in zip(tensors, sums, strict=True)}
         return own
 
@@ -279,12 +277,6 @@ class Converter:
         return shared
 
 
-def _offset(tensor: SentTensor, tp_rank: int) -> tuple[int, int]:
-    """Return the row and column of the full tensor at which a rank's part begins."""
-    row, *columns = tensor.index_on(tp_rank)
-    return row.start, columns[0].start if columns else 0
-
-
 def _sum_over_tensor_parallel(conversion: Conversion) -> Conversion:
     group = parallel_state.get_tensor_model_parallel_group()
     values = [*conversion.checksums.values(), int(conversion.non_finite != "")]
@@ -331,141 +323,11 @@ def _merge_stages(conversion: Conversion) -> Conversion:
     return merged
 
 
-def _empty_part(tensors: list[SentTensor], tp_rank: int) -> Bucket:
-    """Allocate a rank's part of a bucket: a smaller bucket with the rank's part of each tensor."""
-    entries = ((tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in tensors)
-    return Bucket.empty(entries, device())
-
-
 def _gather_and_send(tensors: list[SentTensor], own: Bucket, send: Send) -> None:
     """Gather a full bucket on tensor-parallel rank 0, and send it."""
-    bucket = _gather(tensors, own)
+    bucket = gather(tensors, own)
     if bucket is not None:
         send(bucket)
-
-
-def _gather(tensors: list[SentTensor], own: Bucket) -> Bucket | None:
-    """Return the full bucket on tensor-parallel rank 0, None elsewhere."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    if parallel_state.get_tensor_model_parallel_rank() != 0:
-        dist.send(own.flat, dst=ranks[0], group=group)
-        return None
-    if len(ranks) == 1:
-        return own
-    entries = ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
-    bucket = Bucket.empty(entries, device())
-    full = dict(bucket.tensors())
-    _place(tensors, own, 0, full)
-    for tp_rank, source in enumerate(ranks[1:], start=1):
-        _receive_part(tensors, tp_rank, source, full)
-    return bucket
-
-
-def _receive_part(
-    tensors: list[SentTensor], tp_rank: int, source: int, full: dict[str, Tensor]
-) -> None:
-    """Receive a rank's part and place it; it is released before the next one is received."""
-    part = _empty_part(tensors, tp_rank)
-    dist.recv(part.flat, src=source, group=parallel_state.get_tensor_model_parallel_group())
-    _place(tensors, part, tp_rank, full)
-
-
-def _place(tensors: list[SentTensor], part: Bucket, tp_rank: int, full: dict[str, Tensor]) -> None:
-    """Copy a rank's part of a bucket to its places in the full tensors."""
-    views = dict(part.tensors())
-    for tensor in tensors:
-        copy_values(full[tensor.name][tensor.index_on(tp_rank)], views[tensor.name])
-
-
-class _Deltas:
-    """Gathers what changed in the ranks' parts of buckets, and sends it in as few buckets."""
-
-    def __init__(self, send: Send, base: int, bucket_bytes: int) -> None:
-        self._send = send
-        self._base = base
-        self._bucket_bytes = bucket_bytes
-        self._changes: list[Change] = []  # of this rank
-        self._num_bytes = 0  # of all ranks
-
-    def add(self, tensors: list[SentTensor], old: Bucket, new: Bucket) -> None:
-        """Collect the changes in this rank's part of a bucket."""
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        before, after = dict(old.tensors()), dict(new.tensors())
-        changes = []
-        for tensor in tensors:
-            if after[tensor.name].numel():
-                offset = _offset(tensor, tp_rank)
-                change = delta.compare(tensor.name, offset, before[tensor.name], after[tensor.name])
-                changes += [change] if change else []
-        total = torch.tensor(sum(change.num_bytes for change in changes), device=device())
-        dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
-        num_bytes = int(total)
-        if self._num_bytes and self._num_bytes + num_bytes > self._bucket_bytes:
-            self.flush()
-        self._changes += changes
-        self._num_bytes += num_bytes
-
-    def flush(self) -> None:
-        """Send what was collected, on tensor-parallel rank 0; a bucket may be empty."""
-        own = delta.pack(self._changes, device())
-        self._changes, self._num_bytes = [], 0
-        flat = _gather_flat(own)
-        if flat is not None:
-            self._send(_delta_bucket(self._base, flat))
-
-
-class _MergedDeltas:
-    """Joins small buckets of the stages' deltas: each costs the servers a request."""
-
-    def __init__(self, send: Send, base: int, most_bytes: int) -> None:
-        self._send = send
-        self._base = base
-        self._most_bytes = most_bytes
-        self._messages: list[Tensor] = []
-
-    def add(self, bucket: Bucket) -> None:
-        """Take a bucket of a delta."""
-        if self._num_bytes + len(bucket.flat) > self._most_bytes:
-            self.flush()
-        self._messages.append(bucket.flat)
-        if self._num_bytes > self._most_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what was taken."""
-        if self._messages:
-            messages, self._messages = self._messages, []
-            flat = messages[0] if len(messages) == 1 else torch.cat(messages)
-            self._send(_delta_bucket(self._base, flat))
-
-    @property
-    def _num_bytes(self) -> int:
-        return sum(len(message) for message in self._messages)
-
-
-def _delta_bucket(base: int, flat: Tensor) -> Bucket:
-    """Return the bucket of messages that change version `base`."""
-    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
-
-
-def _gather_flat(own: Tensor) -> Tensor | None:
-    """Return the ranks' flat tensors, one after another, on tensor-parallel rank 0."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
-        return own
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in ranks]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device()), group=group)
-    if parallel_state.get_tensor_model_parallel_rank() != 0:
-        dist.send(own, dst=ranks[0], group=group)
-        return None
-    flat = torch.empty(int(sum(sizes)), dtype=own.dtype, device=device())
-    parts = flat.split([int(size) for size in sizes])
-    parts[0].copy_(own)
-    for part, source in zip(parts[1:], ranks[1:], strict=True):
-        dist.recv(part, src=source, group=group)
-    return flat
 
 
 def _send_to_first_stage(bucket: Bucket | None) -> None:
