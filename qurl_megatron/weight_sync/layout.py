@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -53,6 +54,10 @@ class SentTensor:
     def shape_on(self, tp_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
         return tuple(extent.stop - extent.start for extent in self.index_on(tp_rank))
+
+    def part_bytes(self, tp_rank: int) -> int:
+        """Return the size of a rank's part, in bytes."""
+        return math.prod(self.shape_on(tp_rank)) * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -93,6 +98,28 @@ class SentWeight:
     def is_quantized(self) -> bool:
         """True if the weight is sent as codes and scales."""
         return len(self.tensors) == 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the full tensors, in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A rank's parts of the weights of one bucket."""
+
+    weights: Sequence[SentWeight]
+
+    @cached_property
+    def tensors(self) -> list[SentTensor]:
+        """The bucket's full tensors."""
+        return [tensor for weight in self.weights for tensor in weight.tensors]
+
+    @cached_property
+    def quantized(self) -> list[str]:
+        """The names of the quantized weights."""
+        return [weight.part.name for weight in self.weights if weight.is_quantized]
 
     @property
     def num_bytes(self) -> int:
