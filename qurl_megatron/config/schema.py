@@ -460,7 +460,8 @@ class RolloutConfig:
     routing: RoutingMode = "ignore"
     """Mixture of experts: what becomes of the experts that the servers chose for each token.
     ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
-    replay: the learner's forward passes choose the same. Recording takes 4 bytes per layer and
+    replay: the learner's forward passes choose the same. A request that a publish retracts has the
+    experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
 
     @property

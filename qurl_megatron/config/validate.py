@@ -115,9 +115,7 @@ def validate_server(
     """
     check_names(name, server)
     try:
-        architecture.check_server_layout(
-            server.tensor_parallel_size, server.expert_parallel_size
-        )
+        architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
@@ -252,7 +250,8 @@ def _validate_model(config: Config) -> Architecture:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
     if config.rollout.routing != "ignore" and not architecture.num_experts:
         raise ConfigError(
-            f"rollout.routing={config.rollout.routing}: the model has no experts; leave it at ignore"
+            f"rollout.routing={config.rollout.routing}: the model has no experts; "
+            "leave it at ignore"
         )
     return architecture
 
