@@ -198,6 +198,12 @@ class LearnerConfig:
         """Number of learner ranks."""
         return self.model_parallel_size * self.data_parallel_size
 
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Number of copies of every expert."""
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return self.world_size // (self.pipeline_parallel_size * experts)
+
 
 @dataclasses.dataclass
 class OptimizerConfig:
@@ -317,7 +323,8 @@ class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load."""
 
     scale: Scale = 1.5
-    """Scale s that the weights are divided by. 1 leaves them as they are."""
+    """Scale s that the weights are divided by. 1 leaves them as they are. A model with experts
+    needs a power of two: `qurl train` refuses any other, and takes 2 in place of a recipe's."""
 
     layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""

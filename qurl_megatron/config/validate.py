@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 
 from qurl_megatron.config.schema import (
@@ -12,6 +13,7 @@ from qurl_megatron.config.schema import (
     ConfigError,
     LearnerConfig,
     ServerConfig,
+    UaqConfig,
 )
 from qurl_megatron.config.server_options import check_names
 from qurl_megatron.config.tree import leaf_values
@@ -99,6 +101,24 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         raise ArchitectureError(
             f"learner.fp8={layout.fp8}: not supported with experts; leave learner.fp8 out"
         )
+
+
+def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
+    """Check that UAQ does not change which experts tokens choose.
+
+    Raises:
+        ConfigError: a router would be scaled by a number that is no power of two.
+    """
+    if not architecture.num_experts:
+        return
+    of_layers = {f"layer_scales.{layer}": scale for layer, scale in uaq.layer_scales.items()}
+    for field, scale in {"scale": uaq.scale, **of_layers}.items():
+        if math.frexp(scale)[0] != 0.5:
+            raise ConfigError(
+                f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "
+                "such as 2; a router divided by any other number is rounded in bfloat16, and then "
+                "tokens choose other experts"
+            )
 
 
 def validate_server(
@@ -242,6 +262,7 @@ def _validate_model(config: Config) -> Architecture:
                 f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
                 f"{architecture.num_layers - 1}"
             )
+    check_scales(config.quantization.uaq, architecture)
     if config.quantization.format == "fp8-block":
         try:
             architecture.check_blocks(config.rollout.server.tensor_parallel_size)
