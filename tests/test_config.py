@@ -276,6 +276,10 @@ def test_valid_configuration_is_accepted(model_dir: Path) -> None:
         ("rollout.max_response_length=1000000", "add up to 1000008 tokens"),
         ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
         ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),
+        (
+            "quantization.transport=direct quantization.publish=auto",
+            "quantization.publish=auto: with quantization.transport=direct all tensors are written",
+        ),
         ("rollout.soft_overlong_tokens=8", "less than rollout.max_response_length=8"),
         ("quantization.format=fp8-block", "has 64 query channels; use format fp8"),
         ("learner.virtual_pipeline_parallel_size=2", "pipeline_parallel_size=1 has none"),

@@ -21,6 +21,7 @@ Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 PublishMode = Literal["full", "delta", "auto"]
+Transport = Literal["broadcast", "direct", "auto"]
 AdvantageEstimator = Literal["grpo", "gae"]
 VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
@@ -357,6 +358,12 @@ class QuantizationConfig:
     delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
+
+    transport: Transport = "broadcast"
+    """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
+    learner rank writes into the servers' parameters, which takes neither buckets nor copies; all
+    servers and ranks must be on one machine, and publish must be full. auto: direct where that is
+    possible, else broadcast."""
 
 
 @dataclasses.dataclass

@@ -52,6 +52,7 @@ def validate(config: Config) -> Architecture:
     """
     _validate_sampling(config)
     _validate_staleness(config)
+    _validate_transport(config)
     _validate_warmup(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
     _validate_data(config)
@@ -182,6 +183,16 @@ def _validate_staleness(config: Config) -> None:
             f"rollout.max_staleness={staleness}: objective.objective=on_policy treats every token "
             "as sampled by the current policy, so nothing corrects for older weights; choose acr, "
             "tis or decoupled"
+        )
+
+
+def _validate_transport(config: Config) -> None:
+    quantization = config.quantization
+    if quantization.transport == "direct" and quantization.publish != "full":
+        raise ConfigError(
+            f"quantization.publish={quantization.publish}: with quantization.transport=direct all "
+            "tensors are written in place, and nothing is sent that a delta could shorten; set it "
+            "to full, or the transport to broadcast"
         )
 
 
