@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,6 +93,22 @@ def load(ranks: Sequence[Any], sent: Mapping[str, Tensor], expert_parallel_size:
     for rank, model in enumerate(ranks):
         with as_rank(rank, len(ranks), expert_parallel_size):
             model.load_weights((name, tensor.clone()) for name, tensor in sent.items())
+
+
+def checksums_of(ranks: Sequence[Any]) -> dict[str, int]:
+    """Return the checksums that a server of these ranks answers with, combined."""
+    from qurl_megatron.quantization.checksum import combine
+    from qurl_megatron.sglang_plugin.verify import compute_checksum
+
+    held = []
+    for model in ranks:
+        checker = SimpleNamespace(
+            _get_model=lambda model=model: model,
+            _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
+        )
+        answer = compute_checksum(checker)["checksums"]
+        held.append({key: int(value) for key, value in answer.items()})
+    return combine(held)
 
 
 def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:

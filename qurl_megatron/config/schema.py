@@ -22,6 +22,7 @@ WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 PublishMode = Literal["full", "delta", "auto"]
 RoutingMode = Literal["ignore", "compare", "replay"]
+Transport = Literal["broadcast", "direct", "auto"]
 AdvantageEstimator = Literal["grpo", "gae"]
 VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
@@ -199,6 +200,12 @@ class LearnerConfig:
         """Number of learner ranks."""
         return self.model_parallel_size * self.data_parallel_size
 
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Number of copies of every expert."""
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return self.world_size // (self.pipeline_parallel_size * experts)
+
 
 @dataclasses.dataclass
 class OptimizerConfig:
@@ -318,7 +325,8 @@ class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load."""
 
     scale: Scale = 1.5
-    """Scale s that the weights are divided by. 1 leaves them as they are."""
+    """Scale s that the weights are divided by. 1 leaves them as they are. A model with experts
+    needs a power of two: `qurl train` refuses any other, and takes 2 in place of a recipe's."""
 
     layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
@@ -351,6 +359,12 @@ class QuantizationConfig:
     delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
+
+    transport: Transport = "broadcast"
+    """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
+    learner rank writes into the servers' parameters, which takes neither buckets nor copies; all
+    servers and ranks must be on one machine, and publish must be full. auto: direct where that is
+    possible, else broadcast."""
 
 
 @dataclasses.dataclass

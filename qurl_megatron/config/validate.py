@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 
 from qurl_megatron.config.schema import (
@@ -12,6 +13,7 @@ from qurl_megatron.config.schema import (
     ConfigError,
     LearnerConfig,
     ServerConfig,
+    UaqConfig,
 )
 from qurl_megatron.config.server_options import check_names
 from qurl_megatron.config.tree import leaf_values
@@ -50,6 +52,7 @@ def validate(config: Config) -> Architecture:
     """
     _validate_sampling(config)
     _validate_staleness(config)
+    _validate_transport(config)
     _validate_warmup(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
     _validate_data(config)
@@ -99,6 +102,24 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         raise ArchitectureError(
             f"learner.fp8={layout.fp8}: not supported with experts; leave learner.fp8 out"
         )
+
+
+def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
+    """Check that UAQ does not change which experts tokens choose.
+
+    Raises:
+        ConfigError: a router would be scaled by a number that is no power of two.
+    """
+    if not architecture.num_experts:
+        return
+    of_layers = {f"layer_scales.{layer}": scale for layer, scale in uaq.layer_scales.items()}
+    for field, scale in {"scale": uaq.scale, **of_layers}.items():
+        if math.frexp(scale)[0] != 0.5:
+            raise ConfigError(
+                f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "
+                "such as 2; a router divided by any other number is rounded in bfloat16, and then "
+                "tokens choose other experts"
+            )
 
 
 def validate_server(
@@ -162,6 +183,16 @@ def _validate_staleness(config: Config) -> None:
             f"rollout.max_staleness={staleness}: objective.objective=on_policy treats every token "
             "as sampled by the current policy, so nothing corrects for older weights; choose acr, "
             "tis or decoupled"
+        )
+
+
+def _validate_transport(config: Config) -> None:
+    quantization = config.quantization
+    if quantization.transport == "direct" and quantization.publish != "full":
+        raise ConfigError(
+            f"quantization.publish={quantization.publish}: with quantization.transport=direct all "
+            "tensors are written in place, and nothing is sent that a delta could shorten; set it "
+            "to full, or the transport to broadcast"
         )
 
 
@@ -242,6 +273,7 @@ def _validate_model(config: Config) -> Architecture:
                 f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
                 f"{architecture.num_layers - 1}"
             )
+    check_scales(config.quantization.uaq, architecture)
     if config.quantization.format == "fp8-block":
         try:
             server = config.rollout.server

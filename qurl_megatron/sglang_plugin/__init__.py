@@ -44,6 +44,7 @@ def register() -> None:
     updater = "model_executor.model_runner_components.weight_updater"
     wrappers = {
         f"{updater}.init_custom_process_group": receive.join_group,
+        "utils.weight_checker.WeightChecker.handle": verify.handle,
         f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,

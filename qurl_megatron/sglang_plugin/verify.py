@@ -8,7 +8,7 @@ after SGLang's own loaders have fused and sharded what was sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, checksums, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
+from qurl_megatron.weight_sync.shared_memory import describe_tensor
 
 
 class HeldPart(NamedTuple):
@@ -39,7 +40,7 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
 
     SGLang's own method needs a GPU.
     """
-    parts = list(held_parts(checker._get_model()))
+    parts = held_parts(checker._get_model())
     keys = [part_key(name, row, column) for name, _, row, column in parts]
     values = checksums(Part(values, row, column) for _, values, row, column in parts)
     return {
@@ -49,8 +50,37 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
     }
 
 
-def held_parts(model: torch.nn.Module) -> Iterator[HeldPart]:
-    """Yield this rank's parameters, cut into the Hugging Face tensors they were fused from."""
+def handle(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> Any:
+    """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
+
+    The action `parameters` hands out the parameters to processes of this machine, in the form of
+    `compute_checksum`, with texts of `describe_tensor` for checksums.
+    """
+    if action != "parameters":
+        return original(checker, action=action, **options)
+    return {
+        "checksums": {
+            part_key(part.name, part.row_offset, part.column_offset): describe_tensor(part.values)
+            for part in held_parts(checker._get_model())
+        },
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info().model_dump(),
+    }
+
+
+def held_parts(model: torch.nn.Module) -> list[HeldPart]:
+    """Return this rank's parameters, cut into the Hugging Face tensors they were fused from.
+
+    The list is made once for a model: its parameters stay where they are.
+    """
+    parts: list[HeldPart] | None = getattr(model, "_qurl_held_parts", None)
+    if parts is None:
+        parts = list(_held_parts(model))
+        object.__setattr__(model, "_qurl_held_parts", parts)
+    return parts
+
+
+def _held_parts(model: torch.nn.Module) -> Iterator[HeldPart]:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield from _cut(module, module_name, name, parameter.detach())

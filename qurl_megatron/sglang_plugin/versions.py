@@ -16,34 +16,34 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
-from qurl_megatron.sglang_plugin.receive import receive
+from qurl_megatron.sglang_plugin.receive import leave
 from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.stream import IN_PLACE
 
 STAMP = "token_versions"  # the name in meta_info
 
 
 def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Load a bucket and its version, around SGLang's `update_weights_from_distributed`."""
+    """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
-    # The first bucket of a delta sets the version that the others bring too.
-    if base is not None and held not in (base, int(request.weight_version)):
-        with contextlib.suppress(RuntimeError):  # the learner may be gone
-            # Its broadcast would otherwise wait for its time limit.
-            receive(
-                updater.tp_worker.model_runner.weight_updater, request.shapes, request.group_name
-            )
+    if base is not None and held != base:
+        # The senders would otherwise wait for their time limit.
+        leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
-    answer = original(updater, request)
+    if request.names == [IN_PLACE]:
+        updater.flush_cache_after_weight_update(request)
+        answer = UpdateWeightsFromDistributedReqOutput(success=True, message="Written in place.")
+    else:
+        answer = original(updater, request)
     if answer.success:
         scheduler.loaded_version = int(request.weight_version)
         for waiting in scheduler.waiting_queue:

@@ -18,6 +18,7 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
+from qurl_megatron.weight_sync.stream import announce, channel_name
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 Weights = dict[str, Tensor]
@@ -38,7 +39,7 @@ class Sender:
         self.control = ServerControl(server, pause_mode)
         self._shared = shared
         # The name must be unique among the groups of this process.
-        self._group_name = server.url + (GROUP_SUFFIX if shared else "")
+        self._group_name = channel_name(server.url, 0, GROUP_SUFFIX if shared else "")
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         world_size = 1 + server.tensor_parallel_size
@@ -63,17 +64,18 @@ class Sender:
     def send(self, weights: Weights, version: int = 1) -> None:
         """Pause the server, replace these tensors, and resume under `version`."""
         bucket = Bucket.pack(weights)
+        request = announce([[bucket]])
         self.control.pause()
         receiving = self._thread.submit(
             self.control.update_weights,
-            bucket.names,
-            bucket.dtypes,
-            bucket.shapes,
+            *request,
             group_name=self._group_name,
             weight_version=version,
         )
         message = describe(bucket.flat) if self._shared else bucket.flat
         torch.distributed.broadcast(message, src=0, group=self._group)
+        if self._shared:
+            torch.distributed.barrier(group=self._group)  # the server has read it
         receiving.result()
         self.control.resume()
 

@@ -26,7 +26,7 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.server import Server, ServerFailed, start_server, wait_ready
-from qurl_megatron.weight_sync.publish import PublishError, verify
+from qurl_megatron.weight_sync.link import PublishError, verify
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)

@@ -16,6 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from batches import score
+from distributed import run_ranks
+from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
 from qurl_megatron.learner.learner import Learner
@@ -30,7 +32,8 @@ from qurl_megatron.rollout.server import (
     start_server,
     wait_ready,
 )
-from qurl_megatron.weight_sync.publish import PEER_TIMEOUT_S, Published, Publisher
+from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S
+from qurl_megatron.weight_sync.publish import Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 ADDRESS = "127.0.0.2"  # servers are unauthenticated on 127.0.0.1 only
@@ -134,6 +137,48 @@ def test_both_servers_read_a_bucket_from_the_learners_memory(deployment: Deploym
             change_weights(deployment.learner, fraction)
             published = publish_to_both(publisher)
     assert_both_hold(deployment, published)
+
+
+def publish_from_two_stages(
+    model: Path, servers: list[Server]
+) -> tuple[list[tuple[int, int, dict[str, int]]], list[int]]:
+    """Publish all tensors, a delta and all tensors again; return what, and the senders."""
+    layout = LearnerConfig(tensor_parallel_size=1, pipeline_parallel_size=2, dtype="float32")
+    learner = Learner(model, layout, OptimizerConfig())
+    fleet = Fleet("rollout", dict(enumerate(servers)) if device.rank() == 0 else {})
+    published = []
+    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, mode="delta")) as publisher:
+        for fraction in (0.5, 0.001):
+            change_weights(learner, fraction)
+            done = publisher.publish()
+            published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
+        senders = publisher._converter.senders
+    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, "shared_memory")) as publisher:
+        change_weights(learner, 0.5)
+        done = publisher.publish()
+        published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
+    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, transport="direct")) as publisher:
+        for _ in range(2):
+            change_weights(learner, 0.5)
+            done = publisher.publish()
+        published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
+    learner.close()
+    return published, senders
+
+
+def test_the_leaders_of_two_stages_send_their_own_weights(deployment: Deployment) -> None:
+    model = Path(deployment.servers[0].log_file).parent / "model"
+    (published, senders), _ = run_ranks(
+        publish_from_two_stages, 2, model, deployment.servers, timeout_s=300
+    )
+    assert senders == [0, 1]
+    (number, whole, _), (_, delta, _), (_, shared, _), (_, direct, checksums) = published
+    assert [number for number, *_ in published] == [2] * len(published)
+    assert 0 < delta < whole / 10
+    assert (shared, direct) == (whole, 0)
+    for server in deployment.servers:
+        with closing(ServerControl(server)) as control:
+            assert combine(control.checksums()) == checksums
 
 
 def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_delta(
