@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from sglang.srt.layers.moe import MoeRunnerConfig
 
 from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, routed
