@@ -349,7 +349,9 @@ def quantize(
 def uaq(
     source: SourceDirectory,
     destination: NewDirectory,
-    scale: Annotated[float, typer.Option(help="Scale s of QuRL Eq. 11.")] = 1.5,
+    scale: Annotated[
+        float, typer.Option(help="Scale s of QuRL Eq. 11; with experts, a power of two.")
+    ] = 1.5,
     undo: Annotated[bool, typer.Option("--undo", help="Restore the original weights.")] = False,
 ) -> None:
     """Scale a Hugging Face directory for update-aware quantization (UAQ), or undo the scaling.

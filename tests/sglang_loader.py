@@ -88,9 +88,7 @@ def build_ranks(
     return models
 
 
-def load(
-    ranks: Sequence[Any], sent: Mapping[str, Tensor], expert_parallel_size: int = 1
-) -> None:
+def load(ranks: Sequence[Any], sent: Mapping[str, Tensor], expert_parallel_size: int = 1) -> None:
     """Load a copy of `sent` into each rank's model, as SGLang does."""
     for rank, model in enumerate(ranks):
         with as_rank(rank, len(ranks), expert_parallel_size):

@@ -6,6 +6,7 @@ of the model. The layouts pair each of these with each way of dividing experts.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import test_learner
+from batches import share_of
 from distributed import run_ranks
+from qurl_megatron.config.schema import Config, UaqConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from test_learner import (
@@ -33,7 +36,9 @@ from test_learner import (
     assert_scores_match,
     gathered,
     learner_config,
+    make_batch,
     make_reference,
+    policy_gradient,
 )
 from tiny import build_tiny_model
 
@@ -97,3 +102,91 @@ def test_optimizer_steps_match_torch(ranks: list[Measurement], reference: Refere
         after = reference.last_weights[name]
         assert (after - reference.first_weights[name]).abs().max() > 1e-4, f"{name} stays"
         torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=name)
+
+
+SAVED: dict[str, Any] = {**TP2, **DP2, **EP2}
+RESUMED: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2, ETP2": {**TP2, **ETP2},
+    "PP2xDP2, EP2": {**PP2, **DP2, **EP2},
+}
+
+
+def config_of(directory: Path, layout: dict[str, Any]) -> Config:
+    config = Config(model=str(directory / "model"), output_dir=str(directory), name="run")
+    config.learner = learner_config(layout, dtype="bfloat16")
+    config.optimizer = OPTIMIZER
+    config.quantization.uaq = UaqConfig(scale=2)
+    return config
+
+
+def save_or_resume(
+    directory: Path, layout: dict[str, Any], *, saves: bool
+) -> list[weight_map.TensorPart]:
+    """Take a step and save, or resume from what was saved; return this rank's parts of masters.
+
+    A rank that shares a master with others has it only if it is the first of them.
+    """
+    from qurl_megatron.learner.checkpoint import Checkpoints, RunState
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.learner.model import tensor_parallel_place
+
+    config = config_of(directory, layout)
+    learner = Learner(
+        directory / "model", config.learner, OPTIMIZER, transform=lambda _, weight: weight / 3
+    )
+    checkpoints = Checkpoints(config, learner)
+    if saves:
+        batch = make_batch()
+        learner.update(share_of(learner, batch.ragged()), policy_gradient, temperature=1.0)
+        checkpoints.save(RunState(1, 2, 0.0, {}, {}))
+        checkpoints.poll(wait=True)
+    else:
+        checkpoints.restore(checkpoints.newest() or Path())
+    parts = [
+        part
+        for rule, layer, master in learner.masters()
+        if master.numel()
+        for part in weight_map.split(
+            rule, master.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
+        )
+    ]
+    checkpoints.close()
+    learner.close()
+    return parts
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return the directory of a run with a checkpoint, and the masters in it."""
+    directory = tmp_path_factory.mktemp("saved")
+    build_tiny_model(directory / "model", "qwen3_moe", **EXPERTS)
+    world_size = learner_config(SAVED).world_size
+    ranks = run_ranks(partial(save_or_resume, saves=True), world_size, directory, SAVED)
+    return directory, gathered(ranks)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_loads_bit_for_bit_under_another_division_of_experts(
+    name: str, saved: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    directory, masters = saved
+    world_size = learner_config(RESUMED[name]).world_size
+    resume = partial(save_or_resume, saves=False)
+    ranks = run_ranks(resume, world_size, directory, RESUMED[name])
+    resumed = gathered(ranks)
+    assert resumed.keys() == masters.keys()
+    for tensor_name, master in masters.items():
+        assert torch.equal(resumed[tensor_name], master), tensor_name
+
+
+def test_the_masters_of_experts_are_exported_from_a_checkpoint(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    from qurl_megatron.learner.checkpoint import list_checkpoints, read_masters
+
+    directory, masters = saved
+    (checkpoint,) = list_checkpoints(directory / "run")
+    read = dict(pair for layer in read_masters(checkpoint, lambda *_: None) for pair in layer)
+    assert read.keys() == masters.keys()
+    assert all(torch.equal(read[name], master) for name, master in masters.items())

@@ -23,6 +23,7 @@ from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.huggingface import checkpoint_tensors
 from tiny import build_tiny_model
 
 DIMS: dict[str, Any] = {
@@ -209,22 +210,6 @@ def logprobs_and_entropy_of(model: Any, tokens: Tensor, temperature: float) -> t
     return tuple(torch.nn.functional.pad(scores, (1, 0)) for scores in (logprobs, entropy))
 
 
-def tensors_of(model: Any) -> dict[str, Tensor]:
-    """Return copies of a model's tensors, those of its experts under the names of checkpoints."""
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if not name.endswith((".gate_up_proj", ".down_proj")):
-            tensors[name] = tensor.clone()
-            continue
-        of_layer, kind = name.rsplit(".", 1)
-        names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
-        for expert, of_expert in enumerate(tensor):
-            parts = of_expert.chunk(len(names))
-            for part_name, part in zip(names, parts, strict=True):
-                tensors[f"{of_layer}.{expert}.{part_name}.weight"] = part.clone()
-    return tensors
-
-
 def make_reference(directory: Path) -> Reference:
     from transformers import AutoModelForCausalLM
 
@@ -233,7 +218,7 @@ def make_reference(directory: Path) -> Reference:
     batch = make_batch()
     with torch.no_grad():
         scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
-    first_weights = tensors_of(model)
+    first_weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -254,7 +239,8 @@ def make_reference(directory: Path) -> Reference:
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
         optimizer.step()
-    return Reference(scores, losses, norms, first_weights, tensors_of(model))
+    last_weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model)}
+    return Reference(scores, losses, norms, first_weights, last_weights)
 
 
 @pytest.fixture(scope="module")

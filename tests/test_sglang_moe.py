@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 
 import sglang_loader
 import triton_program
+from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, routed
+from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.quantization.checksum import checksum, combine
-from qurl_megatron.quantization.quantize import dequantize, engine_scale, quantize
-from qurl_megatron.sglang_plugin.linear import (
-    Fp8BlockConfig,
-    Fp8Config,
-    Int8Config,
-    QurlConfig,
-    quantize_tokens,
-)
+from qurl_megatron.quantization.offline import quantize_directory
+from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, quantize_tokens
 from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod, apply_unquantized_experts
 from qurl_megatron.sglang_plugin.receive import write_changes
 from qurl_megatron.sglang_plugin.verify import compute_checksum
@@ -125,6 +121,20 @@ def test_each_group_of_ranks_has_its_own_experts_and_no_others(
 
 
 @pytest.mark.usefixtures("engine")
+def test_a_quantized_directory_is_loaded_like_a_publish(
+    weights: tuple[Path, str, list[dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    model_dir, weight_format, (sent, _) = weights
+    written = tmp_path / "quantized"
+    quantize_directory(model_dir, written, cast(WeightFormat, weight_format), lambda *_: None)
+    stored = load_file(written / "model.safetensors")
+    assert same_bytes(stored, sent)
+    ranks = sglang_loader.build_ranks(written, weight_format, 2, 2)
+    sglang_loader.load(ranks, stored, 2)
+    assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
+
+
+@pytest.mark.usefixtures("engine")
 def test_the_router_stays_in_bfloat16(
     weights: tuple[Path, str, list[dict[str, Tensor]]],
 ) -> None:
@@ -132,49 +142,6 @@ def test_the_router_stays_in_bfloat16(
     (model,) = sglang_loader.build_ranks(model_dir, weight_format, 1)
     gate = model.model.layers[0].mlp.gate
     assert [(name, p.dtype) for name, p in gate.named_parameters()] == [("weight", torch.bfloat16)]
-
-
-EXPERTS, HIDDEN, INTERMEDIATE = 5, 192, 128
-CONFIGS: dict[str, type[QurlConfig]] = {
-    "int8": Int8Config,
-    "fp8": Fp8Config,
-    "fp8-block": Fp8BlockConfig,
-}
-
-
-def build_layer(weight_format: str, hidden: int = HIDDEN) -> tuple[Any, Any, list[list[Tensor]]]:
-    """Return a layer of random experts, its method, and the values of each one's matrices."""
-    generator = torch.Generator().manual_seed(0)
-    config = CONFIGS[weight_format]()
-    method, layer = QuantizedExpertsMethod(config.linear_method(config)), torch.nn.Module()
-    method.create_weights(
-        layer, EXPERTS, hidden, INTERMEDIATE, torch.bfloat16, weight_loader=lambda *_: None
-    )
-    values: list[list[Tensor]] = []
-    for expert in range(EXPERTS):
-        values.append([])
-        for prefix, shape in (
-            ("w13", (2 * INTERMEDIATE, hidden)),
-            ("w2", (hidden, INTERMEDIATE)),
-        ):
-            weight = quantize(torch.randn(shape, generator=generator) * 0.1, weight_format)
-            getattr(layer, f"{prefix}_weight").data[expert] = weight.codes
-            scale = getattr(layer, f"{prefix}_{method.scale_suffix}")
-            scale.data[expert] = engine_scale(weight)
-            values[-1].append(dequantize(weight))
-    return layer, method, values
-
-
-def routed(tokens: int = 7, hidden: int = HIDDEN) -> StandardDispatchOutput:
-    """Return activations, and two experts of each token; an expert that is not here is -1."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
-    scores = torch.rand(tokens, EXPERTS, generator=generator)
-    scores[:, 1] = 0  # an expert without tokens
-    routing_weights, experts = scores.topk(2)
-    experts[2, 0] = experts[4, 0] = experts[4, 1] = -1
-    output = StandardTopKOutput(routing_weights, experts.int(), scores)
-    return StandardDispatchOutput(x, None, output)
 
 
 def rounded(x: Tensor, weight_format: str) -> Tensor:
@@ -217,7 +184,10 @@ def test_unquantized_experts_skip_those_of_other_ranks() -> None:
     method: Any = None  # the method called uses no state
     out = apply_unquantized_experts(method, layer, dispatched).hidden_states
     assert out[4].count_nonzero() == 0
-    weight, expert = dispatched.topk_output.topk_weights[2, 1], dispatched.topk_output.topk_ids[2, 1]
+    weight, expert = (
+        dispatched.topk_output.topk_weights[2, 1],
+        dispatched.topk_output.topk_ids[2, 1],
+    )
     gate_up = (layer.w13_weight[expert].float() @ dispatched.hidden_states[2].float()).bfloat16()
     gate, up = gate_up.float().chunk(2)
     down = layer.w2_weight[expert].float() @ (silu(gate) * up).bfloat16().float()
@@ -231,3 +201,17 @@ def test_a_block_that_would_belong_to_gate_and_up_is_an_error() -> None:
         method.create_weights(
             torch.nn.Module(), 2, 128, 192, torch.bfloat16, weight_loader=lambda *_: None
         )
+
+
+def test_sglangs_fused_kernels_take_codes_and_scales_as_the_layer_holds_them() -> None:
+    """Without a GPU, Triton's interpreter runs them; a wrong scale would be an error of 0.1 to 1.
+
+    The kernels round each expert's part to bfloat16, and the CPU only the sum.
+    """
+    done = triton_program.run(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import moe_layer; moe_layer.main()"
+    )
+    errors = re.findall(r"relative error (\S+) (\S+)", done.stdout)
+    assert {weight_format for weight_format, _ in errors} == set(CONFIGS), done.stderr
+    assert all(float(error) < 5e-3 for _, error in errors), errors

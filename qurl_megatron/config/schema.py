@@ -200,6 +200,12 @@ class LearnerConfig:
         """Number of learner ranks."""
         return self.model_parallel_size * self.data_parallel_size
 
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Number of copies of every expert."""
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return self.world_size // (self.pipeline_parallel_size * experts)
+
 
 @dataclasses.dataclass
 class OptimizerConfig:
@@ -319,7 +325,8 @@ class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load."""
 
     scale: Scale = 1.5
-    """Scale s that the weights are divided by. 1 leaves them as they are."""
+    """Scale s that the weights are divided by. 1 leaves them as they are. A model with experts
+    needs a power of two: `qurl train` refuses any other, and takes 2 in place of a recipe's."""
 
     layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
@@ -467,7 +474,8 @@ class RolloutConfig:
     routing: RoutingMode = "ignore"
     """Mixture of experts: what becomes of the experts that the servers chose for each token.
     ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
-    replay: the learner's forward passes choose the same. Recording takes 4 bytes per layer and
+    replay: the learner's forward passes choose the same. A request that a publish retracts has the
+    experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
 
     @property

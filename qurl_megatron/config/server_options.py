@@ -126,7 +126,6 @@ REFUSED: dict[str, str] = {
     "*prefill_cp*": _LAYOUT,
     "*prefill_context_parallel": _LAYOUT,
     "*cache_layer_split": _LAYOUT,
-    "ep": "set the server's expert_parallel_size",
     "ep_size": "set the server's expert_parallel_size",
     "expert_parallel_size": "set the server's expert_parallel_size",
     "enable_return_routed_experts": "set rollout.routing",

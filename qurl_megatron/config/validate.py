@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 
 from qurl_megatron.config.schema import (
@@ -12,6 +13,7 @@ from qurl_megatron.config.schema import (
     ConfigError,
     LearnerConfig,
     ServerConfig,
+    UaqConfig,
 )
 from qurl_megatron.config.server_options import check_names
 from qurl_megatron.config.tree import leaf_values
@@ -102,6 +104,24 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         )
 
 
+def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
+    """Check that UAQ does not change which experts tokens choose.
+
+    Raises:
+        ConfigError: a router would be scaled by a number that is no power of two.
+    """
+    if not architecture.num_experts:
+        return
+    of_layers = {f"layer_scales.{layer}": scale for layer, scale in uaq.layer_scales.items()}
+    for field, scale in {"scale": uaq.scale, **of_layers}.items():
+        if math.frexp(scale)[0] != 0.5:
+            raise ConfigError(
+                f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "
+                "such as 2; a router divided by any other number is rounded in bfloat16, and then "
+                "tokens choose other experts"
+            )
+
+
 def validate_server(
     name: str, server: ServerConfig, architecture: Architecture, length: int
 ) -> None:
@@ -116,9 +136,7 @@ def validate_server(
     """
     check_names(name, server)
     try:
-        architecture.check_server_layout(
-            server.tensor_parallel_size, server.expert_parallel_size
-        )
+        architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
@@ -255,6 +273,7 @@ def _validate_model(config: Config) -> Architecture:
                 f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
                 f"{architecture.num_layers - 1}"
             )
+    check_scales(config.quantization.uaq, architecture)
     if config.quantization.format == "fp8-block":
         try:
             server = config.rollout.server
@@ -263,7 +282,8 @@ def _validate_model(config: Config) -> Architecture:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
     if config.rollout.routing != "ignore" and not architecture.num_experts:
         raise ConfigError(
-            f"rollout.routing={config.rollout.routing}: the model has no experts; leave it at ignore"
+            f"rollout.routing={config.rollout.routing}: the model has no experts; "
+            "leave it at ignore"
         )
     return architecture
 

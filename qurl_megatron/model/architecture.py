@@ -265,9 +265,7 @@ class Architecture:
                 f"parallel); sizes that divide them: {_divisors(stage_ranks)}"
             )
 
-    def check_server_layout(
-        self, tensor_parallel_size: int, expert_parallel_size: int = 1
-    ) -> None:
+    def check_server_layout(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> None:
         """Check that an SGLang server can divide this model over its tensor-parallel ranks.
 
         Whole experts are divided over `expert_parallel_size` groups of these ranks.

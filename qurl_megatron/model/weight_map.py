@@ -164,6 +164,7 @@ def _rule(
 
 
 _M = "decoder.layers.{layer}."
+_BEFORE_MLP = _M + "pre_mlp_layernorm.weight"
 _H = "model.layers.{layer}."
 
 RULES: tuple[Rule, ...] = (
@@ -205,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         quantized=True,
     ),
     _rule(
-        (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
+        (_BEFORE_MLP, _M + "mlp.linear_fc1.layer_norm_weight"),
         (_H + "post_attention_layernorm.weight", ("hidden",)),
     ),
     _rule(
@@ -265,7 +266,10 @@ def rules(architecture: Architecture) -> list[Rule]:
         absent.add("decoder.layers.{layer}.mlp.router.weight")
     applicable: list[Rule] = []
     for rule in RULES:
-        if rule.of_experts:
+        if architecture.num_experts and rule.megatron_names[0] == _BEFORE_MLP:
+            # Transformer Engine fuses it into no layer: the router reads it too.
+            applicable.append(replace(rule, megatron_names=(_BEFORE_MLP,)))
+        elif rule.of_experts:
             applicable += map(rule.of_expert, range(architecture.num_experts))
         elif rule.megatron_names[0] not in absent:
             applicable.append(rule)

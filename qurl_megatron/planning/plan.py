@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.validate import check_layout
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
 from qurl_megatron.planning.limits import deciding_parts, time_parts
@@ -217,12 +218,7 @@ def _check_layout(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
         )
     try:
-        architecture.check_layout(
-            learner.tensor_parallel_size,
-            learner.pipeline_parallel_size,
-            learner.virtual_pipeline_parallel_size,
-            learner.layers_in_last_pipeline_stage,
-        )
+        check_layout(architecture, learner)
         groups = rollout.server.expert_parallel_size
         architecture.check_server_layout(server_size, groups)
         if config.quantization.format == "fp8-block":
@@ -290,11 +286,13 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
 
     Tensor-parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
     with a shorter last one, one, two or four context-parallel ranks, and as many data-parallel
-    replicas as fit. Micro batches have the tokens of one longest sequence, and the cheapest
-    recomputation that fits is taken.
+    replicas as fit. Experts are whole, on expert-parallel ranks of one node. Micro batches have the
+    tokens of one longest sequence, and the cheapest recomputation that fits is taken.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
     server_sizes = [size for size in sizes if _divides_server(architecture, size)]
+    expert_sizes = [size for size in sizes if size == 1 or architecture.num_experts % size == 0]
+    expert_sizes = expert_sizes if architecture.num_experts else [1]
     rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step
     for tensor, stages, context in itertools.product(sizes, range(1, 17), (1, 2, 4)):
@@ -304,8 +302,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
         except ArchitectureError:
             continue
         most = gpus // (tensor * stages * context)
-        for data in range(1, most + 1):
-            if rows % (parts * data):
+        for data, experts in itertools.product(range(1, most + 1), expert_sizes):
+            if rows % (parts * data) or tensor * context * data % experts:
                 continue
             learner = dataclasses.replace(
                 config.learner,
@@ -315,6 +313,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
                 virtual_pipeline_parallel_size=1,
                 layers_in_last_pipeline_stage=in_last,
                 context_parallel_size=context,
+                expert_parallel_size=experts,
+                expert_tensor_parallel_size=1,
                 tokens_per_micro_batch=config.rollout.max_length,
             )
             candidate = with_cheapest_recomputation(
@@ -398,6 +398,14 @@ def layout_overrides(config: Config) -> list[str]:
         "learner.data_parallel_size": learner.data_parallel_size,
         "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage,
         "learner.context_parallel_size": learner.context_parallel_size,
+        **(
+            {
+                "learner.expert_parallel_size": learner.expert_parallel_size,
+                "learner.expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
+            }
+            if learner.expert_parallel_size * learner.expert_tensor_parallel_size > 1
+            else {}
+        ),
         "learner.micro_batch_size": (
             None if learner.tokens_per_micro_batch else learner.micro_batch_size
         ),

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
+from qurl_megatron.config.validate import check_scales
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -35,6 +36,7 @@ from qurl_megatron.model.check import check_model
 from qurl_megatron.model.huggingface import (
     Progress,
     check_finite,
+    checkpoint_tensors,
     copy_beside_weights,
     read_config,
     stored_dtype,
@@ -112,11 +114,13 @@ def scale_directory(
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination cannot be used.
+        ConfigError: a scale does not fit the model.
     """
     if UAQ_FIELD in read_config(source):
         raise OfflineError(
             f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo that first"
         )
+    check_scales(config, Architecture.from_directory(source))
     changes = {UAQ_FIELD: dataclasses.asdict(config)}
     return _scale(source, destination, uaq.transform(config), changes, progress)
 
@@ -167,8 +171,8 @@ def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (1, PROBE_TOKENS), generator=generator)
     before = model(tokens).logits
-    for name, parameter in model.named_parameters():
-        parameter.copy_(transform(name, parameter))
+    for name, tensor in checkpoint_tensors(model):
+        tensor.copy_(transform(name, tensor))
     scaled = model(tokens).logits
     for parameter in model.parameters():
         parameter.copy_(parameter.to(stored))

@@ -163,7 +163,9 @@ class RolloutClient:
         if self._routing_shape is not None:
             numbers = bytearray(b64decode(meta["routed_experts"]))
             shape = (prompt_length + len(token_ids) - 1, *self._routing_shape)
-            routed_experts = torch.frombuffer(numbers, dtype=torch.int32).view(shape).to(torch.int16)
+            routed_experts = (
+                torch.frombuffer(numbers, dtype=torch.int32).view(shape).to(torch.int16)
+            )
         return Completion(
             token_ids=token_ids,
             behaviour_logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],

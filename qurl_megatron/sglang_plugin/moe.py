@@ -91,9 +91,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
                 set_weight_attrs(parameter, {"weight_loader": weight_loader, "quant_method": kind})
                 layer.register_parameter(f"{prefix}_{suffix}", parameter)
 
-    def create_moe_runner(
-        self, layer: torch.nn.Module, moe_runner_config: MoeRunnerConfig
-    ) -> None:
+    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: MoeRunnerConfig) -> None:
         """Choose SGLang's Triton kernels for a GPU."""
         self.runner = MoeRunner(MoeRunnerBackend.TRITON, moe_runner_config)
 
@@ -133,7 +131,9 @@ def apply_unquantized_experts(
     """
     return sum_over_experts(
         dispatch_output,
-        lambda x, prefix, expert: multiply_unquantized(x, getattr(layer, f"{prefix}_weight")[expert]),
+        lambda x, prefix, expert: multiply_unquantized(
+            x, getattr(layer, f"{prefix}_weight")[expert]
+        ),
     )
 
 
