@@ -51,6 +51,7 @@ def register() -> None:
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,
         f"{scheduler}.flush_cache": versions.flush_cache,
+        "managers.tokenizer_manager.TokenizerManager.record_config_updates": versions.keep_newest,
     }
     for name, function in wrappers.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)
