@@ -10,9 +10,9 @@ BF16 rollouts and with the uncorrected objectives.
     large_gap      4-bit codes in the same INT8 layers and twice the learning rate, so that the
                    quantized policy is as far from the learner as in the paper's late training
     asynchronous   the large gap, and servers that sample up to four steps ahead
-    long           the large gap, and answers of 64 tokens: four digits are continued by 64, each the
-                   sum modulo 10 of the one before and the fourth before; rewarded if all are right;
-                   with 16 x 8 answers a step
+    long           the large gap, and answers of 64 tokens: four digits are continued by 64 more,
+                   each the sum modulo 10 of the one before and the fourth before. An answer is
+                   right if all of them are. 16 x 8 answers a step
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures and resumes the runs that were interrupted; `--runs 1` ends after
