@@ -144,7 +144,12 @@ def uaq_arms() -> dict[Arm, Arm]:
             if gap == "int8":
                 for scale in (1.0, 1.5, 2.0):
                     arms[replace(rounded, uaq_scale=scale)] = rounded
-                arms[replace(rounded, rounding="stochastic")] = rounded
+                for arm in (
+                    replace(rounded, weight_rate=2.0, norm_rate=0.5),
+                    replace(rounded, learning_rate=2 * rate),
+                    replace(rounded, rounding="stochastic"),
+                ):
+                    arms[arm] = rounded
     return arms
 
 
