@@ -144,7 +144,12 @@ def uaq_arms() -> dict[Arm, Arm]:
             if gap == "int8":
                 for scale in (1.0, 1.5, 2.0):
                     arms[replace(rounded, uaq_scale=scale)] = rounded
-                arms[replace(rounded, rounding="stochastic")] = rounded
+                for arm in (
+                    replace(rounded, weight_rate=2.0, norm_rate=0.5),
+                    replace(rounded, learning_rate=2 * rate),
+                    replace(rounded, rounding="stochastic"),
+                ):
+                    arms[arm] = rounded
     return arms
 
 
@@ -210,8 +215,9 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], *, details: bool) ->
     """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
 
     The first has the scores of the trained policies, the second those of their quantized copies;
-    of the arm that others are compared with, they have the score itself. `details` adds a table
-    with everything that was measured, one arm per row.
+    of the arm that others are compared with, they have the score itself. The third has the shares
+    of tokens, of that arm and, for the last column, of acr. `details` adds a table with everything
+    that was measured, one arm per row.
     """
     compared_with = {
         arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
@@ -241,6 +247,14 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], *, details: bool) ->
                 ["", *names.values()],
                 [[v, *(table.get((v, cell), "") for cell in cells)] for v in variants],
             )
+    print(f"\n### {chapter}: tokens\n")
+    print_table(
+        ["", "KL k3", "largest rho", "above C", "clipped", "widened by acr"],
+        [
+            [describe(cell), *tokens(outcomes[cell]), widened(outcomes, cell)]
+            for cell in dict.fromkeys(compared_with.values())
+        ],
+    )
     if details:
         print(f"\n### {chapter}: all arms\n")
         print_table(
@@ -252,20 +266,33 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], *, details: bool) ->
 
 def row(arm: Arm, outcome: dict[str, Any]) -> list[str]:
     """Return everything that was measured of an arm, for a table."""
-    stats = outcome["stats"]
     worse = sum(change < 0 for change in paired(outcome["after"], outcome["before"]))
     return [
         f"{arm.objective}, {describe(arm)}",
         mean_and_interval(outcome["after"]),
         mean_and_interval(outcome["after_quantized"]),
         f"{worse} of {len(outcome['after'])}",
+        *tokens(outcome),
+        f"{outcome['stats']['acr_widened']:.4%}",
+        f"{outcome['stats'].get('code_flips', float('nan')):.2%}",
+    ]
+
+
+def tokens(outcome: dict[str, Any]) -> list[str]:
+    """Return the distance to the engine, and the shares of tokens above C and clipped."""
+    stats = outcome["stats"]
+    return [
         f"{stats['kl_behaviour_proximal_k3']:.1e}",
         f"{stats['ratio_proximal_behaviour_max']:.3g}",
         f"{stats['tis_truncated_fraction']:.2%}",
         f"{stats['clipped']:.2%}",
-        f"{stats['acr_widened']:.4%}",
-        f"{stats['code_flips']:.2%}" if "code_flips" in stats else "",
     ]
+
+
+def widened(outcomes: dict[Arm, dict[str, Any]], cell: Arm) -> str:
+    """Return the share of tokens that keep their gradient only because of acr, if acr was run."""
+    outcome = outcomes.get(replace(cell, objective="acr"))
+    return f"{outcome['stats']['acr_widened']:.4%}" if outcome is not None else ""
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
