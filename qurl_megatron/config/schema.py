@@ -343,6 +343,11 @@ class QuantizationConfig:
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
+    keep: list[Text] = dataclasses.field(default_factory=list)
+    """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
+    [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
+    up. `qurl noise` recommends some. Empty: none."""
+
 
 @dataclasses.dataclass
 class ServerConfig:

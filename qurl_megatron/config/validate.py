@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
     Config,
@@ -219,6 +220,7 @@ def _validate_model(config: Config) -> Architecture:
                 f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
                 f"{architecture.num_layers - 1}"
             )
+    kept_layers(config.quantization.keep, architecture)
     if config.quantization.format == "fp8-block":
         try:
             architecture.check_blocks(config.rollout.server.tensor_parallel_size)

@@ -158,6 +158,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             config.quantization.bucket_bytes,
             pause_mode=config.rollout.pause_mode,
             mode=config.quantization.publish if name == "rollout" else "full",
+            keep=config.quantization.keep,
         )
         stack.enter_context(closing(publishers[name]))
 

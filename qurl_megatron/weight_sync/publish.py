@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -104,6 +104,7 @@ class Publisher:
         timeout_s: float = PEER_TIMEOUT_S,
         pause_mode: PauseMode = "retract",
         mode: PublishMode = "full",
+        keep: Sequence[str] = (),
     ) -> None:
         """Store the settings; send nothing.
 
@@ -115,6 +116,8 @@ class Publisher:
             timeout_s: time that a server has for each answer and each transfer.
             pause_mode: the run's `rollout.pause_mode`.
             mode: the run's `quantization.publish`.
+            keep: the layers that the servers were started to hold in BF16, as in
+                `quantization.keep`.
         """
         self.version = 0
         self._mode = mode
@@ -123,7 +126,7 @@ class Publisher:
         self._carrier = carrier
         self._timeout_s = timeout_s
         self._converter = Converter(
-            learner, weight_format, bucket_bytes, keeps_codes=mode != "full"
+            learner, weight_format, bucket_bytes, keeps_codes=mode != "full", keep=keep
         )
         self._links: dict[Member, _Link] = {}
         self._sent: dict[str, int] = {}  # checksums of the current version
