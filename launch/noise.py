@@ -278,10 +278,10 @@ def print_noise(result: dict[str, Any]) -> None:
         console.print(table)
     layers = sorted(result["by_layer"], key=lambda row: -row["gain"])
     table = _new_table(
-        "layers: fall of the KL if it stays in BF16", ["nats", "±", "of KL", "adds bytes"]
+        "layers: fall of the KL if it stays in BF16", ["nats", "±", "of KL", "+ bytes"]
     )
     for row in layers[:SHOWN]:
-        fall, error = f"{row['gain']:.2g}", f"{row['standard_error']:.1g}"
+        fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.0e}"
         of_kl = f"{row['gain'] / result['kl']:.0%}"
         table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}")
     console.print(table)

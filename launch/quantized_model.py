@@ -77,8 +77,9 @@ class QuantizedModel:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         architecture = Architecture.from_directory(directory)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        self._model.to(device()).eval()
+        # transformers' types do not fit each other.
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        self._model = model.to(device()).eval()
         self._model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
