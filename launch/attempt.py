@@ -58,6 +58,7 @@ class Attempt:
             Path(self.config.model),
             spec.server,
             spec.weight_format,
+            keep=spec.keep,
             context_length=self.config.rollout.max_length,
             log_file=self.server_log(spec, restarts),
             seed=self.server_seed(spec.index, restarts),

@@ -7,6 +7,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
     Config,
@@ -274,6 +275,7 @@ def _validate_model(config: Config) -> Architecture:
                 f"{architecture.num_layers - 1}"
             )
     check_scales(config.quantization.uaq, architecture)
+    kept_layers(config.quantization.keep, architecture)
     if config.quantization.format == "fp8-block":
         try:
             server = config.rollout.server

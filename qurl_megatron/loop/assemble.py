@@ -168,6 +168,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             pause_mode=config.rollout.pause_mode,
             mode=config.quantization.publish if name == "rollout" else "full",
             transport=config.quantization.transport,
+            keep=config.quantization.keep,
         )
         stack.enter_context(closing(publishers[name]))
 

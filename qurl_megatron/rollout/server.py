@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import socket
 import subprocess
@@ -28,7 +29,9 @@ import httpx
 import psutil
 
 from qurl_megatron import device
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.preload import Preload, PreloadFailed
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
@@ -116,6 +119,7 @@ def start_server(
     server: ServerConfig,
     weight_format: WeightFormat,
     *,
+    keep: Sequence[str] = (),
     context_length: int,
     log_file: Path,
     seed: int,
@@ -132,6 +136,7 @@ def start_server(
 
     Args:
         model_dir: Hugging Face directory with configuration and tokenizer.
+        keep: the layers that stay in BF16, as in `quantization.keep`.
         context_length: maximum prompt plus response length, in tokens.
         loads: load the directory's weights, which are in `weight_format`. Otherwise the server
             has random weights until the first publish.
@@ -172,7 +177,11 @@ def start_server(
     if server.max_total_tokens is not None:
         options["max_total_tokens"] = server.max_total_tokens
     if weight_format != "bf16" and not loads:  # a quantized directory names its own method
-        options["quantization"] = ENGINE_METHODS[weight_format]
+        method = options["quantization"] = ENGINE_METHODS[weight_format]
+        if keep:
+            layers = kept_layers(keep, Architecture.from_directory(model_dir))
+            config = {"quant_method": method, "modules_to_not_convert": layers}
+            options["json_model_override_args"] = json.dumps({"quantization_config": config})
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     if api_key:
         key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private

@@ -22,7 +22,7 @@ bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ from sglang.srt.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.utils import is_layer_skipped
 from torch import Tensor
 
 # A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
@@ -271,11 +273,16 @@ class QurlConfig(QuantizationConfig):
     """Base class of the quantization configs that SGLang chooses from by name.
 
     The name is given as `--quantization qurl_int8`, or in a model's config.json as
-    `"quantization_config": {"quant_method": "qurl_int8"}`.
+    `"quantization_config": {"quant_method": "qurl_int8"}`. Its `modules_to_not_convert` lists the
+    linear layers that stay in BF16.
     """
 
     linear_method: type[QuantizedLinearMethod]
     min_capability: int
+
+    def __init__(self, kept_layers: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.kept_layers = list(kept_layers)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -291,7 +298,7 @@ class QurlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QurlConfig:
-        return cls()
+        return cls(config.get("modules_to_not_convert") or ())
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of a linear layer or of experts; None for embeddings and lm_head."""
@@ -300,8 +307,14 @@ class QurlConfig(QuantizationConfig):
         from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod
 
         if isinstance(layer, FusedMoE):
+            if any(name.startswith(f"{prefix}.") for name in self.kept_layers):
+                return None  # all are kept, see `config.keep`
             return QuantizedExpertsMethod(self.linear_method(self))
-        return self.linear_method(self) if isinstance(layer, LinearBase) else None
+        if not isinstance(layer, LinearBase):
+            return None
+        if is_layer_skipped(prefix, self.kept_layers):
+            return UnquantizedLinearMethod()
+        return self.linear_method(self)
 
     def get_scaled_act_names(self) -> list[str]:
         return []

@@ -37,7 +37,7 @@ Example, on every learner rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
@@ -84,6 +85,7 @@ class Converter:
         bucket_bytes: int,
         *,
         keeps_codes: bool = False,
+        keep: Sequence[str] = (),
     ) -> None:
         """Store the settings; allocate nothing.
 
@@ -91,6 +93,7 @@ class Converter:
             weight_format: a server's format, or "masters" for the optimizer's float32 values.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
+            keep: the run's `quantization.keep`.
         """
         self.keeps_codes = keeps_codes
         self._learner = learner
@@ -99,6 +102,8 @@ class Converter:
         self._meter = DriftMeter()
         self._plans: dict[int, list[PlannedBucket]] = {}  # by number of the team
         self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
+        layers = kept_layers(keep, learner.architecture)
+        self._unquantized = {f"{layer}.weight" for layer in layers}
 
     @cached_property
     def teams(self) -> list[Team]:
@@ -212,7 +217,8 @@ class Converter:
             for part in weight_map.split(
                 rule, shard, learner.architecture, layer, team.rank, team.size
             ):
-                if rule.quantized and self._format not in ("bf16", "masters"):
+                is_quantized = rule.quantized and part.name not in self._unquantized
+                if is_quantized and self._format not in ("bf16", "masters"):
                     yield SentWeight.quantized(part, self._format)
                 else:
                     yield SentWeight.plain(part, torch.float32 if masters else torch.bfloat16)
