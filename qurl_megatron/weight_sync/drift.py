@@ -83,9 +83,10 @@ class DriftMeter:
         rows = slice(step // 2, None, step)
         kept, codes = weight[rows].clone(), quantized.codes[rows].clone()
         scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)
-        self._waiting.append(
-            _Sample(name, kept, codes, scale, num_rows / len(kept), self._previous.get(key))
-        )
+        previous = self._previous.get(key)
+        if previous is not None and previous[0].shape != kept.shape:
+            previous = None  # the weight was measured in other parts
+        self._waiting.append(_Sample(name, kept, codes, scale, num_rows / len(kept), previous))
         self._previous[key] = kept, codes
 
     def add_up(self) -> None:
