@@ -1,7 +1,7 @@
 """Several senders publish to servers of several ranks, by every transport.
 
-The learner is real, on one and on several ranks. The servers are SGLang's models and its receiver of
-weights, in processes of their own (`served.py`).
+The learner is real, on one and on several ranks. The servers are SGLang's models and its receiver
+of weights, in processes of their own (`served.py`).
 """
 
 from __future__ import annotations
