@@ -35,7 +35,8 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
-    if base is not None and held != base:
+    # The first bucket of a delta sets the version that others of the same delta bring too.
+    if base is not None and held not in (base, int(request.weight_version)):
         # The senders would otherwise wait for their time limit.
         leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(

@@ -262,6 +262,9 @@ class Publisher:
     def _broadcast(self, links: list[Link], base: int | None) -> tuple[int, Conversion]:
         """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
         senders = self._converter.senders
+        if dist.get_rank() in senders:
+            self._channels.prepare()
+        # The first request is a key frame: it is complete when all senders are prepared.
         request = self._key_frame if base is None else announce_delta(base, len(senders))
         for link in links:
             link.begin(takes_delta=base is not None, num_senders=len(senders))

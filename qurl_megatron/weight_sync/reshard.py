@@ -232,7 +232,7 @@ class Converter:
         for weight in planned.weights:
             name = weight.part.name
             if weight.is_quantized:
-                if self._quantize(weight, views, *shared.get(name, (None, None)), measures):
+                if self._quantize(weight, views, shared.get(name), measures):
                     summed.add(name)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
@@ -248,18 +248,20 @@ class Converter:
         self,
         weight: SentWeight,
         views: dict[str, Tensor],
-        absmax: Tensor | None,
-        scale: Tensor | None,
+        shared: tuple[Tensor, Tensor] | None,
         measures: Measures,
     ) -> bool:
-        """Write this rank's codes and scales of a weight into `views`; return whether it has codes.
+        """Write this rank's codes and scales of a weight into `views`.
 
-        `absmax` (of the blocks the part touches) and `scale` (of all blocks) are given for a weight
+        Return whether the codes' checksum was measured on the way.
+
+        `shared` has absmax (of the blocks the part touches) and scale (of all blocks) of a weight
         whose blocks lie on several ranks.
         """
+        absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
         part = weight.part
-        values = part.tensor
+        values, checksum = part.tensor, None
         if values.numel():
             quantized = quantize.quantize(
                 values,
@@ -267,19 +269,21 @@ class Converter:
                 absmax,
                 offset=part.offset,
                 out=codes_view,
-                with_checksum=True,
+                with_checksum=quantize.takes_checksum(values),
                 refuses=False,
             )
-            assert quantized.checksum is not None and quantized.absmax is not None
             if absmax is None:
+                assert quantized.absmax is not None
                 measures.add_absmax(part, quantized.absmax)
-            measures.add_sum(part.name, quantized.checksum)
+            checksum = quantized.checksum
+            if checksum is not None:
+                measures.add_sum(part.name, checksum)
             measures.meter.measure(part.name, values, quantized)
             scale = quantized.scale if scale is None else scale
         if scale_view.numel():
             assert scale is not None
             scale_view.copy_(scale)
-        return bool(values.numel())
+        return checksum is not None
 
     def _share_absmax(
         self, planned: PlannedBucket, team: Team, measures: Measures
