@@ -36,7 +36,8 @@ DIMENSIONS: dict[str, Any] = {
 BUCKET_BYTES = 10_000
 # SGLang is imported where a sender joins its first channel, which takes long on a busy machine.
 TIMEOUT_S = 200.0
-SIZES = {"http://one:1": 1, "http://two:1": 2}  # ranks of each server
+ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"  # nobody listens there
+SIZES = {ONE: 1, TWO: 2}  # ranks of each server
 
 
 def publish_all(
@@ -96,8 +97,8 @@ def publish_all(
     last = publisher()
     publish("before a death", last)
     if rank == 0:
-        pipes["http://one:1"][0].send(("/die_in_the_next_update", {}))
-        pipes["http://one:1"][0].recv()
+        pipes[ONE][0].send(("/die_in_the_next_update", {}))
+        pipes[ONE][0].recv()
     publish("after a death", last)
     last.close()
     results["said"] = said
@@ -119,8 +120,8 @@ def test_every_stage_sends_its_own_and_a_lost_server_costs_nothing(
 ) -> None:
     build_tiny_model(tmp_path, "qwen2", tied=True, **DIMENSIONS)
     models = {url: sglang_loader.build_ranks(tmp_path, "int8", size) for url, size in SIZES.items()}
-    with serving(models["http://one:1"]) as one, serving(models["http://two:1"]) as two:
-        pipes = {"http://one:1": one, "http://two:1": two}
+    with serving(models[ONE]) as one, serving(models[TWO]) as two:
+        pipes = {ONE: one, TWO: two}
         leader, *others = run_ranks(
             publish_all, config.world_size, tmp_path, config, pipes, timeout_s=500
         )

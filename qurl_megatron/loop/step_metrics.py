@@ -12,8 +12,8 @@ from qurl_megatron.learner.critic import CriticMetrics
 from qurl_megatron.learner.learner import Update
 from qurl_megatron.loop.sampling import SampleSummary
 from qurl_megatron.report.metrics import StepMetrics
+from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.publish import Published
-from qurl_megatron.weight_sync.reshard import Conversion
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Door:
         return self._store(is_master=True)
 
     def come(self) -> dist.TCPStore:
-        """Return the store, which another process keeps."""
+        """Return a connection to the store."""
         return self._store(is_master=False)
 
     def _store(self, *, is_master: bool) -> dist.TCPStore:
@@ -95,17 +95,12 @@ def is_given_up(store: dist.TCPStore) -> str:
 class Channel:
     """This sender's process group with one server."""
 
-    def __init__(self, door: Door, sender: int, store: dist.TCPStore | None = None) -> None:
-        """Begin to form the group.
-
-        Args:
-            sender: number of this rank among the senders.
-            store: the door's, if this process keeps it.
-        """
+    def __init__(self, door: Door, sender: int) -> None:
+        """Begin to form the group, as the sender of this number."""
         self.failure: RuntimeError | None = None
         self._door = door
         self._sender = sender
-        self._store = store
+        self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.channel(sender))
         self._do(self._join)
@@ -145,8 +140,9 @@ class Channel:
         from sglang.srt.utils import init_custom_process_group
 
         door, name = self._door, self._door.channel(self._sender)
-        if self._store is None:
-            self._store = door.come()
+        # A connection of its own, even where this process keeps the store: one that waits for the
+        # server would block others.
+        self._store = door.come()
         self._group = init_custom_process_group(
             backend=door.backend,
             store=dist.PrefixStore(name, self._store),  # the server's side does the same
@@ -209,19 +205,14 @@ class Channels:
         """Import what channels need. That takes seconds, which servers would wait for."""
         import sglang.srt.utils  # noqa: F401
 
-    def keep(self, doors: list[Door], sender: int, stores: dict[str, dist.TCPStore]) -> None:
-        """Have a channel through each of these doors, and no other.
-
-        Args:
-            sender: number of this rank among the senders.
-            stores: of the doors, by token, that this process keeps.
-        """
+    def keep(self, doors: list[Door], sender: int) -> None:
+        """Have a channel through each of these doors and no other, as the sender of this number."""
         tokens = {door.token for door in doors}
         for token in [token for token in self._open if token not in tokens]:
             self._open.pop(token).close()
         for door in doors:
             if door.token not in self._open:
-                self._open[door.token] = Channel(door, sender, stores.get(door.token))
+                self._open[door.token] = Channel(door, sender)
 
     def send(self, tokens: list[str], bucket: Bucket, *, announced: bool) -> Callable[[], None]:
         """Broadcast a bucket to these servers; return a function that waits until it is sent."""

@@ -94,7 +94,7 @@ class Link:
             self._pause.enter_context(self._fleet.pausing(self._member))
         is_new = num_senders > 0 and self.door is None
         if is_new:
-            self._open_door()
+            self._do(self._open_door).result()  # all senders are told of the door
 
         def work() -> None:
             if is_new:

@@ -193,7 +193,7 @@ class Publisher:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._channels.keep([], 0, {})
+        self._channels.keep([], 0)
 
     @cached_property
     def _key_frame(self) -> Announcement:
@@ -275,14 +275,9 @@ class Publisher:
                 [door.token for link in links if (door := link.door)],
             )
         )
-        stores = {
-            door.token: store
-            for link in self._links.values()
-            if (door := link.door) and (store := link.store)
-        }
         sent_bytes, failed = 0, list[str]()
         if dist.get_rank() in senders:
-            self._channels.keep(doors, senders.index(dist.get_rank()), stores)
+            self._channels.keep(doors, senders.index(dist.get_rank()))
 
         def send(bucket: Bucket) -> Callable[[], None]:
             nonlocal sent_bytes
