@@ -25,13 +25,15 @@ class ServerSpec:
     index: int  # within its set
     server: ServerConfig
     weight_format: WeightFormat
+    keep: tuple[str, ...] = ()  # as in `quantization.keep`
 
 
 def server_specs(config: Config) -> list[ServerSpec]:
     """Return all servers of a run: the rollout servers in order, then the evaluation server."""
     rollout = config.rollout
+    weights = config.quantization
     specs = [
-        ServerSpec("rollout", index, rollout.server, config.quantization.format)
+        ServerSpec("rollout", index, rollout.server, weights.format, tuple(weights.keep))
         for index in range(rollout.servers)
     ]
     if config.evaluation.enabled:

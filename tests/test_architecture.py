@@ -308,3 +308,31 @@ def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
     llama = write_config(tmp_path, **fits)
     with pytest.raises(ArchitectureError, match="SGLang's Llama"):
         Architecture.from_directory(llama).check_blocks(2)
+
+
+def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> None:
+    """12 experts of 20 channels; a group's ranks share the channels of each of its experts."""
+    architecture = Architecture.from_directory(write_config(tmp_path, **MOE))
+    for size, groups in ((1, 1), (4, 1), (4, 4), (12, 3), (12, 6)):
+        architecture.check_server_layout(size, groups)
+    for size, groups, words in (
+        (12, 1, "12 server ranks share each expert, and its 20 channels"),
+        (4, 3, "expert_parallel_size=3 must divide tensor_parallel_size=4"),
+        (5, 5, "12 attention heads"),
+        (12, 24, "expert_parallel_size=24 must divide"),
+    ):
+        with pytest.raises(ArchitectureError, match=words):
+            architecture.check_server_layout(size, groups)
+    dense = Architecture.from_directory(write_config(tmp_path))
+    dense.check_server_layout(2)
+    with pytest.raises(ArchitectureError, match="this model has none; leave it at 1"):
+        dense.check_server_layout(2, 2)
+
+
+def test_blocks_fit_a_rank_that_has_fewer_experts_and_whole_ones(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
+    architecture = Architecture.from_directory(write_config(tmp_path, **{**MOE, **sizes}))
+    architecture.check_blocks(1)
+    architecture.check_blocks(2, 2)
+    with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
+        architecture.check_blocks(2)

@@ -273,8 +273,14 @@ def test_valid_configuration_is_accepted(model_dir: Path) -> None:
             "rollout.server.tensor_parallel_size=3",
             "rollout.server: 4 attention heads are not divisible by",
         ),
+        (
+            "rollout.server.expert_parallel_size=2",
+            "rollout.server: expert_parallel_size=2 divides experts, and this model has none",
+        ),
+        ("rollout.routing=replay", "rollout.routing=replay: the model has no experts"),
         ("rollout.max_response_length=1000000", "add up to 1000008 tokens"),
         ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
+        ("quantization.keep=[*.q_proj]", "a server holds them as one layer, so keep all or none"),
         ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),
         (
             "quantization.transport=direct quantization.publish=auto",

@@ -69,6 +69,12 @@ LAYOUTS = {
 SCALE = 1.5
 BUCKET_BYTES = 40_000
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
+KEEP = ["model.layers.1.mlp", "*.o_proj"]
+KEPT = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+KEPT += [f"model.layers.{layer}.self_attn.o_proj" for layer in range(4)]
+# The converters of a test: the layers that stay in BF16, by name and format.
+CONVERTERS: dict[str, tuple[WeightFormat, list[str]]] = {name: (name, []) for name in FORMATS}
+CONVERTERS["int8 and BF16"] = "int8", KEPT
 # Layouts alternate between the models. TP4 divides Qwen2's biases, so it is tested with both.
 MODELS = [("qwen2", True), ("qwen3", False)]
 CASES = [(*MODELS[index % 2], learner) for index, learner in enumerate(LAYOUTS.values())]
@@ -82,14 +88,15 @@ def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
 
 
 def convert(model_dir: Path, config: LearnerConfig) -> dict[str, tuple[list[Bucket], Conversion]]:
-    """Convert to every format, one after another, on one learner."""
+    """Run `CONVERTERS` one after another on one learner."""
     learner = build_learner(model_dir, config)
     results: dict[str, tuple[list[Bucket], Conversion]] = {}
-    for weight_format in FORMATS:
+    for name, (weight_format, kept) in CONVERTERS.items():
         buckets: list[Bucket] = []
-        converter = Converter(learner, weight_format, BUCKET_BYTES)
+        keep = KEEP if kept else []
+        converter = Converter(learner, weight_format, BUCKET_BYTES, keep=keep)
         conversion = converter.convert(buckets.append)
-        results[weight_format] = buckets, conversion
+        results[name] = buckets, conversion
     learner.close()
     return results
 
@@ -104,12 +111,12 @@ def tensors_in(buckets: list[Bucket]) -> dict[str, Tensor]:
     return tensors
 
 
-def sent_by(ranks: list[Any], config: LearnerConfig, weight_format: str) -> list[Bucket]:
+def sent_by(ranks: list[Any], config: LearnerConfig, converter: str) -> list[Bucket]:
     """Return all buckets; check that each stage's first tensor-parallel rank sent some of them."""
     stage_size = config.world_size // config.pipeline_parallel_size
     buckets = []
     for rank, results in enumerate(ranks):
-        own = results[weight_format][0]
+        own = results[converter][0]
         assert bool(own) == (rank % stage_size == 0), rank
         buckets += own
     return buckets
@@ -125,12 +132,14 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
     ranks = run_ranks(convert, config.world_size, tmp_path, config)
-    for weight_format in FORMATS:
-        conversion = ranks[0][weight_format][1]
-        buckets = sent_by(ranks, config, weight_format)
-        expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
+    for converter, (weight_format, kept) in CONVERTERS.items():
+        conversion = ranks[0][converter][1]
+        buckets = sent_by(ranks, config, converter)
+        expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)), kept)
         sent = tensors_in(buckets)
         assert sent.keys() == expected.keys()
+        scaled = {name for name in expected if {f"{name}_scale", f"{name}_scale_inv"} & {*expected}}
+        assert conversion.drift.keys() == scaled
         for name, tensor in expected.items():
             assert (sent[name].dtype, sent[name].shape) == (tensor.dtype, tensor.shape), name
             assert as_bytes(sent[name]) == as_bytes(tensor), name

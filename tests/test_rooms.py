@@ -51,6 +51,7 @@ PURE = {
     "model/architecture",
     "model/weight_map",
     "planning",
+    "quantization/attribution",
     "quantization/block_kernel",
     "quantization/channel_kernel",
     "quantization/checksum",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,12 @@ def quantized(
     model_dir: Path,
     weight_format: str,
     transform: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
+    kept: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the tensors to publish from a directory, quantized without any parallel layout."""
+    """Return the tensors to publish from a directory, quantized without any parallel layout.
+
+    The layers named in `kept` stay in BF16.
+    """
     from safetensors.torch import load_file
 
     from qurl_megatron.quantization import quantize
@@ -80,7 +84,8 @@ def quantized(
     tensors: dict[str, Tensor] = {}
     for name, stored in load_file(model_dir / "model.safetensors").items():
         weight = transform(name, stored.float())
-        if weight_format != "bf16" and name.endswith("_proj.weight"):
+        is_linear = name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept
+        if weight_format != "bf16" and is_linear:
             codes = quantize.quantize(weight, weight_format)
             tensors[name] = codes.codes
             tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)

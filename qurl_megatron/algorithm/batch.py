@@ -36,6 +36,9 @@ class Completion:
     text: str  # token_ids decoded without special tokens
     truncated: bool  # ended by max_response_length
     token_versions: list[int]  # one per token, the weight version that sampled it
+    # [prompt and response tokens - 1, layers, experts per token] int16: the experts that the engine
+    # chose in the pass that read token t, and predicted token t + 1; None: not recorded
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class TrainBatch:
     # [tokens] int32: the weight version trained against minus the version that sampled the token,
     # 0 outside loss_mask
     token_lags: Tensor | None = None
+    # [tokens, layers, experts per token] int16: the experts that the engine chose for each token,
+    # -1 for the last token of a sequence, which it did not read; None: not recorded
+    routed_experts: Tensor | None = None
 
     @classmethod
     def empty(cls) -> TrainBatch:
@@ -149,6 +155,13 @@ def pack(
         rewards[end - 1] = reward
         if version is not None:
             lags[response] = version - torch.tensor(completion.token_versions, dtype=torch.int32)
+    recorded = [completion.routed_experts for _, completion, _ in sequences]
+    known = [experts for experts in recorded if experts is not None]
+    if len(known) == len(sequences):
+        of_last = (0, 0, 0, 0, 0, 1)  # one more row, for the token that no pass has read
+        batch.routed_experts = torch.cat(
+            [torch.nn.functional.pad(experts, of_last, value=-1) for experts in known]
+        )
     if advantages is not None:
         of_sequences = torch.tensor([advantage for group in advantages for advantage in group])
         of_tokens = of_sequences.repeat_interleave(lengths)

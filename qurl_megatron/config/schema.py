@@ -21,6 +21,7 @@ Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 PublishMode = Literal["full", "delta", "auto"]
+RoutingMode = Literal["ignore", "compare", "replay"]
 Transport = Literal["broadcast", "direct", "auto"]
 AdvantageEstimator = Literal["grpo", "gae"]
 VerifierName = Literal[
@@ -364,6 +365,10 @@ class QuantizationConfig:
     learner rank writes into the servers' parameters, which takes neither buckets nor copies; all
     servers and ranks must be on one machine, and publish must be full. auto: direct where that is
     possible, else broadcast."""
+    keep: list[Text] = dataclasses.field(default_factory=list)
+    """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
+    [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
+    up. `qurl noise` recommends some. Empty: none."""
 
 
 @dataclasses.dataclass
@@ -392,6 +397,11 @@ class ServerConfig:
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
     true gives a flag. Those that would falsify log-probs or weight versions are refused."""
+
+    expert_parallel_size: Ranks = 1
+    """Mixture of experts: over how many groups of the server's ranks whole experts are divided. It
+    divides `tensor_parallel_size`; the ranks of a group share each of their experts. 1: all ranks
+    share every expert."""
 
 
 @dataclasses.dataclass
@@ -464,6 +474,13 @@ class RolloutConfig:
     """What a publish does to running requests. retract: their context is computed again with the
     new weights. in_place: they keep the keys and values of older weights, which is cheaper for long
     contexts; their log-probs are then those of the mixture."""
+
+    routing: RoutingMode = "ignore"
+    """Mixture of experts: what becomes of the experts that the servers chose for each token.
+    ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
+    replay: the learner's forward passes choose the same. A request that a publish retracts has the
+    experts of the pass that computed its context again. Recording takes 4 bytes per layer and
+    chosen expert for each token of the KV cache, in a server's main memory."""
 
     @property
     def longest_response(self) -> int:

@@ -7,6 +7,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
     Config,
@@ -136,7 +137,7 @@ def validate_server(
     """
     check_names(name, server)
     try:
-        architecture.check_server_layout(server.tensor_parallel_size)
+        architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
@@ -274,11 +275,28 @@ def _validate_model(config: Config) -> Architecture:
                 f"{architecture.num_layers - 1}"
             )
     check_scales(config.quantization.uaq, architecture)
+    kept_layers(config.quantization.keep, architecture)
     if config.quantization.format == "fp8-block":
         try:
-            architecture.check_blocks(config.rollout.server.tensor_parallel_size)
+            server = config.rollout.server
+            architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
         except ArchitectureError as error:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
+    if config.rollout.routing != "ignore" and not architecture.num_experts:
+        raise ConfigError(
+            f"rollout.routing={config.rollout.routing}: the model has no experts; "
+            "leave it at ignore"
+        )
+    learner = config.learner
+    if (
+        config.rollout.routing == "replay"
+        and learner.recompute == "full"
+        and learner.pipeline_parallel_size > 1
+    ):
+        raise ConfigError(
+            "rollout.routing=replay: with pipeline stages, a layer that is computed again would "
+            "replay another micro batch; set learner.recompute=selective, or leave it out"
+        )
     return architecture
 
 

@@ -46,6 +46,7 @@ from qurl_megatron.learner.model import (
 )
 from qurl_megatron.learner.non_finite import Suspect, refuse
 from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
+from qurl_megatron.learner.routing import Routing
 from qurl_megatron.learner.shares import Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -88,6 +89,7 @@ class Learner:
         *,
         transform: Transform | None = None,
         model: type[Policy] | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
 
@@ -96,6 +98,7 @@ class Learner:
         Args:
             transform: maps the float32 master weights at load.
             model: the class of the model; None for `Policy`.
+            replays_routing: choose the experts that a batch has recorded, as its engine did.
 
         Raises:
             ArchitectureError: the model or the layout does not fit; one line.
@@ -129,6 +132,7 @@ class Learner:
             self.chunks = self._wrap(build_chunks(self.architecture, learner, model or Policy))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
+        self._routing = Routing(self.chunks, replays_routing)
 
     def share(self, batch: TrainBatch) -> Share:
         """Deal a minibatch out to the data-parallel replicas; return this replica's share.
@@ -212,6 +216,7 @@ class Learner:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            self._routing.reset_counts()
             offload = self._config.offload_optimizer
             with self._optimizer_shards.on_host() if offload else nullcontext():
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
@@ -219,6 +224,8 @@ class Learner:
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         stats = self._total(measured)
+        if share.batch.routed_experts is not None:
+            stats["routing_changed"], stats["routing_known"] = self._routing.counts()
         # Both are the same on every rank, so no further exchange is needed while they are finite.
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             losses = [each["loss"] for each in measured]
@@ -430,6 +437,7 @@ class Learner:
             remaining: Iterator[MicroBatch], model: DistributedDataParallel
         ) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(remaining)
+            self._routing.expect(model, micro.routed_experts)
             hidden = model(
                 input_ids=micro.inputs,
                 position_ids=None,

@@ -128,6 +128,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         config.learner,
         config.optimizer,
         transform=uaq.transform(config.quantization.uaq),
+        replays_routing=config.rollout.routing == "replay",
     )
     stack.enter_context(closing(learner))
     if config.objective.kl_coefficient:
@@ -150,7 +151,16 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     for name, weight_format in formats.items():
         fleet = _fleet(config, name, rosters, log)
         stack.enter_context(closing(fleet))
-        clients[name] = RolloutClient(fleet, tokenizer, learner.architecture.eos_token_ids)
+        architecture = learner.architecture
+        records = name == "rollout" and config.rollout.routing != "ignore"
+        clients[name] = RolloutClient(
+            fleet,
+            tokenizer,
+            architecture.eos_token_ids,
+            routing_shape=(architecture.num_layers, architecture.experts_per_token)
+            if records
+            else None,
+        )
         publishers[name] = Publisher(
             learner,
             fleet,
@@ -159,6 +169,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             pause_mode=config.rollout.pause_mode,
             mode=config.quantization.publish if name == "rollout" else "full",
             transport=config.quantization.transport,
+            keep=config.quantization.keep,
         )
         stack.enter_context(closing(publishers[name]))
 

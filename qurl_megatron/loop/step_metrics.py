@@ -81,6 +81,9 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         **(asdict(results.critic) if results.critic else {}),
         dual_clip_fraction=sums["dual_clipped"] / tokens,
         publish_full_bytes=published.conversion.num_bytes,
+        routing_changed_fraction=first["routing_changed"] / first["routing_known"]
+        if first.get("routing_known")
+        else None,
     )
 
 

@@ -265,19 +265,36 @@ class Architecture:
                 f"parallel); sizes that divide them: {_divisors(stage_ranks)}"
             )
 
-    def check_server_layout(self, tensor_parallel_size: int) -> None:
+    def check_server_layout(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> None:
         """Check that an SGLang server can divide this model over its tensor-parallel ranks.
+
+        Whole experts are divided over `expert_parallel_size` groups of these ranks.
 
         Raises:
             ArchitectureError: it cannot; the message lists the sizes that would.
         """
         self._check_divides("attention heads", self.num_attention_heads, tensor_parallel_size)
-        if self.num_experts:
-            self._check_divides(
-                "channels of an expert", self.moe_intermediate_size, tensor_parallel_size
+        groups = expert_parallel_size
+        if groups == 1 and not self.num_experts:
+            return
+        if not self.num_experts:
+            raise ArchitectureError(
+                f"expert_parallel_size={groups} divides experts, and this model has none; "
+                "leave it at 1"
+            )
+        if tensor_parallel_size % groups or self.num_experts % groups:
+            raise ArchitectureError(
+                f"expert_parallel_size={groups} must divide tensor_parallel_size="
+                f"{tensor_parallel_size} and the model's {self.num_experts} experts"
+            )
+        sharing = tensor_parallel_size // groups
+        if self.moe_intermediate_size % sharing:
+            raise ArchitectureError(
+                f"{sharing} server ranks share each expert, and its {self.moe_intermediate_size} "
+                f"channels are not divisible by that; with a larger expert_parallel_size fewer do"
             )
 
-    def check_blocks(self, tensor_parallel_size: int = 1) -> None:
+    def check_blocks(self, tensor_parallel_size: int = 1, expert_parallel_size: int = 1) -> None:
         """Check that a server can hold this model in fp8-block, with one scale per 128 x 128 block.
 
         SGLang fuses q, k, v and gate, up, and shards layers over its ranks. It can do both only at
@@ -292,11 +309,13 @@ class Architecture:
                 "SGLang's Llama looks for block scales under another name and loads none; "
                 "use format fp8, which has one scale per channel"
             )
-        intermediate = self.moe_intermediate_size or self.intermediate_size
+        intermediate, sharing = self.intermediate_size, tensor_parallel_size
+        if self.num_experts:
+            intermediate, sharing = self.moe_intermediate_size, sharing // expert_parallel_size
         for width_name, width in (
             ("query", self.num_attention_heads // tensor_parallel_size * self.head_dim),
             ("key-value", self.key_value_heads_on_rank(tensor_parallel_size) * self.head_dim),
-            ("intermediate", intermediate // tensor_parallel_size),
+            ("intermediate", intermediate // sharing),
             ("hidden", self.hidden_size),
         ):
             if width % 128:

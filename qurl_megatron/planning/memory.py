@@ -72,6 +72,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, LearnerConfig, RecomputeMode, WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -246,19 +247,37 @@ def _num_scales(shape: tuple[int, ...], weight_format: str) -> int:
     )
 
 
-def published_bytes(architecture: Architecture, weight_format: WeightFormat) -> int:
-    """Return the bytes of a published policy: codes, float32 scales, and the rest in BF16."""
-    return sum(server_weight_bytes(architecture, weight_format, 1).values())
+@functools.cache
+def _kept_in(
+    hf_tensor: HuggingFaceTensor, architecture: Architecture, keep: tuple[str, ...]
+) -> list[int]:
+    """Return the layers of the model in which `quantization.keep` keeps this weight in BF16."""
+    kept = set(kept_layers(keep, architecture))
+    names = (hf_tensor.name.format(layer=layer) for layer in range(architecture.num_layers))
+    return [layer for layer, name in enumerate(names) if name.removesuffix(".weight") in kept]
+
+
+def published_bytes(
+    architecture: Architecture, weight_format: WeightFormat, keep: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes of a published policy: codes, float32 scales, and the rest in BF16.
+
+    `keep` is the run's `quantization.keep`.
+    """
+    return sum(server_weight_bytes(architecture, weight_format, 1, keep).values())
 
 
 @functools.cache
 def server_weight_bytes(
-    architecture: Architecture, weight_format: WeightFormat, tensor_parallel_size: int
+    architecture: Architecture,
+    weight_format: WeightFormat,
+    tensor_parallel_size: int,
+    keep: tuple[str, ...] = (),
 ) -> dict[str, int]:
     """Return the bytes of weights on one GPU of a server.
 
-    `linear` are the layers in `weight_format`, with their scales; `experts` are those of them that
-    are experts'. `unquantized` is the rest.
+    `linear` are the linear layers of all blocks: in `weight_format`, with their scales, or in BF16
+    if `keep` names them; `experts` are those of them that are experts'. `unquantized` is the rest.
     """
     num_bytes = {"linear": 0, "unquantized": 0}
     if architecture.num_experts:
@@ -279,7 +298,10 @@ def server_weight_bytes(
             # A row-parallel layer has all of its per-channel scales on every rank.
             scales_are_divided = weight_format == "fp8-block" or dim == 0
             scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
-            num_bytes[linear] += count * (math.prod(shape) // ranks + 4 * scales)
+            kept = len(_kept_in(hf_tensor, architecture, keep))
+            kept *= architecture.num_experts if rule.of_experts else 1
+            num_bytes[linear] += kept * -(-2 * math.prod(shape) // ranks)
+            num_bytes[linear] += (count - kept) * (math.prod(shape) // ranks + 4 * scales)
     return num_bytes
 
 
@@ -407,12 +429,15 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     if config.quantization.publish == "full":
         return 0
     learner, weight_format = config.learner, config.quantization.format
+    keep = tuple(config.quantization.keep)
     total = 0
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         if not rule.quantized or weight_format == "bf16":
             is_copy = stage > 0 and rule.megatron_names[0].startswith("embedding")
             total += 0 if is_copy else 2 * numel * count
             continue
+        # At most: all layers in which this weight stays in BF16 may lie in other stages.
+        in_bf16 = min(count, len(_kept_in(rule.tensors[0], architecture, keep)))
         for hf_tensor in rule.tensors:
             shape = weight_map.full_shape(hf_tensor, architecture)
             # Ranks share the scales of channels that they share; the first has all others.
@@ -421,7 +446,7 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
             size = learner.expert_tensor_parallel_size if rule.of_experts else size
             ranks = size if is_shared else 1
             total += count * 4 * _num_scales(shape, weight_format) // ranks
-        total += numel * count
+        total += numel * (count + in_bf16)
     return total
 
 
@@ -490,14 +515,19 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
 
 def bucket_memory(architecture: Architecture, config: Config) -> int:
     """Return the bytes of two buckets and the largest tensor: the converter's peak in a publish."""
-    weight_format = config.quantization.format
+    weight_format, keep = config.quantization.format, tuple(config.quantization.keep)
+
+    def element(rule: Rule, hf_tensor: HuggingFaceTensor) -> int:
+        is_quantized = rule.quantized and weight_format != "bf16"
+        return 1 if is_quantized and not _kept_in(hf_tensor, architecture, keep) else 2
+
     largest = max(
-        _numel(hf_tensor, architecture) * (1 if rule.quantized and weight_format != "bf16" else 2)
+        _numel(hf_tensor, architecture) * element(rule, hf_tensor)
         for rule, _ in _counted_rules(architecture)
         for hf_tensor in rule.tensors
     )
     bucket = max(config.quantization.bucket_bytes, largest)
-    return 2 * min(bucket, published_bytes(architecture, weight_format)) + largest
+    return 2 * min(bucket, published_bytes(architecture, weight_format, keep)) + largest
 
 
 def with_cheapest_recomputation(architecture: Architecture, config: Config) -> Config:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -108,7 +109,8 @@ def plan(
     _check_learner_fits(config, fullest, buckets, by_stage.index(fullest))
 
     weight_format = config.quantization.format
-    weights = server_weight_bytes(architecture, weight_format, server_size)
+    keep = tuple(config.quantization.keep)
+    weights = server_weight_bytes(architecture, weight_format, server_size, keep)
     room = int(GPU_BYTES * server.mem_fraction_static)
     per_token = kv_bytes_per_token(architecture, server_size)
     kv_tokens = max(0, (room - sum(weights.values())) // per_token)
@@ -160,7 +162,7 @@ def plan(
         server_bytes=server_bytes,
         kv_tokens=kv_tokens,
         slots=slots,
-        publish_bytes=published_bytes(architecture, weight_format),
+        publish_bytes=published_bytes(architecture, weight_format, keep),
         step_s=step_s,
         asynchronous=asynchronous,
     )
@@ -213,15 +215,17 @@ def _check_layout(
     """
     learner, rollout = config.learner, config.rollout
     server_size = rollout.server.tensor_parallel_size
+    kept_layers(config.quantization.keep, architecture)  # refuses patterns that match nothing
     if config.advantage_estimator == "gae":
         raise ConfigError(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
         )
     try:
         check_layout(architecture, learner)
-        architecture.check_server_layout(server_size)
+        groups = rollout.server.expert_parallel_size
+        architecture.check_server_layout(server_size, groups)
         if config.quantization.format == "fp8-block":
-            architecture.check_blocks(server_size)
+            architecture.check_blocks(server_size, groups)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
     for name, size in (

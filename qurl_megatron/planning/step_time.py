@@ -311,7 +311,8 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
 def publish_s(architecture: Architecture, config: Config) -> float:
     """Return a lower bound on the seconds of a publish, from its bytes and the links they cross."""
     learner = config.learner
-    num_bytes = published_bytes(architecture, config.quantization.format)
+    quantization = config.quantization
+    num_bytes = published_bytes(architecture, quantization.format, tuple(quantization.keep))
     size, stages = learner.tensor_parallel_size, learner.pipeline_parallel_size
     in_one_node = size * stages <= GPUS_PER_NODE
     between_stages = NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S

@@ -2,9 +2,9 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds four things:
-the reloadable quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`; checksums of
-the weights a server holds; receiving weights with a time limit, also from the learner's memory; a
-weight version for every sampled token. Importing this package does nothing.
+the reloadable quantized linear layers and experts `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`;
+checksums of the weights a server holds; receiving weights with a time limit, also from the
+learner's memory; a weight version for every sampled token. Importing this package does nothing.
 """
 
 
@@ -51,6 +51,7 @@ def register() -> None:
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,
         f"{scheduler}.flush_cache": versions.flush_cache,
+        "managers.tokenizer_manager.TokenizerManager.record_config_updates": versions.keep_newest,
     }
     for name, function in wrappers.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)

@@ -17,6 +17,7 @@ from sglang.srt.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor
 
@@ -108,6 +109,8 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
             sent_name = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
             yield HeldPart(sent_name, tensor[rows : rows + size], module.tp_rank * size, 0)
             rows += size
+    elif isinstance(module, FusedMoE):
+        yield from _cut_experts(module, path, name, tensor)
     elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
         yield HeldPart(f"{path}.{name}", tensor, 0, module.tp_rank * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
@@ -116,3 +119,19 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
         yield HeldPart(f"{path}.{name}", tensor[:rows], shard.org_vocab_start_index, 0)
     else:
         yield HeldPart(f"{path}.{name}", tensor, 0, 0)
+
+
+def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
+    """Yield the parts of a fused parameter `[experts, ...]` of a layer's experts on this rank."""
+    fused, _, sent_name = name.partition("_")
+    first = layer.moe_ep_rank * layer.num_local_experts
+    for expert, values in enumerate(tensor, start=first):
+        if fused == "w13":
+            for projection, part in zip(("gate_proj", "up_proj"), values.chunk(2), strict=True):
+                row = layer.moe_tp_rank * len(part)
+                yield HeldPart(f"{path}.{expert}.{projection}.{sent_name}", part, row, 0)
+        else:
+            # Ranks share the columns, but each has all scales of whole rows.
+            shared = sent_name != "weight_scale"
+            column = layer.moe_tp_rank * values.shape[1] if shared else 0
+            yield HeldPart(f"{path}.{expert}.down_proj.{sent_name}", values, 0, column)

@@ -12,6 +12,9 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
 - `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled
   finds only the prefixes of requests that began under the same version.
 - `flush_cache` lets a paused scheduler empty its cache although requests wait.
+
+The HTTP process records the version of each bucket, too, and reads the last one only.
+`keep_newest` drops the others.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
-    if base is not None and held != base:
+    # The first bucket of a delta sets the version that others of the same delta bring too.
+    if base is not None and held not in (base, int(request.weight_version)):
         # The senders would otherwise wait for their time limit.
         leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(
@@ -84,6 +88,17 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *options: Any, **
         return original(scheduler, *options, **named)
     finally:
         scheduler.waiting_queue = queue
+
+
+def keep_newest(original: Callable[..., None], manager: Any, source: str, **fields: Any) -> None:
+    """Drop records that a new one hides, around `TokenizerManager.record_config_updates`.
+
+    SGLang keeps a record of each bucket of every publish for as long as the server runs.
+    """
+    original(manager, source, **fields)
+    *earlier, newest = manager._config_updates
+    kept = [record for record in earlier if not record[1].keys() <= fields.keys()]
+    manager._config_updates = [*kept, newest]
 
 
 def loaded_version(scheduler: Any) -> int:

@@ -142,7 +142,7 @@ class Channel:
         return self._thread.submit(guarded)
 
     def _join(self) -> None:
-        from sglang.srt.utils import init_custom_process_group  # takes seconds; senders only
+        from sglang.srt.utils import init_custom_process_group
 
         door, name = self._door, self._door.channel(self._sender)
         if self._store is None:
@@ -204,6 +204,10 @@ class Channels:
     def __init__(self) -> None:
         """Open none."""
         self._open: dict[str, Channel] = {}  # by token
+
+    def prepare(self) -> None:
+        """Import what channels need. That takes seconds, which servers would wait for."""
+        import sglang.srt.utils  # noqa: F401
 
     def keep(self, doors: list[Door], sender: int, stores: dict[str, dist.TCPStore]) -> None:
         """Have a channel through each of these doors, and no other.

@@ -86,9 +86,10 @@ class DriftMeter:
         rows = slice(step // 2, None, step)
         kept, codes = weight[rows].clone(), quantized.codes[rows].clone()
         scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)
-        self._waiting.append(
-            _Sample(name, kept, codes, scale, num_rows / len(kept), self._previous.get(key))
-        )
+        previous = self._previous.get(key)
+        if previous is not None and previous[0].shape != kept.shape:
+            previous = None  # the weight was measured in other parts
+        self._waiting.append(_Sample(name, kept, codes, scale, num_rows / len(kept), previous))
         self._previous[key] = kept, codes
 
     def add_up(self) -> None:
@@ -135,7 +136,7 @@ class _Sample(NamedTuple):
 
 def _sums(samples: list[_Sample]) -> Tensor:
     """Return [samples, 5] float64: all fields of `WeightDrift` but the first, of measured rows."""
-    codes = torch.stack([checksum.as_integers(sample.codes) for sample in samples])
+    codes = checksum.stack([sample.codes for sample in samples])
     exact = torch.stack([sample.kept for sample in samples]).float()
     values = codes.view(samples[0].codes.dtype).float()
     error = values * torch.stack([sample.scale for sample in samples]) - exact
@@ -144,7 +145,7 @@ def _sums(samples: list[_Sample]) -> Tensor:
     before = [sample.previous for sample in samples if sample.previous is not None]
     if before:
         previous = torch.stack([kept for kept, _ in before]).float()
-        previous_codes = torch.stack([checksum.as_integers(codes) for _, codes in before])
+        previous_codes = checksum.stack([codes for _, codes in before])
         flips = (previous_codes != codes).sum((1, 2)).double()
         sums += [_sums_of_squares(exact - previous), _sums_of_squares(previous)]
     else:

@@ -42,7 +42,7 @@ Example, on every learner rank:
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -103,6 +103,7 @@ class Publisher:
         pause_mode: PauseMode = "retract",
         mode: PublishMode = "full",
         transport: Transport = "broadcast",
+        keep: Sequence[str] = (),
     ) -> None:
         """Store the settings; send nothing.
 
@@ -115,6 +116,8 @@ class Publisher:
             pause_mode: the run's `rollout.pause_mode`.
             mode: the run's `quantization.publish`.
             transport: the run's `quantization.transport`.
+            keep: the layers that the servers were started to hold in BF16, as in
+                `quantization.keep`.
         """
         self.version = 0
         self._mode = mode
@@ -124,7 +127,7 @@ class Publisher:
         self._carrier = carrier
         self._timeout_s = timeout_s
         self._converter = Converter(
-            learner, weight_format, bucket_bytes, keeps_codes=mode != "full"
+            learner, weight_format, bucket_bytes, keeps_codes=mode != "full", keep=keep
         )
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._channels = Channels()
@@ -259,6 +262,9 @@ class Publisher:
     def _broadcast(self, links: list[Link], base: int | None) -> tuple[int, Conversion]:
         """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
         senders = self._converter.senders
+        if dist.get_rank() in senders:
+            self._channels.prepare()
+        # The first request is a key frame: it is complete when all senders are prepared.
         request = self._key_frame if base is None else announce_delta(base, len(senders))
         for link in links:
             link.begin(takes_delta=base is not None, num_senders=len(senders))

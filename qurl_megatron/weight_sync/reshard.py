@@ -37,7 +37,7 @@ Example, on every learner rank:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
@@ -84,6 +85,7 @@ class Converter:
         bucket_bytes: int,
         *,
         keeps_codes: bool = False,
+        keep: Sequence[str] = (),
     ) -> None:
         """Store the settings; allocate nothing.
 
@@ -91,6 +93,7 @@ class Converter:
             weight_format: a server's format, or "masters" for the optimizer's float32 values.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
+            keep: the run's `quantization.keep`.
         """
         self.keeps_codes = keeps_codes
         self._learner = learner
@@ -104,6 +107,8 @@ class Converter:
         }
         self._plans: dict[int, list[PlannedBucket]] = {}  # by number of the team
         self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
+        layers = kept_layers(keep, learner.architecture)
+        self._unquantized = {f"{layer}.weight" for layer in layers}
 
     @cached_property
     def teams(self) -> list[Team]:
@@ -222,7 +227,8 @@ class Converter:
             for part in weight_map.split(
                 rule, shard, learner.architecture, layer, team.rank, team.size
             ):
-                if rule.quantized and self._format not in ("bf16", "masters"):
+                is_quantized = rule.quantized and part.name not in self._unquantized
+                if is_quantized and self._format not in ("bf16", "masters"):
                     yield SentWeight.quantized(part, self._format)
                 else:
                     yield SentWeight.plain(part, torch.float32 if masters else torch.bfloat16)
@@ -236,7 +242,7 @@ class Converter:
         for weight in planned.weights:
             name = weight.part.name
             if weight.is_quantized:
-                if self._quantize(weight, views, *shared.get(name, (None, None)), measures):
+                if self._quantize(weight, views, shared.get(name), measures):
                     summed.add(name)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
@@ -252,18 +258,20 @@ class Converter:
         self,
         weight: SentWeight,
         views: dict[str, Tensor],
-        absmax: Tensor | None,
-        scale: Tensor | None,
+        shared: tuple[Tensor, Tensor] | None,
         measures: Measures,
     ) -> bool:
-        """Write this rank's codes and scales of a weight into `views`; return whether it has codes.
+        """Write this rank's codes and scales of a weight into `views`.
 
-        `absmax` (of the blocks the part touches) and `scale` (of all blocks) are given for a weight
+        Return whether the codes' checksum was measured on the way.
+
+        `shared` has absmax (of the blocks the part touches) and scale (of all blocks) of a weight
         whose blocks lie on several ranks.
         """
+        absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
         part = weight.part
-        values = part.tensor
+        values, checksum = part.tensor, None
         if values.numel():
             quantized = quantize.quantize(
                 values,
@@ -271,19 +279,21 @@ class Converter:
                 absmax,
                 offset=part.offset,
                 out=codes_view,
-                with_checksum=True,
+                with_checksum=quantize.takes_checksum(values),
                 refuses=False,
             )
-            assert quantized.checksum is not None and quantized.absmax is not None
             if absmax is None:
+                assert quantized.absmax is not None
                 measures.add_absmax(part, quantized.absmax)
-            measures.add_sum(part.name, quantized.checksum)
+            checksum = quantized.checksum
+            if checksum is not None:
+                measures.add_sum(part.name, checksum)
             measures.meter.measure(part.name, values, quantized)
             scale = quantized.scale if scale is None else scale
         if scale_view.numel():
             assert scale is not None
             scale_view.copy_(scale)
-        return bool(values.numel())
+        return checksum is not None
 
     def _share_absmax(
         self, planned: PlannedBucket, team: Team, measures: Measures
