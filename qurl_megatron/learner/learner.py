@@ -232,25 +232,38 @@ class Learner:
             refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(losses))
         return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
 
-    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+    def shards(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield this rank's shards: rule, layer number in the whole model, parameter.
 
         The parameters are those of the forward pass, in its dtype; do not write to them. The output
         layer of a tied model is left out, because it is the embedding.
-        """
-        for name, rule, layer, parameter in self._parameters():
-            if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
-                yield rule, layer, parameter.detach()
 
-    def masters(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        Args:
+            of_experts: True for the shards of experts only, False for the others; None for all.
+        """
+        for rule, layer, parameter in self._own_parameters(of_experts):
+            yield rule, layer, parameter.detach()
+
+    def masters(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield what `shards` yields, but with the optimizer's float32 master weights.
 
         Collective over the ranks that hold replicas of the same shards; only the first of them gets
         values, the others empty tensors.
         """
+        for rule, layer, parameter in self._own_parameters(of_experts):
+            yield rule, layer, self._optimizer_shards.gather_master(parameter)
+
+    def _own_parameters(
+        self, of_experts: bool | None
+    ) -> Iterator[tuple[Rule, int | None, torch.nn.Parameter]]:
         for name, rule, layer, parameter in self._parameters():
-            if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
-                yield rule, layer, self._optimizer_shards.gather_master(parameter)
+            is_copy = name == "output_layer.weight" and self.architecture.tie_word_embeddings
+            if not is_copy and of_experts in (None, rule.of_experts):
+                yield rule, layer, parameter
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replace the optimizer by one with fresh moments and schedule; keep the weights."""

@@ -26,6 +26,7 @@ from qurl_megatron.quantization import checksum, quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
+EXPERT_ROWS = 4  # minimum for each shard of an expert's weight, which is one of many
 BATCH_ELEMENTS = 2**20  # of weights that are compared together: 4 MiB in float32
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
@@ -67,7 +68,9 @@ class DriftMeter:
     A pass gives each weight to `measure`, bucket by bucket, and reads all sums from `results`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measured_rows: int = MEASURED_ROWS) -> None:
+        """Measure at most this many rows of a part of a weight."""
+        self._measured_rows = measured_rows
         # Rows of weights and of their codes, by name and by where the weight's part begins.
         self._previous: dict[tuple[str, tuple[int, int]], tuple[Tensor, Tensor]] = {}
         self._waiting: list[_Sample] = []
@@ -79,7 +82,7 @@ class DriftMeter:
         """Take rows of a part of a weight, [out, in], to compare with those of the pass before."""
         key = name, quantized.offset
         num_rows = weight.shape[0]
-        step = -(-num_rows // MEASURED_ROWS)
+        step = -(-num_rows // self._measured_rows)
         rows = slice(step // 2, None, step)
         kept, codes = weight[rows].clone(), quantized.codes[rows].clone()
         scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)

@@ -57,7 +57,7 @@ from qurl_megatron.weight_sync.bucket import Bucket, Description
 from qurl_megatron.weight_sync.conversion import Conversion, Measures
 from qurl_megatron.weight_sync.delta_buckets import Deltas, Release, Send
 from qurl_megatron.weight_sync.direct import Places, write
-from qurl_megatron.weight_sync.drift import DriftMeter
+from qurl_megatron.weight_sync.drift import EXPERT_ROWS, MEASURED_ROWS, DriftMeter
 from qurl_megatron.weight_sync.gather import (
     Team,
     empty_part,
@@ -99,7 +99,12 @@ class Converter:
         self._learner = learner
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
-        self._meter = DriftMeter()
+        num_experts = learner.architecture.num_experts
+        # The rows of experts that are measured are as many as those of one weight, if possible.
+        self._meters = {
+            False: DriftMeter(),
+            True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
+        }
         self._plans: dict[int, list[PlannedBucket]] = {}  # by number of the team
         self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
         layers = kept_layers(keep, learner.architecture)
@@ -108,7 +113,10 @@ class Converter:
     @cached_property
     def teams(self) -> list[Team]:
         """The teams that this rank belongs to; their tensors are different ones."""
-        return [Team.tensor_parallel()]
+        teams = [Team.tensor_parallel()]
+        if self._learner.architecture.num_experts:
+            teams.append(Team.expert_tensor_parallel())
+        return teams
 
     @cached_property
     def senders(self) -> list[int]:
@@ -142,7 +150,7 @@ class Converter:
         def convert_team(team: Team, plan: Iterator[PlannedBucket], measures: Measures) -> None:
             deltas = None if base is None else Deltas(send, base, self._bucket_bytes, team)
             release: Release = None
-            for number, planned in zip(numbers, plan, strict=False):
+            for planned, number in zip(plan, numbers, strict=False):  # `plan` ends first
                 own = self._convert_bucket(planned, team, measures)
                 if deltas is not None:
                     deltas.add(planned.tensors, self._kept[number], own)
@@ -181,10 +189,11 @@ class Converter:
         for number, team in enumerate(self.teams):
             if not team.converts:
                 if self._format == "masters":
-                    for _ in self._learner.masters():  # the first replica gathers this rank's part
+                    # The first replica gathers this rank's part.
+                    for _ in self._learner.masters(of_experts=team.of_experts):
                         pass
                 continue
-            measures = Measures(self._meter, self._format)
+            measures = Measures(self._meters[team.of_experts], self._format)
             convert_team(team, measures.noting(self._plan(number)), measures)
             own.append(measures.finish(team))
         conversion = Conversion.merged(own)
@@ -213,7 +222,8 @@ class Converter:
     def _weights(self, team: Team) -> Iterator[SentWeight]:
         masters = self._format == "masters"
         learner = self._learner
-        for rule, layer, shard in learner.masters() if masters else learner.shards():
+        weights = learner.masters if masters else learner.shards
+        for rule, layer, shard in weights(of_experts=team.of_experts):
             for part in weight_map.split(
                 rule, shard, learner.architecture, layer, team.rank, team.size
             ):
