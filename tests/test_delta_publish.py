@@ -166,7 +166,7 @@ def checksums_of(ranks: list[Any]) -> dict[str, int]:
 def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
     for bucket in buckets:
         for model in ranks:
-            write_changes(model, bucket.flat)
+            write_changes(model, delta.unpack(bucket.flat))
 
 
 def assert_hold(ranks: list[Any], version: Version) -> None:

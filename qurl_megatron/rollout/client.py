@@ -131,6 +131,11 @@ class RolloutClient:
         answers = answers if isinstance(answers, list) else [answers]
         if any(answer["meta_info"]["finish_reason"]["type"] == "abort" for answer in answers):
             raise ServerBusy  # the answer is not complete
+        if server.is_remote and any(
+            0 in answer["meta_info"]["token_versions"] for answer in answers
+        ):
+            # Nobody tells the run; a server of its own has another entry in a roster.
+            raise server.failed("was started again, and answered without weights")
         return answers
 
     def _http(self) -> httpx.AsyncClient:

@@ -12,7 +12,7 @@ changes is asked before, in `versions.update_weights`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qurl_megatron.sglang_plugin.verify import held_parts
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.delta import base_version, unpack
+from qurl_megatron.weight_sync.delta import Change, base_version, unpack
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, HEADER_BYTES, attach
 
 # A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
@@ -56,7 +56,7 @@ def update_bucket(
     try:
         flat = receive(updater, shapes, group_name)
         if is_delta:
-            write_changes(updater.get_model(), flat)
+            write_changes(updater.get_model(), unpack(flat))
         else:
             bucket = Bucket(names, [getattr(torch, dtype) for dtype in dtypes], shapes, flat)
             updater.get_model().load_weights(list(bucket.tensors()))
@@ -82,10 +82,10 @@ def receive(updater: Any, shapes: Sequence[Sequence[int]], group_name: str) -> T
     return flat
 
 
-def write_changes(model: torch.nn.Module, flat: Tensor) -> None:
-    """Write a delta, `[bytes]` uint8 messages of `delta.pack`, into a model's parameters."""
+def write_changes(model: torch.nn.Module, delta: Iterable[Change]) -> None:
+    """Write the changes of a delta into a model's parameters."""
     changes = defaultdict(list)
-    for change in unpack(flat):
+    for change in delta:
         changes[change.name].append(change)
     for part in held_parts(model):
         for change in changes[part.name]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
+from qurl_megatron.rollout.wire import file_of_group
 from qurl_megatron.sglang_plugin.receive import receive
 from qurl_megatron.weight_sync.delta import base_version
 
@@ -34,11 +35,14 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     base, held = base_version(request.names), loaded_version(scheduler)
     # The first bucket of a delta sets the version that the others bring too.
     if base is not None and held not in (base, int(request.weight_version)):
-        with contextlib.suppress(RuntimeError):  # the learner may be gone
-            # Its broadcast would otherwise wait for its time limit.
-            receive(
-                updater.tp_worker.model_runner.weight_updater, request.shapes, request.group_name
-            )
+        if file_of_group(request.group_name) is None:
+            with contextlib.suppress(RuntimeError):  # the learner may be gone
+                # Its broadcast would otherwise wait for its time limit.
+                receive(
+                    updater.tp_worker.model_runner.weight_updater,
+                    request.shapes,
+                    request.group_name,
+                )
         return UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )

@@ -20,7 +20,9 @@ hangs or holds other weights is dropped and reported lost, and the others never 
 asked of a server ends after `PEER_TIMEOUT_S`. If servers were reached and not one of them holds
 what it was sent, the servers are not to blame: the publish raises `PublishError`.
 
-A bucket is converted once, and goes to all servers at the same time, one copy to each.
+A bucket is converted once, and goes to all servers at the same time, one copy to each. A server
+that was started elsewhere gets it over HTTP (`remote.py`). A publish lasts as long as the slowest
+way.
 
 Example, on every learner rank:
 
@@ -52,6 +54,7 @@ from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.remote import Coder, Courier
 from qurl_megatron.weight_sync.reshard import Conversion, Converter
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 
@@ -104,6 +107,7 @@ class Publisher:
         timeout_s: float = PEER_TIMEOUT_S,
         pause_mode: PauseMode = "retract",
         mode: PublishMode = "full",
+        has_remote: bool = False,
     ) -> None:
         """Store the settings; send nothing.
 
@@ -115,6 +119,7 @@ class Publisher:
             timeout_s: time that a server has for each answer and each transfer.
             pause_mode: the run's `rollout.pause_mode`.
             mode: the run's `quantization.publish`.
+            has_remote: some of the servers were started elsewhere; their deltas may be coded.
         """
         self.version = 0
         self._mode = mode
@@ -123,8 +128,13 @@ class Publisher:
         self._carrier = carrier
         self._timeout_s = timeout_s
         self._converter = Converter(
-            learner, weight_format, bucket_bytes, keeps_codes=mode != "full"
+            learner,
+            weight_format,
+            bucket_bytes,
+            keeps_codes=mode != "full",
+            with_steps=has_remote,
         )
+        self._coder = Coder()
         self._links: dict[Member, _Link] = {}
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
@@ -194,9 +204,15 @@ class Publisher:
             self._links.pop(member).close()
         for member in members:
             if member not in self._links:
-                self._links[member] = _Link(
-                    self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
-                )
+                link = _Link(self._fleet, member, self._carrier, self._timeout_s, self._pause_mode)
+                if member.server.is_remote:
+                    link.courier = Courier(
+                        member.server,
+                        self._coder,
+                        self._timeout_s,
+                        flush_cache=self._pause_mode == "retract",
+                    )
+                self._links[member] = link
         return [self._links[member] for member in members]
 
     def _send_to(self, links: list[_Link], base: int | None = None) -> Published:
@@ -259,6 +275,7 @@ class _Link:
         pause_mode: PauseMode,
     ) -> None:
         self.failure: RuntimeError | None = None
+        self.courier: Courier | None = None  # in place of a process group, to a server elsewhere
         self._version: int | None = None  # that the server was verified to hold
         self._takes_delta = False
         self._is_paused = False
@@ -291,7 +308,7 @@ class _Link:
             self._pause.enter_context(self._fleet.pausing(self._member))
 
         def work() -> None:
-            if self._group is None:
+            if self._group is None and self.courier is None:
                 self._join()
             if not self._is_paused:
                 self._control.pause()
@@ -321,6 +338,8 @@ class _Link:
         self._thread.shutdown()
         self._requests.shutdown()
         self._control.close()
+        if self.courier is not None:
+            self.courier.close()
         self._pause.close()
 
     def _do(self, work: Callable[[], None]) -> Future[None]:
@@ -379,6 +398,9 @@ class _Link:
         joining.result()
 
     def _transfer(self, bucket: Bucket, message: Tensor, version: int) -> None:
+        if self.courier is not None:
+            self.courier.deliver(bucket, version)
+            return
         receiving = self._requests.submit(
             self._control.update_weights,
             bucket.names,

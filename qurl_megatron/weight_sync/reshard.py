@@ -106,6 +106,7 @@ class Converter:
         bucket_bytes: int,
         *,
         keeps_codes: bool = False,
+        with_steps: bool = False,
     ) -> None:
         """Store the settings; allocate nothing.
 
@@ -113,11 +114,13 @@ class Converter:
             weight_format: a server's format, or "masters" for the optimizer's float32 values.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
+            with_steps: deltas tell steps, so that they can be coded; a byte for each change.
         """
         self.keeps_codes = keeps_codes
         self._learner = learner
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
+        self._with_steps = with_steps
         self._meter = DriftMeter()
         self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
 
@@ -158,7 +161,9 @@ class Converter:
     def _convert_stage(self, send: Send, base: int | None) -> Conversion:
         """Convert this pipeline stage's weights; its tensor-parallel rank 0 sends the buckets."""
         conversion = Conversion()
-        deltas = None if base is None else _Deltas(send, base, self._bucket_bytes)
+        deltas = None
+        if base is not None:
+            deltas = _Deltas(send, base, self._bucket_bytes, self._with_steps)
         for index, weights in enumerate(self._plan_buckets()):
             tensors = [tensor for weight in weights for tensor in weight.tensors]
             own = self._convert_bucket(weights, tensors, conversion)
@@ -381,10 +386,11 @@ def _place(tensors: list[SentTensor], part: Bucket, tp_rank: int, full: dict[str
 class _Deltas:
     """Gathers what changed in the ranks' parts of buckets, and sends it in as few buckets."""
 
-    def __init__(self, send: Send, base: int, bucket_bytes: int) -> None:
+    def __init__(self, send: Send, base: int, bucket_bytes: int, with_steps: bool) -> None:
         self._send = send
         self._base = base
         self._bucket_bytes = bucket_bytes
+        self._with_steps = with_steps
         self._changes: list[Change] = []  # of this rank
         self._num_bytes = 0  # of all ranks
 
@@ -396,7 +402,10 @@ class _Deltas:
         for tensor in tensors:
             if after[tensor.name].numel():
                 offset = _offset(tensor, tp_rank)
-                change = delta.compare(tensor.name, offset, before[tensor.name], after[tensor.name])
+                old_part, new_part = before[tensor.name], after[tensor.name]
+                change = delta.compare(
+                    tensor.name, offset, old_part, new_part, with_steps=self._with_steps
+                )
                 changes += [change] if change else []
         total = torch.tensor(sum(change.num_bytes for change in changes), device=device())
         dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
