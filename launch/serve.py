@@ -108,6 +108,11 @@ def run(config: ServeConfig) -> int:
 
 def _check(config: ServeConfig) -> None:
     architecture = Architecture.from_directory(config.model)
+    if config.max_length > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"max_length={config.max_length}: the model has "
+            f"{architecture.max_position_embeddings} positions; give at most those"
+        )
     validate_server("server", config.server, architecture, config.max_length)
     if config.format == "fp8-block":
         try:

@@ -125,8 +125,7 @@ def test_sparse_steps_take_a_sign_and_the_entropy_of_their_gaps() -> None:
     gap_bits = -math.log2(rate) - (1 - rate) / rate * math.log2(1 - rate)
     plain = pack([change], CPU)
     coded = coding.encode(plain)
-    header_bytes = 8 + int(coded[:8].view(torch.int64))
-    bits = 8 * (len(coded) - header_bytes) / number
+    bits = 8 * (len(coded) - coding.header_bytes(coded)) / number
     assert gap_bits + 0.9 < bits < gap_bits + 1.1
     assert len(coded) < 0.65 * 3 * number  # a plain change takes three bytes
 

@@ -42,7 +42,8 @@ def with_overrides(config: T, overrides: list[str]) -> T:
         if not is_known or isinstance(node.get(leaf), dict):
             raise ConfigError(f"{path}: no such field{_suggestion(path, type(config))}")
         try:
-            node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
+            is_yaml = free_form or isinstance(node.get(leaf), list)
+            node[leaf] = yaml.safe_load(value) if is_yaml else _plain(value)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
@@ -63,6 +64,8 @@ def overrides_between(config: T, changed: T) -> list[str]:
                 for key, part in value.items()
                 if before[field].get(key, _ABSENT) != part
             ]
+        elif value != before[field] and isinstance(value, list):
+            overrides.append(f"{field}={json.dumps(value)}")
         elif value != before[field]:
             overrides.append(f"{field}={'null' if value is None else value}")
     return overrides

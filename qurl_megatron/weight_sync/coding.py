@@ -75,6 +75,11 @@ def decode(coded: Tensor, device: torch.device) -> Iterator[Change]:
         )
 
 
+def header_bytes(coded: Tensor) -> int:
+    """Return the size of a coded buffer's header, which grows with the number of tensors only."""
+    return _PREFIX_BYTES + int(coded[:_PREFIX_BYTES].view(torch.int64))
+
+
 def _encode_change(change: Change) -> tuple[list[Any], list[Bytes]]:
     """Return the header entry of a change, and its streams."""
     width = change.values.element_size()

@@ -129,7 +129,7 @@ def compare(
         values.append(chunk[changed])
         gaps.append(encode_gaps(changed + start, last))
         last = start + int(changed[-1])
-        left_bytes -= values[-1].nbytes + gaps[-1].nbytes
+        left_bytes -= values[-1].nbytes + gaps[-1].nbytes + with_steps * len(changed)
         if left_bytes <= 0:
             return Change(name, offset, shape, None, after)
         if with_steps:
