@@ -138,7 +138,7 @@ def prepare_resume(
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
-        summary = _check(config, num_gpus, checks_disk)
+        summary = _check(config, num_gpus, checks_disk, resumes=True)
         save(config, run_dir / "config.yaml")
         (run_dir / DATA_SUMMARY).write_text(summary)
     return config
@@ -227,7 +227,7 @@ def print_data_summary(config: Config) -> None:
     print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
 
 
-def _check(config: Config, num_gpus: int, checks_disk: bool) -> str:
+def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = False) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Return the summary of the data.
@@ -251,7 +251,7 @@ def _check(config: Config, num_gpus: int, checks_disk: bool) -> str:
         check_model(Path(config.critic.model))
     if checks_disk:
         check_disk(config)
-        check_servers_at(config)
+        check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))
     prompts = load_prompts(config, tokenizer)
     set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.rollout.remote import check_servers, remote_server
+from qurl_megatron.rollout.remote import Unreachable, check_servers, remote_server
 from qurl_megatron.rollout.roster import SERVERS_AT, save_roster
 
 KEY_VARIABLE = "QURL_SERVERS_KEY"
@@ -48,14 +49,21 @@ def read_key(key_file: str, field: str) -> str:
     return key
 
 
-def check_servers_at(config: Config) -> None:
+def check_servers_at(config: Config, *, resumes: bool = False) -> None:
     """Check that every server elsewhere answers, and can sample for the run.
+
+    A run that `resumes`, maybe in a job at night, goes on without those that do not answer. They
+    are asked again later.
 
     Raises:
         ConfigError: the first thing that is wrong.
     """
+
+    def go_on(error: Unreachable) -> None:
+        print(f"qurl: {error}; the run goes on without it", file=sys.stderr)
+
     if config.rollout.servers_at:
-        check_servers(config, _key(config))
+        check_servers(config, _key(config), go_on if resumes else None)
 
 
 def save_servers_at(config: Config) -> None:

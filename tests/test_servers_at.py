@@ -231,6 +231,18 @@ def test_a_server_of_another_kind_or_with_another_key_is_refused(
         remote.describe("http://127.0.0.1:9", KEY)
 
 
+def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
+    model_dir: Path, key_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rollout.servers_at=[http://127.0.0.1:9]", f"rollout.servers_key_file={key_file}"]
+    config = config_of(model_dir, *words)
+    with pytest.raises(ConfigError, match="http://127.0.0.1:9 cannot be reached"):
+        check_servers_at(config)
+    check_servers_at(config, resumes=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("start it with qurl serve; the run goes on without it")
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -380,6 +392,13 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     with pytest.raises(UpdateRefused, match="Unauthorized"):
         stranger.deliver(wrong, 1)
     assert process.http.get("/health").status_code == 404  # not one of these routes
+
+
+def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
+    arguments = SimpleNamespace(api_key=KEY, port=7)
+    assert plugin.without_key(repr, arguments) == "namespace(api_key='...', port=7)"
+    arguments.api_key = None
+    assert plugin.without_key(repr, arguments) == "namespace(api_key=None, port=7)"
 
 
 def test_a_delta_is_coded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,14 @@ from qurl_megatron.rollout.fleet import (
     ServerBusy,
 )
 from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server
+
+# Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
+# minutes; neither side would be told.
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 30),
+]
 
 
 class RolloutClient:
@@ -142,7 +151,8 @@ class RolloutClient:
         """Return this event loop's connections; a loop that has ended leaves none open."""
         loop = asyncio.get_running_loop()
         if loop not in self._https:
-            self._https[loop] = httpx.AsyncClient(timeout=None, limits=CONNECTIONS)
+            transport = httpx.AsyncHTTPTransport(limits=CONNECTIONS, socket_options=KEEP_ALIVE)
+            self._https[loop] = httpx.AsyncClient(timeout=None, transport=transport)
         return self._https[loop]
 
     def _completion(self, answer: dict[str, Any]) -> Completion:

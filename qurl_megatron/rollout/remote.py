@@ -10,7 +10,7 @@ import dataclasses
 import ipaddress
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -58,8 +58,17 @@ def description_of(
     return Description(version("qurl-megatron"), method, max_length, model)
 
 
-def check_servers(config: Config, key: str) -> None:
+class Unreachable(ConfigError):
+    """A server does not answer."""
+
+
+def check_servers(
+    config: Config, key: str, without: Callable[[Unreachable], None] | None = None
+) -> None:
     """Check that each server of `rollout.servers_at` answers, and can sample for the run.
+
+    Args:
+        without: called for each that does not answer; None: that is an error too.
 
     Raises:
         ConfigError: one does not or cannot; the message names it and says why.
@@ -74,7 +83,12 @@ def check_servers(config: Config, key: str) -> None:
     architecture = Architecture.from_directory(config.model)
     needed = description_of(architecture, config.quantization.format, config.rollout.max_length)
     for url in config.rollout.servers_at:
-        describe(url, key).check(url, needed)
+        try:
+            describe(url, key).check(url, needed)
+        except Unreachable as error:
+            if without is None:
+                raise
+            without(error)
 
 
 def is_private(url: str) -> bool:
@@ -92,7 +106,8 @@ def describe(url: str, key: str) -> Description:
     """Ask a server what it is.
 
     Raises:
-        ConfigError: it does not answer, takes another key, or was not started by `qurl serve`.
+        Unreachable: it does not answer.
+        ConfigError: it takes another key, or was not started by `qurl serve`.
     """
     server = f"rollout.servers_at: the server at {url}"
     try:
@@ -103,7 +118,7 @@ def describe(url: str, key: str) -> Description:
         )
     except httpx.TransportError as error:
         why = str(error) or type(error).__name__
-        raise ConfigError(f"{server} cannot be reached: {why}; start it with qurl serve") from None
+        raise Unreachable(f"{server} cannot be reached: {why}; start it with qurl serve") from None
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         raise ConfigError(f"{server} was started with another key; give both sides the same")
     try:

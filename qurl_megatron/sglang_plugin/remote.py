@@ -1,7 +1,7 @@
 """Weights over HTTP, for a server that the learner reaches by a URL and a key only.
 
 `add_routes` gives a server with a key the two routes of `rollout/wire.py`. A server without a key
-does not get them.
+does not get them. `without_key` keeps the key out of the log.
 
 The HTTP process writes the payload of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
@@ -46,6 +46,12 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     app.add_api_route(DESCRIPTION_PATH, _describe, methods=["GET"])
     app.add_route(WEIGHTS_PATH, _receive, methods=["POST"])
     original(app, **keys)
+
+
+def without_key(original: Callable[[Any], str], arguments: Any) -> str:
+    """Return the text of `ServerArgs`, which SGLang writes to its log, without the key."""
+    text = original(arguments)
+    return text.replace(arguments.api_key, "...") if arguments.api_key else text
 
 
 async def _describe() -> Any:
