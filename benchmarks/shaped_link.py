@@ -64,7 +64,7 @@ class ShapedLink:
         await asyncio.gather(*carrying, return_exceptions=True)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(OSError):
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.CancelledError):
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
             with contextlib.closing(far_writer):
                 ways = (

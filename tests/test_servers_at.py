@@ -167,7 +167,10 @@ def description(model_dir: Path, **changes: Any) -> Description:
         ({"version": "0.0.1"}, r"runs qurl-megatron 0\.0\.1, and this is .*; install the same"),
         ({"method": "qurl_fp8"}, "takes weights as qurl_fp8; .* needs qurl_int8"),
         ({"method": None}, "takes weights as bf16"),
-        ({"context_length": 99}, "at most 99 tokens .* the run needs 100; .* max_length=100"),
+        (
+            {"context_length": 99},
+            "serves at most 99 tokens .* the run needs 100; .* max_length=100",
+        ),
     ],
 )
 def test_a_server_that_cannot_sample_for_the_run_is_named_with_what_differs(
