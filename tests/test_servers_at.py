@@ -192,13 +192,14 @@ def test_a_server_of_another_model_is_named_with_the_field_that_differs(model_di
 @pytest.fixture
 def answering() -> Iterator[Callable[[int, str], str]]:
     """Yield a function that makes an HTTP server answer so, and returns its URL."""
-    answer = {"status": 200, "text": ""}
+    answer: tuple[int, str] = (200, "")
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(int(answer["status"]))
+            status, text = answer
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(str(answer["text"]).encode())
+            self.wfile.write(text.encode())
 
         do_POST = do_GET
 
@@ -210,7 +211,8 @@ def answering() -> Iterator[Callable[[int, str], str]]:
     thread.start()
 
     def set_answer(status: int, text: str) -> str:
-        answer.update(status=status, text=text)
+        nonlocal answer
+        answer = status, text
         return f"http://127.0.0.1:{server.server_port}"
 
     yield set_answer
@@ -406,7 +408,12 @@ def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
 
 def test_a_delta_is_coded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    monkeypatch.setattr(couriers, "encode", lambda flat: calls.append(flat) or flat.clone())
+
+    def encode(flat: Tensor) -> Tensor:
+        calls.append(flat)
+        return flat.clone()
+
+    monkeypatch.setattr(couriers, "encode", encode)
     coder = Coder()
     first, second = (Bucket.pack({"w": torch.full((4,), n)}) for n in (1.0, 2.0))
     assert coder.code(first) is coder.code(first)
