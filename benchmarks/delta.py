@@ -8,9 +8,12 @@ of their deviation. A publish comes after 1, 4 or 16 optimizer steps.
 
 1. Per publish and format: the part of codes and of scales that changed, the bytes of the delta per
    parameter, and the CPU time per 10^9 parameters to compare and pack it, and to write it into the
-   server's parameters. Each delta is written into a copy, which must then be the new tensor.
+   server's parameters. Then the bytes of the coded delta, as servers behind slow links get it, and
+   the CPU time to code and to decode it, for tensors of real size: the changes repeated. Each
+   delta, coded or not, is written into a copy, which must then be the new tensor.
 2. A publish of Qwen2.5-32B, whose norm-fed layers have s = 1.5 and all others s = 1: seconds that
-   its bytes take over links of 1, 10, 100 and 400 Gb/s, for deltas and for all tensors. Every row
+   its bytes take over links of 0.1 to 400 Gb/s, for deltas, coded and not, and for all tensors. On
+   one core, coding takes time too: the megabits per second below which it pays are given. Every row
    of the embedding counts as moving. Rows of tokens that a batch lacks do not move, so a run sends
    less.
 3. With `--run RUN_DIR`: what each publish of a real run sent, from its metrics.jsonl.
@@ -24,7 +27,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,21 +41,23 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.planning import memory
 from qurl_megatron.quantization import quantize
+from qurl_megatron.weight_sync import coding
 from qurl_megatron.weight_sync.delta import Change, compare, pack, unpack
 from recipes.scaling_32b import ARCHITECTURES
 
 T = TypeVar("T")
-# Bytes per parameter by format, optimizer steps, width and UAQ scale.
-Sizes = dict[tuple[WeightFormat, int, int, float], float]
+# By format, optimizer steps, width and UAQ scale.
+Sizes = dict[tuple[WeightFormat, int, int, float], "Measured"]
 
 MODEL = ARCHITECTURES["Qwen2.5-32B"]
 WIDTHS = (MODEL.hidden_size, MODEL.intermediate_size)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-block", "bf16")
 MINIBATCHES = (1, 4, 16)
 UAQ_SCALES = (1.0, 1.5)
-GIGABITS = (1, 10, 100, 400)
+GIGABITS = (0.1, 1, 10, 100, 400)
 LEARNING_RATE, BETA1, BETA2, EPSILON = 1e-6, 0.9, 0.999, 1e-8
 GRADIENT_SIZE, SIGNAL = 5e-7, 0.1
+CODED_CHANGES = 300_000  # that are coded at once, where the time is measured
 CPU = torch.device("cpu")
 
 
@@ -95,6 +100,9 @@ class Measured:
     bytes_per_parameter: float
     pack_s: float  # CPU time per parameter
     write_s: float
+    coded_bytes_per_parameter: float
+    code_s: float
+    decode_s: float
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -112,15 +120,26 @@ def measure(old: dict[str, Tensor], new: dict[str, Tensor]) -> Measured:
         found = [change for change in changes if change is not None]
         return found, pack(found, CPU)
 
-    def write() -> None:
-        for change in unpack(flat):
+    def write(changes: Iterable[Change]) -> None:
+        held = {name: tensor.clone() for name, tensor in old.items()}
+        begin = time.process_time()
+        for change in changes:
             change.write_to(held[change.name], 0, 0)
+        spent_s.append(time.process_time() - begin)
+        for name, tensor in new.items():
+            assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
+    spent_s: list[float] = []
     (changes, flat), pack_s = timed(send)
-    held = {name: tensor.clone() for name, tensor in old.items()}
-    _, write_s = timed(write)
-    for name, tensor in new.items():
-        assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    write(unpack(flat))
+    compared = [compare(name, (0, 0), old[name], new[name], with_steps=True) for name in new]
+    told = [change for change in compared if change is not None]
+    coded = coding.encode(pack(told, CPU))
+    write(coding.decode(coded, CPU))
+    times = -(-CODED_CHANGES // sum(len(change.values) for change in told)) if told else 1
+    message = pack([repeated(change, times) for change in told], CPU)
+    many, code_s = timed(lambda: coding.encode(message))
+    _, decode_s = timed(lambda: list(coding.decode(many, CPU)))
     changed = {
         name: int(quantize.code_flips(old[name], new[name])) / new[name].numel() for name in new
     }
@@ -130,8 +149,22 @@ def measure(old: dict[str, Tensor], new: dict[str, Tensor]) -> Measured:
         changed.get("scales", 0.0),
         sum(change.num_bytes for change in changes) / parameters,
         pack_s / parameters,
-        write_s / parameters,
+        spent_s[0] / parameters,
+        (len(coded) - coding.header_bytes(coded)) / parameters,
+        code_s / parameters / times,
+        decode_s / parameters / times,
     )
+
+
+def repeated(change: Change, times: int) -> Change:
+    """Return the change of a tensor that has the rows of this one so many times."""
+    rows, columns = change.shape
+    gaps, values, steps = (
+        None if tensor is None else tensor.repeat(times)
+        for tensor in (change.gaps, change.values, change.steps)
+    )
+    assert values is not None
+    return Change(change.name, (0, 0), (rows * times, columns), gaps, values, steps)
 
 
 def publishes(
@@ -151,13 +184,13 @@ def publishes(
 
 
 def print_publishes(rows: int, repetitions: int) -> Sizes:
-    """Print section 1; return the bytes per parameter."""
+    """Print section 1; return the medians."""
     print(f"1. Deltas of {rows} rows; medians of {repetitions} publishes\n")
     print(
         "width    s    minibatches  format     codes %  scales %  bytes per     "
-        "compare, pack   write\n"
+        "compare, pack   write         coded bytes    code         decode\n"
         "                                      changed  changed   parameter     "
-        "s per 10^9      s per 10^9"
+        "s per 10^9      s per 10^9    per parameter  s per 10^9   s per 10^9"
     )
     sizes: Sizes = {}
     for width in WIDTHS:
@@ -165,15 +198,21 @@ def print_publishes(rows: int, repetitions: int) -> Sizes:
             weight = Weight(rows, width, uaq_scale)
             for minibatches in MINIBATCHES:
                 for name, results in publishes(weight, minibatches, repetitions).items():
-                    codes, scales, size, pack_s, write_s = (
-                        median(getattr(result, field) for result in results)
-                        for field in Measured.__dataclass_fields__
+                    medians = Measured(
+                        *(
+                            median(getattr(result, field) for result in results)
+                            for field in Measured.__dataclass_fields__
+                        )
                     )
-                    sizes[name, minibatches, width, uaq_scale] = size
+                    sizes[name, minibatches, width, uaq_scale] = medians
                     print(
                         f"{width:5}  {uaq_scale:3}  {minibatches:11}  {name:9}  "
-                        f"{100 * codes:7.4f}  {100 * scales:8.3f}  {size:.6f}      "
-                        f"{1e9 * pack_s:6.2f}          {1e9 * write_s:6.2f}",
+                        f"{100 * medians.codes_changed:7.4f}  "
+                        f"{100 * medians.scales_changed:8.3f}  "
+                        f"{medians.bytes_per_parameter:.6f}      "
+                        f"{1e9 * medians.pack_s:6.2f}          {1e9 * medians.write_s:6.2f}        "
+                        f"{medians.coded_bytes_per_parameter:.6f}       "
+                        f"{1e9 * medians.code_s:6.2f}       {1e9 * medians.decode_s:6.2f}",
                         flush=True,
                     )
     return sizes
@@ -183,28 +222,38 @@ def print_model(sizes: Sizes) -> None:
     """Print section 2."""
     print("\n2. A publish of Qwen2.5-32B: megabytes, and seconds on the link\n")
     header = "".join(f"{f'{gigabits} Gb/s':>11}" for gigabits in GIGABITS)
-    print(f"format     sent                         megabytes{header}")
+    print(f"format     sent                             megabytes{header}")
     for name in FORMATS:
         rows = [("all tensors", float(memory.published_bytes(MODEL, name)))]
+        notes = []
         for minibatches in MINIBATCHES:
+            total = delta_total(sizes, name, minibatches)
             what = f"delta of {minibatches} optimizer steps"
-            rows.append((what, delta_bytes(sizes, name, minibatches)))
+            rows.append((what, total.bytes_per_parameter))
+            rows.append((f"{what}, coded", total.coded_bytes_per_parameter))
+            spared = total.bytes_per_parameter - total.coded_bytes_per_parameter
+            spent_s = total.code_s + total.decode_s
+            notes.append(f"{8e-6 * spared / spent_s:.0f} ({spent_s:.2f} s)")
         for what, num_bytes in rows:
             seconds = "".join(f"{8e-9 * num_bytes / gigabits:11.4f}" for gigabits in GIGABITS)
-            print(f"{name:9}  {what:27}  {num_bytes / 1e6:9.0f}{seconds}")
+            print(f"{name:9}  {what:31}  {num_bytes / 1e6:9.0f}{seconds}")
+        print(f"{name:9}  coding pays below so many Mb/s (seconds it takes): {', '.join(notes)}")
 
 
-def delta_bytes(sizes: Sizes, weight_format: WeightFormat, minibatches: int) -> float:
-    """Return the bytes of a delta of the model."""
-    total = 0.0
+def delta_total(sizes: Sizes, weight_format: WeightFormat, minibatches: int) -> Measured:
+    """Return the bytes and the seconds of a delta of the whole model."""
+    total = Measured(*[0.0] * len(Measured.__dataclass_fields__))
     for rule in weight_map.rules(MODEL):
         sent_format: WeightFormat = weight_format if rule.quantized else "bf16"
         uaq_scale = UAQ_SCALES[1] if rule.norm_fed else UAQ_SCALES[0]
         for tensor in rule.tensors:
             shape = weight_map.full_shape(tensor, MODEL)
             width = shape[1] if len(shape) == 2 else WIDTHS[0]
-            size = sizes[sent_format, minibatches, width, uaq_scale]
-            total += size * math.prod(shape) * (MODEL.num_layers if rule.layered else 1)
+            part = sizes[sent_format, minibatches, width, uaq_scale]
+            parameters = math.prod(shape) * (MODEL.num_layers if rule.layered else 1)
+            for field in Measured.__dataclass_fields__:
+                more = parameters * getattr(part, field)
+                setattr(total, field, getattr(total, field) + more)
     return total
 
 

@@ -19,6 +19,7 @@ from typer.core import TyperGroup, TyperOption
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import recipes  # noqa: E402
+from launch.serve import ServeConfig  # noqa: E402
 from qurl_megatron import cli  # noqa: E402
 from qurl_megatron.config.fields import FieldDescription, describe, field_docs  # noqa: E402
 from qurl_megatron.config.schema import Config  # noqa: E402
@@ -71,9 +72,16 @@ def configuration_page() -> Iterator[str]:
         yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
         for field in fields:
             yield _entry(field.path, field.meaning, _values(field))
-    yield "## `qurl eval` { #eval }\n\nThe fields of `qurl eval MODEL DATA... [FIELD=VALUE]...`.\n"
-    for field in describe(EvalConfig):
-        yield _entry(field.path, field.meaning, _values(field), anchor=f"eval.{field.path}")
+    commands: dict[str, tuple[str, type]] = {
+        "eval": ("MODEL DATA... [FIELD=VALUE]...", EvalConfig),
+        "serve": ("MODEL [FIELD=VALUE]...", ServeConfig),
+    }
+    for command, (words, kind) in commands.items():
+        yield f"## `qurl {command}` {{ #{command} }}\n\nThe fields of `qurl {command} {words}`.\n"
+        for field in describe(kind):
+            yield _entry(
+                field.path, field.meaning, _values(field), anchor=f"{command}.{field.path}"
+            )
 
 
 def _values(field: FieldDescription) -> str:

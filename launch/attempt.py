@@ -88,5 +88,5 @@ class Attempt:
         A server does not save its random state. With the same seed it would sample again what it
         sampled before.
         """
-        start = self.number * self.config.rollout.servers + index
+        start = self.number * max(1, self.config.rollout.servers) + index
         return self.config.seed + SEED_STRIDE * start + RESTART_SEED_STRIDE * restarts

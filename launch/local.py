@@ -20,6 +20,7 @@ from launch.owner import claim
 from launch.placement import place_servers, server_specs
 from launch.prepare import exit_on_bad_input
 from launch.servers import Servers
+from launch.servers_at import save_servers_at
 from launch.status import how_to_resume
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
@@ -63,6 +64,8 @@ def _run(config: Config) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: received.append(number))
     print(f"run directory {config.run_dir}", flush=True)
+    with exit_on_bad_input():
+        save_servers_at(config)
     attempt = Attempt.create(config)
     ranks: list[Rank] = []
     roster = config.run_dir / "servers.json"

@@ -171,6 +171,11 @@ def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], l
     """
     learner = [f"learner{n}" for n in range(-(-config.learner.world_size // gpus_per_node))]
     specs = server_specs(config)
+    if not specs:
+        raise ConfigError(
+            "rollout.servers=0: a Slurm job has at least one server of its own; set it to 1, or "
+            "evaluate something"
+        )
     for spec in specs:
         size = spec.server.tensor_parallel_size
         if size > gpus_per_node:

@@ -21,6 +21,7 @@ from types import ModuleType
 from launch.disk import check_disk
 from launch.owner import claim
 from launch.placement import place_servers
+from launch.servers_at import check_servers_at
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
@@ -70,7 +71,7 @@ def prepare_new(
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
     machine if the whole run is to fit on it; 0 skips that check. `checks_disk` is False for a run
-    that will have another directory.
+    that will be elsewhere: neither this disk nor its servers elsewhere are checked.
 
     Raises:
         ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
@@ -148,7 +149,7 @@ def prepare_resume(
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
-        summary = _check(config, num_gpus, checks_disk)
+        summary = _check(config, num_gpus, checks_disk, resumes=True)
         save(config, run_dir / "config.yaml")
         (run_dir / DATA_SUMMARY).write_text(summary)
     return config
@@ -237,7 +238,7 @@ def print_data_summary(config: Config) -> None:
     print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
 
 
-def _check(config: Config, num_gpus: int, checks_disk: bool) -> str:
+def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = False) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Return the summary of the data.
@@ -261,6 +262,7 @@ def _check(config: Config, num_gpus: int, checks_disk: bool) -> str:
         check_model(Path(config.critic.model))
     if checks_disk:
         check_disk(config)
+        check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))
     prompts = load_prompts(config, tokenizer)
     set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0

@@ -44,6 +44,7 @@ from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
 from launch.prepare import exit_on_bad_input, prepare_resume_or_new, print_data_summary
 from launch.servers import RestartLimit
+from launch.servers_at import save_servers_at
 from launch.slurm_task import START_FAILED, roster_of
 from launch.status import how_to_resume, is_finished
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
@@ -86,6 +87,7 @@ def _run(config: Config, max_restarts: int) -> int:
         plan = make_plan(
             config, attempt.number, learner_group.nodes, rollout_group.nodes, free_port()
         )
+        save_servers_at(config)
     plan.save(attempt.logs / "plan.json")
     job = {
         "id": os.environ["SLURM_JOB_ID"],

@@ -301,6 +301,35 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face directory of the run's model.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FIELD=VALUE", help="Settings, such as format=fp8 host=10.0.0.5 port=30000."
+        ),
+    ] = None,
+) -> None:
+    """Serve a model to a run on another machine, which lists it in rollout.servers_at.
+
+    Both sides need the same key, in a file or in the variable QURL_SERVERS_KEY.
+    """
+    with exit_on_bad_input():
+        from launch import serve
+        from qurl_megatron.config.overrides import with_overrides
+        from qurl_megatron.preload import PreloadFailed
+        from qurl_megatron.rollout.server import ServerFailed
+
+        try:
+            sys.exit(serve.run(with_overrides(serve.ServeConfig(model=model), settings or [])))
+        except (PreloadFailed, ServerFailed) as failure:
+            print(f"qurl: {failure}", file=sys.stderr)
+            sys.exit(1)
+
+
+@app.command()
 def report(
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Directories of the runs to compare.")

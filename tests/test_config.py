@@ -15,6 +15,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 from launch.placement import place_servers
+from launch.serve import ServeConfig
 from qurl_megatron.config.fields import describe, field_docs
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import (
@@ -248,6 +249,18 @@ def test_valid_configuration_is_accepted(model_dir: Path) -> None:
     [
         ("rollout.top_p=0.9", "training needs top_p=1 and top_k=-1"),
         ("rollout.top_k=50", "training needs top_p=1 and top_k=-1"),
+        (
+            "rollout.servers=0",
+            "rollout.servers=0: nobody samples; give servers, or rollout.servers",
+        ),
+        (
+            "rollout.servers_at=[http://127.0.0.1:1] rollout.min_servers=3",
+            "rollout.min_servers=3: must be at most rollout.servers=1 plus 1 elsewhere",
+        ),
+        (
+            "rollout.servers_at=[http://127.0.0.1:1,http://127.0.0.1:1]",
+            "rollout.servers_at: lists a server twice",
+        ),
         ("optimizer.minibatches_per_step=3", "do not divide into minibatches"),
         (
             "rollout.prompts_per_step=1 optimizer.minibatches_per_step=4"
@@ -498,6 +511,7 @@ def test_overrides_between_two_configurations_turn_one_into_the_other() -> None:
         "data_options.words=[1, b]",
         "quantization.uaq.layer_scales.3=2",
         "quantization.format=fp8",
+        "rollout.servers_at=[http://10.0.0.1:30000, 'https://host/a']",
         "learner.layers_in_last_pipeline_stage=2",
     ]
     config = Config(data_options={"size": 10})
@@ -521,7 +535,9 @@ def config_dataclasses(kind: type) -> set[type]:
 
 
 def test_every_field_has_a_docstring() -> None:
-    kinds = config_dataclasses(Config) | config_dataclasses(EvalConfig)
+    kinds = {
+        part for kind in (Config, EvalConfig, ServeConfig) for part in config_dataclasses(kind)
+    }
     assert {StageConfig, UaqConfig, OptimizerConfig, ServerConfig, EvalConfig} < kinds
     for kind in kinds:
         docs = field_docs(kind)
@@ -537,7 +553,7 @@ def test_every_field_has_a_docstring() -> None:
 def test_docstrings_name_the_unit_of_a_size_or_time(ending: str, unit: str) -> None:
     fields = [
         field
-        for kind in (Config, EvalConfig)
+        for kind in (Config, EvalConfig, ServeConfig)
         for field in describe(kind)
         if field.path.endswith(ending)
     ]
@@ -600,7 +616,7 @@ def numbers_in(hint: typing.Any, path: str) -> Iterator[tuple[str, typing.Any]]:
             yield from numbers_in(part, path)
 
 
-@pytest.mark.parametrize("kind", [Config, EvalConfig])
+@pytest.mark.parametrize("kind", [Config, EvalConfig, ServeConfig])
 def test_every_number_has_a_lower_and_an_upper_bound(kind: type) -> None:
     unbounded = {"rollout.top_p", "rollout.top_k"}  # `validate` allows one value of each
     # SGLang's own options, which it checks itself.

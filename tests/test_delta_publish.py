@@ -1,8 +1,8 @@
 """Deltas of a real learner, written into SGLang's own models, leave what a full publish leaves.
 
 A learner on several ranks converts a sequence of updates, each whole and as a delta. Models of
-servers of 1, 2 and 4 ranks then take random sequences of them: deltas, key frames (whole
-publishes), deltas of which a message is lost or comes twice.
+servers of 1, 2 and 4 ranks then take random sequences of them: deltas, coded deltas, key frames
+(whole publishes), deltas of which a message is lost or comes twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
-from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync import coding, delta
 from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
@@ -85,7 +85,10 @@ def record_versions(directory: Path, config: LearnerConfig) -> dict[WeightFormat
     versions: dict[WeightFormat, list[Version]] = {}
     for name, formats in model_formats().items():
         learner = Learner(directory / name, config, OptimizerConfig())
-        converters = {f: Converter(learner, f, BUCKET_BYTES, keeps_codes=True) for f in formats}
+        converters = {
+            f: Converter(learner, f, BUCKET_BYTES, keeps_codes=True, with_steps=True)
+            for f in formats
+        }
         generator = torch.Generator().manual_seed(dist.get_rank())
         for number, update in enumerate(("none", *UPDATES)):
             for *_, shard in learner.shards():
@@ -157,7 +160,7 @@ def versions(layout: LearnerConfig, model_dirs: Path) -> dict[WeightFormat, list
 def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
     for bucket in buckets:
         for model in ranks:
-            write_changes(model, bucket.flat)
+            write_changes(model, delta.unpack(bucket.flat))
 
 
 def write_key_frame(ranks: list[Any], buckets: list[Bucket]) -> None:
@@ -195,12 +198,17 @@ def test_any_sequence_of_messages_gives_what_a_full_publish_gives_or_is_noticed(
         sglang_loader.load(ranks, recorded[0].tensors())
         before = addresses(ranks)
         for version in recorded[1:]:
-            ways = ["delta", "twice", "key frame"]
+            ways = ["delta", "coded", "twice", "key frame"]
             losable = [b for b in version.delta if any(delta.unpack(b.flat))]
             ways += ["lost"] * (len(losable) > 1)
             way = chance.choice(ways)
             if way == "delta":
                 write_delta(ranks, version.delta)
+            elif way == "coded":
+                for bucket in version.delta:
+                    coded = coding.encode(bucket.flat)
+                    for model in ranks:
+                        write_changes(model, coding.decode(coded, coded.device))
             elif way == "twice":
                 repeated = version.delta + chance.sample(version.delta, len(version.delta))
                 write_delta(ranks, repeated)

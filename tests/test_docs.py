@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import recipes
+from launch.serve import ServeConfig
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.avg_at_k import EvalConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
@@ -65,8 +66,9 @@ def test_every_recipe_has_a_section(site: Path) -> None:
 
 
 def test_every_configuration_field_has_an_entry(site: Path) -> None:
-    evaluation = {f"eval.{field}" for field in leaves(dataclasses.asdict(EvalConfig()))}
-    fields = {*leaves(dataclasses.asdict(Config())), *evaluation}
+    fields = set(leaves(dataclasses.asdict(Config())))
+    for command, kind in {"eval": EvalConfig, "serve": ServeConfig}.items():
+        fields |= {f"{command}.{field}" for field in leaves(dataclasses.asdict(kind()))}
     assert fields <= anchors(site / "configuration.html")
 
 

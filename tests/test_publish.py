@@ -62,10 +62,10 @@ def publish_all(
     sent = 0
     original = channel.Channel.send
 
-    def send(each: Any, bucket: Any, *, announced: bool) -> Any:
+    def send(each: Any, bucket: Any, version: int, *, announced: bool) -> Any:
         nonlocal sent
         sent += bucket.flat.numel()
-        return original(each, bucket, announced=announced)
+        return original(each, bucket, version, announced=announced)
 
     channel.Channel.send = send  # type: ignore[method-assign]
     results: dict[str, Any] = {"sent": {}}

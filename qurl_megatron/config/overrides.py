@@ -66,6 +66,8 @@ def overrides_between(config: T, changed: T) -> list[str]:
                 for key, part in value.items()
                 if before[field].get(key, _ABSENT) != part
             ]
+        elif value != before[field] and isinstance(value, list):
+            overrides.append(f"{field}={json.dumps(value)}")
         elif value != before[field]:
             overrides.append(f"{field}={'null' if value is None else value}")
     return overrides

@@ -99,6 +99,13 @@ RewardName = Annotated[
         "FILE.py:NAME or MODULE:NAME",
     ),
 ]
+Url = Annotated[
+    str,
+    _matching(
+        r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\w.~/-]*[\w.~-])?",
+        "give http(s)://HOST:PORT, without a user, a query or a slash at the end",
+    ),
+]
 DataName = Annotated[
     str,
     _matching(
@@ -454,8 +461,9 @@ class RolloutConfig:
     """Later stages of training, by their first step. Weights, optimizer and position in the data
     carry over."""
 
-    servers: Annotated[int, Ge(1), Le(512)] = 1
-    """Number of server replicas. They hold the same weights and share the prompts."""
+    servers: Annotated[int, Ge(0), Le(512)] = 1
+    """Number of server replicas that the run starts. They hold the same weights and share the
+    prompts. 0: only those of `servers_at` sample."""
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """Each rollout server."""
@@ -481,6 +489,18 @@ class RolloutConfig:
     replay: the learner's forward passes choose the same. A request that a publish retracts has the
     experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
+
+    servers_at: list[Url] = dataclasses.field(default_factory=list)
+    """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the
+    weights over the same HTTP or HTTPS connection as prompts. Without answers from one, the run
+    goes on and asks it again. Empty: none."""
+
+    servers_key_file: Text = ""
+    """File with the key of the servers of `servers_at`. Empty: the variable QURL_SERVERS_KEY."""
+
+    servers_plain_http: bool = False
+    """Allow http:// in `servers_at` for other addresses than loopback. The key, prompts and
+    completions can then be read and changed on the way."""
 
     @property
     def longest_response(self) -> int:

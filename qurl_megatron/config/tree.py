@@ -18,7 +18,7 @@ FREE_FORM_FIELDS = {
     "quantization.uaq.layer_scales",
     "rollout.server.options",
     "rollout.stages",
-    "server.options",  # of `qurl eval`
+    "server.options",  # of `qurl eval` and `qurl serve`
 }
 
 

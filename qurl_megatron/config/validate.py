@@ -164,11 +164,17 @@ def validate_resume(saved: Config, config: Config) -> None:
 
 def _validate_sampling(config: Config) -> None:
     rollout = config.rollout
-    if rollout.min_servers > rollout.servers:
+    num_servers = rollout.servers + len(rollout.servers_at)
+    if not num_servers:
+        raise ConfigError("rollout.servers=0: nobody samples; give servers, or rollout.servers_at")
+    if rollout.min_servers > num_servers:
+        elsewhere = f" plus {len(rollout.servers_at)} elsewhere" if rollout.servers_at else ""
         raise ConfigError(
             f"rollout.min_servers={rollout.min_servers}: must be at most "
-            f"rollout.servers={rollout.servers}"
+            f"rollout.servers={rollout.servers}{elsewhere}"
         )
+    if len(set(rollout.servers_at)) < len(rollout.servers_at):
+        raise ConfigError("rollout.servers_at: lists a server twice")
     if rollout.top_p != 1 or rollout.top_k != -1:
         field = "top_p" if rollout.top_p != 1 else "top_k"
         raise ConfigError(

@@ -29,6 +29,7 @@ from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
+from qurl_megatron.rollout.remote import revive
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
@@ -170,6 +171,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             mode=config.quantization.publish if name == "rollout" else "full",
             transport=config.quantization.transport,
             keep=config.quantization.keep,
+            has_remote=name == "rollout" and bool(config.rollout.servers_at),
         )
         stack.enter_context(closing(publishers[name]))
 
@@ -236,7 +238,11 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         number = f"{next(num_up)} of {len(servers)}"
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
-    wait_ready(list(servers.values()), start_timeout_s, ready=say_ready)
+    own = [server for server in servers.values() if not server.is_remote]
+    wait_ready(own, start_timeout_s, ready=say_ready)
+    for server in servers.values():
+        if server.is_remote and revive(server):  # else the fleet asks it again
+            say_ready(server)
     fleet = Fleet(
         name,
         servers,

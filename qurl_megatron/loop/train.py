@@ -39,6 +39,7 @@ from qurl_megatron.loop.step_metrics import StepResults, step_metrics, weight_me
 from qurl_megatron.loop.warmup import warm_up
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
+from qurl_megatron.rollout.roster import SERVERS_AT
 from qurl_megatron.weight_sync.export import export
 
 
@@ -142,7 +143,8 @@ def run_rank(
     signal.signal(exit_on, lambda *_: sys.exit(128 + exit_on))
     device.initialize_distributed()
     try:
-        is_complete = train(load(run_dir / "config.yaml"), rosters, lambda: bool(stop_signals))
+        config, rosters = load(run_dir / "config.yaml"), [*rosters, run_dir / SERVERS_AT]
+        is_complete = train(config, rosters, lambda: bool(stop_signals))
     except NonFinite as error:  # on every rank
         print(f"qurl: {error}: qurl resume {run_dir}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import weakref
 from base64 import b64decode
 from collections.abc import Callable, Sequence
@@ -22,6 +23,14 @@ from qurl_megatron.rollout.fleet import (
     ServerBusy,
 )
 from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server
+
+# Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
+# minutes; neither side would be told.
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 30),
+]
 
 
 class RolloutClient:
@@ -147,13 +156,19 @@ class RolloutClient:
         answers = answers if isinstance(answers, list) else [answers]
         if any(answer["meta_info"]["finish_reason"]["type"] == "abort" for answer in answers):
             raise ServerBusy  # the answer is not complete
+        if server.is_remote and any(
+            0 in answer["meta_info"]["token_versions"] for answer in answers
+        ):
+            # Nobody tells the run; a server of its own has another entry in a roster.
+            raise server.failed("was started again, and answered without weights")
         return answers
 
     def _http(self) -> httpx.AsyncClient:
         """Return this event loop's connections; a loop that has ended leaves none open."""
         loop = asyncio.get_running_loop()
         if loop not in self._https:
-            self._https[loop] = httpx.AsyncClient(timeout=None, limits=CONNECTIONS)
+            transport = httpx.AsyncHTTPTransport(limits=CONNECTIONS, socket_options=KEEP_ALIVE)
+            self._https[loop] = httpx.AsyncClient(timeout=None, transport=transport)
         return self._https[loop]
 
     def _completion(self, answer: dict[str, Any], prompt_length: int) -> Completion:

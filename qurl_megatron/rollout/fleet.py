@@ -9,6 +9,8 @@ A server is in one of four states:
 - A lost server is never asked again. What it has not answered is asked of the others, once.
 - The process that started a server replaces it, and writes the new one to its roster. It is
   another server here: it starts, joins and serves.
+- A server that somebody started elsewhere cannot be replaced. After a loss the fleet asks its URL
+  every few seconds, and what answers there is another server here too.
 - Who waits for servers waits as long as `patience_s`, then gets `FleetTooSmall`; at once if the
   rosters have too few.
 
@@ -45,6 +47,7 @@ SILENT_S = 2.0  # a server with prompts that has not answered any for this long 
 # A server that is restarted without need costs more than one that is waited for: SGLang answers
 # /health after a step of its scheduler, but a busy machine may take seconds for that.
 HEALTH_TIMEOUT_S = 20.0
+ASK_AGAIN_S = 5.0  # between two questions to a server elsewhere whether it is back
 
 
 class FleetTooSmall(ServerFailed, SharedError):
@@ -165,11 +168,15 @@ class Fleet:
             requests = list(member.requests.items())
         # The log of a failed server follows the first line, which names it.
         reason = why.splitlines()[0].removesuffix(" ends:")
-        self._say(f"server {self.set_name}_{member.index} is lost: {reason}")
+        retried = "; it was started elsewhere, so it is asked again until it answers"
+        self._say(
+            f"server {self.set_name}_{member.index} is lost: {reason}"
+            f"{retried if member.server.is_remote else ''}"
+        )
         for request, loop in requests:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
                 loop.call_soon_threadsafe(request.cancel)
-        if member.server.alive():
+        if member.server.alive() and not member.server.is_remote:
             logs = Path(member.server.log_file).parent
             report_lost(logs, self.set_name, member.index, member.server)
 
@@ -274,6 +281,7 @@ class Fleet:
                 if read:
                     self._compare(read())
                 probes = {member: probe for member, probe in probes.items() if not probe.done()}
+                self._await_lost_ones()
                 for member in self.members("starting", "joining", "serving"):
                     if not member.server.alive():
                         self.lose(member, str(member.server.failed("died")))
@@ -299,10 +307,18 @@ class Fleet:
             with self._lock:
                 self._members[index] = Member(index, server, "starting")
 
+    def _await_lost_ones(self) -> None:
+        """Put a server that starts in the place of each lost one that was started elsewhere."""
+        with self._lock:
+            for member in self.members("lost"):
+                if member.server.is_remote:
+                    self._members[member.index] = Member(member.index, member.server, "starting")
+
     @staticmethod
     def _is_doubtful(member: Member) -> bool:
         if member.state == "starting":
-            return True
+            since_s = time.monotonic() - member.heard_at
+            return not member.server.is_remote or since_s > ASK_AGAIN_S
         silent_s = time.monotonic() - member.heard_at
         return bool(member.requests) and not member.is_paused and silent_s > SILENT_S
 
@@ -311,6 +327,10 @@ class Fleet:
         problem = ""
         try:
             server = member.server
+            if member.state == "starting" and server.is_remote:
+                # A learner may have paused it and gone. It does not answer /health then.
+                url = f"{server.url}/continue_generation"
+                await http.post(url, json={}, headers=server.headers)
             answer = await http.get(f"{server.url}/health", headers=server.headers)
             if not answer.is_success:
                 problem = f"answers /health with status {answer.status_code}"
@@ -318,6 +338,7 @@ class Fleet:
             problem = f"did not answer /health in {self._health_timeout_s:g} s ({error!r})"
         with self._lock:
             if member.state == "starting":
+                member.heard_at = time.monotonic()
                 if not problem:
                     self._change(member, "joining")
             elif not problem:

@@ -7,6 +7,8 @@ replaced a server that died. The learner reads the rosters of all starters. So:
 
 A learner that finds a server hung reports it lost. Its starter then kills that process and starts
 another. All files are atomic, and readers poll them.
+
+Servers that somebody started elsewhere are in a roster too. The launcher writes it once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Roster = dict[str, dict[int, Server]]
 Incarnation = tuple[str, int, int, int | None]
 """One process of a server: set name, index, process id, start of the process in ticks."""
 
+SERVERS_AT = "servers_at.json"  # in a run's directory: the servers of `rollout.servers_at`
 LOST = "lost"  # directory of reports, beside the logs
 
 

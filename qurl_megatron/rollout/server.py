@@ -8,6 +8,9 @@ them on the real server:
 
 Loopback servers are unauthenticated. A server that other machines can reach requires a key with
 every request. The key is stored in `Server` and never appears on a command line.
+
+A server that somebody started elsewhere (`remote.py`) is a `Server` too, of which only the URL and
+the key are known.
 """
 
 from __future__ import annotations
@@ -42,13 +45,12 @@ from qurl_megatron.process import (
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.options import command_line
+from qurl_megatron.rollout.wire import CONTEXT_RESERVE
 
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
-# SGLang limits a request to this many tokens fewer than its context length.
-CONTEXT_RESERVE = 2
 # Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
 # which could not be told from a server that dies.
 CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -71,6 +73,7 @@ class Server:
     log_file: str
     scratch_dir: str  # holds its sockets and temporary files
     api_key: str | None = None  # None: unauthenticated
+    is_remote: bool = False  # somebody started it elsewhere; see remote.remote_server
 
     @property
     def headers(self) -> dict[str, str]:
@@ -109,7 +112,9 @@ class Server:
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def failed(self, what: str) -> ServerFailed:
-        """Return the exception for a failure, with the end of the log."""
+        """Return the exception for a failure, with the end of the log if there is one here."""
+        if self.is_remote:
+            return ServerFailed(f"server {self.url} {what}")
         log = Path(self.log_file)
         return ServerFailed(f"server {self.url} {what}; {log} ends:\n{tail(log)}")
 
@@ -126,6 +131,7 @@ def start_server(
     loads: bool = False,
     records_routing: bool = False,
     host: str = LOOPBACK,
+    port: int | None = None,
     api_key: str | None = None,
     gpus: Sequence[int] | None = None,
     preload: Preload | None = None,
@@ -143,6 +149,7 @@ def start_server(
         records_routing: answer with the experts that were chosen, if a request asks for them.
         host: address to listen on. Any address other than loopback requires `api_key`, which must
             be the same for all servers of a run.
+        port: to listen on; None: a free one.
         gpus: consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
         preload: from `preloaded_sglang`; the server is then a fork of that process.
     """
@@ -152,7 +159,7 @@ def start_server(
         preload.wait_ready()
     if gpus is None:
         gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
-    port = free_port()
+    port = port or free_port()
     options: dict[str, object] = {
         "model_path": model_dir,
         "load_format": "safetensors" if loads else "dummy",
@@ -185,7 +192,7 @@ def start_server(
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     if api_key:
         key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
-        key_file.write_text(f"api-key: {api_key}\n")
+        key_file.write_text(f"api-key: {json.dumps(api_key)}\n")
         options["config"] = key_file
     additions = {
         "TMPDIR": scratch_dir,

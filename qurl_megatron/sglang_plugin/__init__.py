@@ -1,10 +1,11 @@
 """The SGLang plugin: every process of a server loads it, through two entry points.
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
-SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds four things:
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds five things:
 the reloadable quantized linear layers and experts `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`;
 checksums of the weights a server holds; receiving weights with a time limit, also from the
-learner's memory; a weight version for every sampled token. Importing this package does nothing.
+learner's memory; a weight version for every sampled token; weights over HTTP, for a server with a
+key. Importing this package does nothing.
 """
 
 
@@ -24,7 +25,7 @@ def register() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import linear, platform, receive, verify, versions
+    from qurl_megatron.sglang_plugin import linear, platform, receive, remote, verify, versions
 
     bind_stores()
     configs = {
@@ -48,6 +49,9 @@ def register() -> None:
         f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,
+        f"{updater}.WeightUpdater.update_weights_from_distributed": remote.load_file,
+        "utils.auth.add_api_key_middleware": remote.add_routes,
+        "server_args.ServerArgs.__repr__": remote.without_key,
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,
         f"{scheduler}.flush_cache": versions.flush_cache,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.sglang_plugin.verify import HeldPart, held_parts
-from qurl_megatron.weight_sync.delta import base_version, unpack
+from qurl_megatron.weight_sync.delta import Change, base_version, unpack
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, HEADER_BYTES, attach
 from qurl_megatron.weight_sync.stream import (
     Announced,
@@ -67,7 +67,7 @@ def update_bucket(
             for sender in range(shapes[0][0]):
                 channel = Channel(updater, sibling(group_name, sender))
                 for flat in channel.until_end():
-                    write_changes(updater.get_model(), flat)
+                    write_changes(updater.get_model(), unpack(flat))
                     channel.confirm()
         elif is_key_frame(names):
             _load(updater, names, dtypes, shapes, group_name)
@@ -236,10 +236,10 @@ def _write(plan: LoadPlan, received: tuple[int, Channel, Tensor]) -> None:
     channel.confirm()
 
 
-def write_changes(model: torch.nn.Module, flat: Tensor) -> None:
-    """Write a delta, `[bytes]` uint8 messages of `delta.pack`, into a model's parameters."""
+def write_changes(model: torch.nn.Module, delta: Iterable[Change]) -> None:
+    """Write the changes of a delta into a model's parameters."""
     changes = defaultdict(list)
-    for change in unpack(flat):
+    for change in delta:
         changes[change.name].append(change)
     for part in held_parts(model):
         for change in changes[part.name]:

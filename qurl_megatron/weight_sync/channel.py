@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,36 @@ servers, on the learner's machine, read the buckets in place.
 _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
 _STORE_POLL_S = 0.05
+
+
+class Sending(Protocol):
+    """What carries a sender's buckets to one server, in order."""
+
+    failure: RuntimeError | None  # after which it sends nothing more
+
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+        """Send a bucket of a version; done when it may be released, or sending has failed.
+
+        Args:
+            announced: the request told the server the bucket's size.
+        """
+
+    def end(self) -> Future[None]:
+        """Tell the server that no more buckets come, which were not announced."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class Entrance(Protocol):
+    """How the senders reach a server; global rank 0 hands it to them."""
+
+    @property
+    def token(self) -> str:
+        """A name, new for each attempt."""
+
+    def enter(self, sender: int) -> Sending:
+        """Begin to connect the sender of this number."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +91,10 @@ class Door:
     def channel(self, sender: int) -> str:
         """Return the name of a sender's channel."""
         return channel_name(self.token, sender, self.suffix)
+
+    def enter(self, sender: int) -> Channel:
+        """Begin to form the group of the sender of this number."""
+        return Channel(self, sender)
 
     def open(self) -> dist.TCPStore:
         """Return the store, which this process keeps."""
@@ -105,12 +139,8 @@ class Channel:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.channel(sender))
         self._do(self._join)
 
-    def send(self, bucket: Bucket, *, announced: bool) -> Future[None]:
-        """Broadcast a bucket's values; done when they may be released, or the channel has failed.
-
-        Args:
-            announced: the request told the server the bucket's size.
-        """
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+        """Broadcast a bucket's values; rank 0 told the server the version."""
         return self._do(lambda: self._send(bucket.flat, announced))
 
     def end(self) -> Future[None]:
@@ -199,24 +229,26 @@ class Channels:
 
     def __init__(self) -> None:
         """Open none."""
-        self._open: dict[str, Channel] = {}  # by token
+        self._open: dict[str, Sending] = {}  # by token
 
     def prepare(self) -> None:
         """Import what channels need. That takes seconds, which servers would wait for."""
         import sglang.srt.utils  # noqa: F401
 
-    def keep(self, doors: list[Door], sender: int) -> None:
+    def keep(self, doors: list[Entrance], sender: int) -> None:
         """Have a channel through each of these doors and no other, as the sender of this number."""
         tokens = {door.token for door in doors}
         for token in [token for token in self._open if token not in tokens]:
             self._open.pop(token).close()
         for door in doors:
             if door.token not in self._open:
-                self._open[door.token] = Channel(door, sender)
+                self._open[door.token] = door.enter(sender)
 
-    def send(self, tokens: list[str], bucket: Bucket, *, announced: bool) -> Callable[[], None]:
-        """Broadcast a bucket to these servers; return a function that waits until it is sent."""
-        sending = [self._open[token].send(bucket, announced=announced) for token in tokens]
+    def send(
+        self, tokens: list[str], bucket: Bucket, version: int, *, announced: bool
+    ) -> Callable[[], None]:
+        """Send a bucket to these servers; return a function that waits until it is sent."""
+        sending = [self._open[token].send(bucket, version, announced=announced) for token in tokens]
 
         def wait() -> None:
             for future in sending:
@@ -229,6 +261,10 @@ class Channels:
         for future in [self._open[token].end() for token in tokens]:
             future.result()
 
-    def failed(self) -> list[str]:
-        """Return the tokens of the channels that have failed."""
-        return [token for token, channel in self._open.items() if channel.failure is not None]
+    def failed(self) -> dict[str, RuntimeError]:
+        """Return why channels have failed, by token."""
+        return {
+            token: channel.failure
+            for token, channel in self._open.items()
+            if channel.failure is not None
+        }

@@ -12,11 +12,14 @@ escape for each 65,535 elements, and then the rest. Values are absolute, and ele
 and copied as bits. So applying a delta twice gives what applying it once gives, and -0.0 and NaN
 need no care.
 
+A change can also say its steps: for each element by how much its bits, as an integer, moved, if
+that is 1 or -1. `coding.py` needs them to make a delta smaller.
+
 A message holds the changes of one rank, and messages stand one behind another in a buffer:
 
     | bytes of the header, and of what follows: two int64
     | header: JSON, name, place and counts of each change
-    | values of 4 bytes | gaps and values of 2 bytes | values of 1 byte
+    | values of 4 bytes | gaps and values of 2 bytes | values of 1 byte, and steps
 
 Every part of a message begins at a multiple of its element's size.
 
@@ -55,12 +58,15 @@ class Change:
     offset: tuple[int, int]  # row and column of the full tensor at which the part begins
     shape: tuple[int, int]  # rows and columns of the part
     gaps: Tensor | None  # [words] int16, the bits of unsigned words; None: all elements are sent
-    values: Tensor  # [changes] or [elements], the elements' bits as integers
+    # [changes] or [elements], the elements' bits as integers; [changes whose step is 0] of a change
+    # that was coded
+    values: Tensor
+    steps: Tensor | None = None  # [changes] int8: 1 and -1, 0 for a larger one; None: not told
 
     @property
     def num_bytes(self) -> int:
-        """Size of gaps and values, in bytes."""
-        return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
+        """Size of gaps, values and steps, in bytes."""
+        return sum(t.nbytes for t in (self.gaps, self.values, self.steps) if t is not None)
 
     def write_to(self, held: Tensor, row: int, column: int) -> None:
         """Write the change into `held`, the part of the same tensor that begins at `row, column`.
@@ -85,37 +91,54 @@ class Change:
         at_row, at_column = positions // width + top, positions % width + left
         inside = (at_row >= rows.start) & (at_row < rows.stop)
         inside &= (at_column >= columns.start) & (at_column < columns.stop)
-        target[at_row[inside], at_column[inside]] = self.values[inside]
+        at = at_row[inside], at_column[inside]
+        if self.steps is None or len(self.values) == len(self.steps):
+            target[at] = self.values[inside]
+            return
+        values = self.values.new_zeros(len(self.steps))
+        values[self.steps == 0] = self.values
+        steps = self.steps[inside]
+        # Integers wrap around, as they did when the sender took the difference.
+        target[at] = torch.where(steps == 0, values[inside], target[at] + steps)
 
 
-def compare(name: str, offset: tuple[int, int], old: Tensor, new: Tensor) -> Change | None:
+def compare(
+    name: str, offset: tuple[int, int], old: Tensor, new: Tensor, *, with_steps: bool = False
+) -> Change | None:
     """Return what changed from `old` to `new`; None if no bit did.
 
     Args:
         name: the tensor's.
         offset: row and column of the full tensor at which `old` and `new` begin.
         old, new: contiguous, of one dtype and shape, `[rows, columns]` or `[rows]`.
+        with_steps: say the steps too.
     """
     before, after = as_integers(old).view(-1), as_integers(new).view(-1)
     gaps: list[Tensor] = []
     values: list[Tensor] = []
+    steps: list[Tensor] = []
     shape = (len(new), math.prod(new.shape[1:]))
     left_bytes = after.nbytes
     last = -1
     for start in range(0, len(after), CHUNK_ELEMENTS):
         chunk = after[start : start + CHUNK_ELEMENTS]
-        changed = _changed(before[start : start + CHUNK_ELEMENTS], chunk)
+        chunk_before = before[start : start + CHUNK_ELEMENTS]
+        changed = _changed(chunk_before, chunk)
         if not len(changed):
             continue
         values.append(chunk[changed])
         gaps.append(encode_gaps(changed + start, last))
         last = start + int(changed[-1])
-        left_bytes -= values[-1].nbytes + gaps[-1].nbytes
+        left_bytes -= values[-1].nbytes + gaps[-1].nbytes + with_steps * len(changed)
         if left_bytes <= 0:
             return Change(name, offset, shape, None, after)
+        if with_steps:
+            difference = values[-1] - chunk_before[changed]  # wraps around
+            steps.append(torch.where(difference.abs() == 1, difference, 0).to(torch.int8))
     if not values:
         return None
-    return Change(name, offset, shape, torch.cat(gaps), torch.cat(values))
+    told = torch.cat(steps) if with_steps else None
+    return Change(name, offset, shape, torch.cat(gaps), torch.cat(values), told)
 
 
 def _changed(old: Tensor, new: Tensor) -> Tensor:
@@ -155,7 +178,10 @@ def pack(changes: Sequence[Change], device: torch.device) -> Tensor:
             words = len(change.gaps)
             streams[2].append(change.gaps)
         streams[width].append(change.values)
-        entries.append([change.name, change.offset, change.shape, width, words, len(change.values)])
+        if change.steps is not None:
+            streams[1].append(change.steps)
+        entry = (change.name, change.offset, change.shape, width, words, len(change.values))
+        entries.append([*entry, change.steps is not None])
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     num_bytes = sum(change.num_bytes for change in changes)
@@ -176,17 +202,21 @@ def unpack(flat: Tensor) -> Iterator[Change]:
         )
         entries = json.loads(header.cpu().numpy().tobytes())
         counts: dict[int, list[int]] = {width: [] for width in _WIDTHS}
-        for *_, width, words, count in entries:
+        for *_, width, words, count, has_steps in entries:
             if words is not None:
                 counts[2].append(words)
             counts[width].append(count)
+            if has_steps:
+                counts[1].append(count)
         streams = {}
         for width in _WIDTHS:
             stream, payload = payload.tensor_split([width * sum(counts[width])])
             streams[width] = iter(stream.view(INTEGERS[width]).split(counts[width]))
-        for name, offset, shape, width, words, _ in entries:
+        for name, offset, shape, width, words, _, has_steps in entries:
             gaps = None if words is None else next(streams[2])
-            yield Change(name, tuple(offset), tuple(shape), gaps, next(streams[width]))
+            values = next(streams[width])
+            steps = next(streams[1]) if has_steps else None
+            yield Change(name, tuple(offset), tuple(shape), gaps, values, steps)
 
 
 def _as_tensors(text: bytes) -> list[Tensor]:

@@ -22,11 +22,14 @@ Send = Callable[[Bucket], Release]
 class Deltas:
     """Gathers what changed in the ranks' parts of buckets, and sends it in as few buckets."""
 
-    def __init__(self, send: Send, base: int, bucket_bytes: int, team: Team) -> None:
+    def __init__(
+        self, send: Send, base: int, bucket_bytes: int, team: Team, *, with_steps: bool
+    ) -> None:
         self._send = send
         self._base = base
         self._bucket_bytes = bucket_bytes
         self._team = team
+        self._with_steps = with_steps
         self._changes: list[Change] = []  # of this rank
         self._num_bytes = 0  # of all ranks
         self._release: Release = None  # of the bucket that was sent last
@@ -38,7 +41,10 @@ class Deltas:
         for tensor in tensors:
             if after[tensor.name].numel():
                 offset = tensor.offset_on(self._team.rank)
-                change = delta.compare(tensor.name, offset, before[tensor.name], after[tensor.name])
+                old_part, new_part = before[tensor.name], after[tensor.name]
+                change = delta.compare(
+                    tensor.name, offset, old_part, new_part, with_steps=self._with_steps
+                )
                 changes += [change] if change else []
         num_bytes = sum(change.num_bytes for change in changes)
         if self._team.size > 1:

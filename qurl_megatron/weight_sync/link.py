@@ -16,7 +16,7 @@ from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.weight_sync.channel import Carrier, Door, give_up, is_given_up
+from qurl_megatron.weight_sync.channel import Carrier, Door, Entrance, give_up, is_given_up
 from qurl_megatron.weight_sync.stream import Announcement
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
@@ -49,7 +49,7 @@ class Link:
         pause_mode: PauseMode,
     ) -> None:
         self.failure: RuntimeError | None = None
-        self.door: Door | None = None  # of the channels to the server
+        self.door: Entrance | None = None  # of the channels to the server
         self.store: dist.TCPStore | None = None  # of the door
         self.token = ""  # names the parameters that the server has handed out
         self._parameters: list[dict[str, str]] | None = None  # until all ranks have them
@@ -124,7 +124,7 @@ class Link:
         """Have the server load what the request announces."""
         return self._do(lambda: self._await_answer(request, version))
 
-    def sent(self, failed: list[str]) -> None:
+    def sent(self, failed: dict[str, RuntimeError]) -> None:
         """Limit the time to the answer: all was sent. Channels are formed anew if any `failed`."""
         self._answer_by = time.monotonic() + self._timeout_s
         if self.door is not None and self.door.token in failed:
@@ -185,7 +185,7 @@ class Link:
     def _let_in(self, num_senders: int) -> None:
         """Have the server join the channel of each sender."""
         door = self.door
-        assert door is not None
+        assert isinstance(door, Door)
         for sender in range(num_senders):
             self._control.init_weights_group(
                 door.address,
@@ -208,7 +208,7 @@ class Link:
             request.names,
             request.dtypes,
             request.shapes,
-            group_name=door.channel(0) if door else "",
+            group_name=door.channel(0) if isinstance(door, Door) else "",
             weight_version=version,
         )
         given_up = ""

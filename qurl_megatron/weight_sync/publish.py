@@ -26,7 +26,8 @@ not one of them holds what it was sent, the servers are not to blame: the publis
 `PublishError`.
 
 A bucket is converted once, and goes to all servers at the same time, one copy to each. The next is
-converted meanwhile, and the server loads the one before.
+converted meanwhile, and the server loads the one before. A server that was started elsewhere gets
+it over HTTP (`remote.py`). A publish lasts as long as the slowest way.
 
 With transport `direct`, for servers on the learner's machine, nothing is sent: every rank writes
 into the servers' parameters (`direct.py`).
@@ -61,6 +62,7 @@ from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
+from qurl_megatron.weight_sync.remote import RemoteLink
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import (
     Announcement,
@@ -104,6 +106,7 @@ class Publisher:
         mode: PublishMode = "full",
         transport: Transport = "broadcast",
         keep: Sequence[str] = (),
+        has_remote: bool = False,
     ) -> None:
         """Store the settings; send nothing.
 
@@ -118,6 +121,7 @@ class Publisher:
             transport: the run's `quantization.transport`.
             keep: the layers that the servers were started to hold in BF16, as in
                 `quantization.keep`.
+            has_remote: some of the servers were started elsewhere; their deltas may be coded.
         """
         self.version = 0
         self._mode = mode
@@ -127,7 +131,12 @@ class Publisher:
         self._carrier = carrier
         self._timeout_s = timeout_s
         self._converter = Converter(
-            learner, weight_format, bucket_bytes, keeps_codes=mode != "full", keep=keep
+            learner,
+            weight_format,
+            bucket_bytes,
+            keeps_codes=mode != "full",
+            keep=keep,
+            with_steps=has_remote,
         )
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._channels = Channels()
@@ -213,9 +222,13 @@ class Publisher:
             self._links.pop(member).close()
         for member in members:
             if member not in self._links:
-                self._links[member] = Link(
-                    self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
-                )
+                if member.server.is_remote:
+                    link: Link = RemoteLink(self._fleet, member, self._timeout_s, self._pause_mode)
+                else:
+                    link = Link(
+                        self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
+                    )
+                self._links[member] = link
         return [self._links[member] for member in members]
 
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
@@ -275,14 +288,14 @@ class Publisher:
                 [door.token for link in links if (door := link.door)],
             )
         )
-        sent_bytes, failed = 0, list[str]()
+        sent_bytes, failed = 0, dict[str, RuntimeError]()
         if dist.get_rank() in senders:
             self._channels.keep(doors, senders.index(dist.get_rank()))
 
         def send(bucket: Bucket) -> Callable[[], None]:
             nonlocal sent_bytes
             sent_bytes += bucket.flat.numel()
-            return self._channels.send(tokens, bucket, announced=base is None)
+            return self._channels.send(tokens, bucket, self.version, announced=base is None)
 
         conversion = self._converter.convert(send, base=base)
         if dist.get_rank() in senders:
@@ -291,7 +304,7 @@ class Publisher:
             failed = self._channels.failed()
         for number, broken in to_rank_zero((sent_bytes, failed), senders):
             sent_bytes += number
-            failed += broken
+            failed |= broken
         for link in links:
             link.sent(failed)
         return sent_bytes, conversion
@@ -312,7 +325,7 @@ class Publisher:
         conversion = self._converter.write(self._places)
         for link in links:
             link.receive(announce_in_place(), self.version)
-            link.sent([])
+            link.sent({})
         return conversion
 
     def _commit(self, links: list[Link], conversion: Conversion) -> int:

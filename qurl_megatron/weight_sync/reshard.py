@@ -86,6 +86,7 @@ class Converter:
         *,
         keeps_codes: bool = False,
         keep: Sequence[str] = (),
+        with_steps: bool = False,
     ) -> None:
         """Store the settings; allocate nothing.
 
@@ -94,11 +95,13 @@ class Converter:
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
             keep: the run's `quantization.keep`.
+            with_steps: deltas tell steps, so that they can be coded; a byte for each change.
         """
         self.keeps_codes = keeps_codes
         self._learner = learner
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
+        self._with_steps = with_steps
         num_experts = learner.architecture.num_experts
         # The rows of experts that are measured are as many as those of one weight, if possible.
         self._meters = {
@@ -148,7 +151,9 @@ class Converter:
         numbers = iter(range(2**31))  # of buckets, over all teams
 
         def convert_team(team: Team, plan: Iterator[PlannedBucket], measures: Measures) -> None:
-            deltas = None if base is None else Deltas(send, base, self._bucket_bytes, team)
+            deltas = None
+            if base is not None:
+                deltas = Deltas(send, base, self._bucket_bytes, team, with_steps=self._with_steps)
             release: Release = None
             for planned, number in zip(plan, numbers, strict=False):  # `plan` ends first
                 own = self._convert_bucket(planned, team, measures)

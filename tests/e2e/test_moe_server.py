@@ -32,7 +32,7 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import start_server, wait_ready
-from qurl_megatron.weight_sync.publish import PublishError, verify
+from qurl_megatron.weight_sync.link import PublishError, verify
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)

@@ -1,0 +1,130 @@
+"""Serve a model to runs on other machines: `qurl serve`.
+
+The server begins with random weights. A run that lists its URL in `rollout.servers_at`, and has the
+same key, sends it the current ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from launch.servers_at import read_key
+from qurl_megatron.config.schema import (
+    ConfigError,
+    Count,
+    Seed,
+    ServerConfig,
+    Text,
+    WeightFormat,
+)
+from qurl_megatron.config.validate import validate_server
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.rollout.options import check_options
+from qurl_megatron.rollout.server import (
+    LOOPBACK,
+    POLL_S,
+    preloaded_sglang,
+    start_server,
+    wait_ready,
+)
+
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+@dataclasses.dataclass
+class ServeConfig:
+    """The settings of `qurl serve`."""
+
+    model: Text = ""
+    """Hugging Face directory with the configuration and tokenizer of the run's model. Its weights
+    are not read."""
+    format: WeightFormat = "int8"
+    """Weight format: the run's `quantization.format`."""
+    max_length: Count = 2048
+    """Maximum prompt plus response length, in tokens; at least the run's."""
+    host: Text = LOOPBACK
+    """Address to listen on; 0.0.0.0 listens on all. Behind an SSH tunnel or a proxy for HTTPS on
+    this machine, loopback is right."""
+    port: Annotated[int, Ge(0), Le(65535)] = 0
+    """Port to listen on. 0: a free one."""
+    key_file: Text = ""
+    """File with the key that every request needs. Empty: the variable QURL_SERVERS_KEY."""
+    log_file: Text = "server.log"
+    """Log of the server."""
+    seed: Seed = 0
+    """Seed of sampling; each server of a run needs another one."""
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
+    """The SGLang server."""
+
+
+def run(config: ServeConfig) -> int:
+    """Serve until a signal ends it; return the exit code: 1 if the server ended by itself.
+
+    Raises:
+        ConfigError, ArchitectureError: an input is wrong; the server is not started.
+        ServerFailed: the server did not start.
+        PreloadFailed: SGLang could not be imported.
+    """
+    key = read_key(config.key_file, "key_file")
+    _check(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    log_file = Path(config.log_file)
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        preload = stack.enter_context(preloaded_sglang(log_file.with_suffix(".preload.log")))
+        server = start_server(
+            Path(config.model).absolute(),
+            config.server,
+            config.format,
+            context_length=config.max_length,
+            log_file=log_file,
+            seed=config.seed,
+            host=config.host,
+            port=config.port or None,
+            api_key=key,
+            preload=preload,
+        )
+        stack.callback(server.stop)
+        print(f"starting a server of {config.model} in {config.format}, log {log_file}", flush=True)
+        wait_ready([server], config.server.start_timeout_s)
+        name = socket.gethostname() if config.host in EVERYWHERE else config.host
+        url = f"http://{name}:{server.url.rpartition(':')[2]}"
+        print(f"ready: rollout.servers_at=[{url}]", flush=True)
+        while server.alive():
+            time.sleep(POLL_S)
+        print(f"qurl: {server.failed('ended')}", file=sys.stderr)
+        return 1
+
+
+def _check(config: ServeConfig) -> None:
+    architecture = Architecture.from_directory(config.model)
+    if config.max_length > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"max_length={config.max_length}: the model has "
+            f"{architecture.max_position_embeddings} positions; give at most those"
+        )
+    validate_server("server", config.server, architecture, config.max_length)
+    if config.format == "fp8-block":
+        try:
+            architecture.check_blocks(config.server.tensor_parallel_size)
+        except ArchitectureError as error:
+            raise ConfigError(f"format=fp8-block: {error}") from None
+    check_options({"server": config.server})
+    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"host={config.host} port={config.port}: cannot listen there: {error.strerror}"
+            ) from None

@@ -1,0 +1,194 @@
+"""Servers that somebody started elsewhere, with `qurl serve`: what they are, and weights by HTTP.
+
+The run reaches such a server by its URL and a key, and has nothing else of it: no process, no log,
+no shared file system, no process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import json
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+from torch import Tensor
+
+from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization.quantize import ENGINE_METHODS
+from qurl_megatron.rollout.control import UpdateRefused
+from qurl_megatron.rollout.server import CONNECTIONS, Server
+from qurl_megatron.rollout.wire import (
+    DESCRIPTION_PATH,
+    WEIGHTS_PATH,
+    BucketHeader,
+    Description,
+)
+
+DESCRIBE_TIMEOUT_S = 30.0
+_CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
+
+
+def remote_server(url: str, key: str) -> Server:
+    """Return a server that somebody started elsewhere, of which only URL and key are known."""
+    return Server(
+        url=url,
+        machine="",
+        pid=0,
+        start_ticks=None,
+        tensor_parallel_size=1,
+        gpus=[],
+        log_file="",
+        scratch_dir="",
+        api_key=key,
+        is_remote=True,
+    )
+
+
+def description_of(
+    architecture: Architecture, weight_format: WeightFormat, max_length: int
+) -> Description:
+    """Return what a server of this version of the package says of itself."""
+    method = ENGINE_METHODS.get(weight_format)
+    model = json.loads(json.dumps(dataclasses.asdict(architecture)))  # as it comes over HTTP
+    return Description(version("qurl-megatron"), method, max_length, model)
+
+
+class Unreachable(ConfigError):
+    """A server does not answer."""
+
+
+def check_servers(
+    config: Config, key: str, without: Callable[[Unreachable], None] | None = None
+) -> None:
+    """Check that each server of `rollout.servers_at` answers, and can sample for the run.
+
+    Args:
+        without: called for each that does not answer; None: that is an error too.
+
+    Raises:
+        ConfigError: one does not or cannot; the message names it and says why.
+    """
+    for url in config.rollout.servers_at:
+        if not (config.rollout.servers_plain_http or is_private(url)):
+            raise ConfigError(
+                f"rollout.servers_at: {url} would carry the key and all completions in the clear; "
+                "use https:// or an SSH tunnel, or set rollout.servers_plain_http=true if you "
+                "trust every machine on the way"
+            )
+    architecture = Architecture.from_directory(config.model)
+    needed = description_of(architecture, config.quantization.format, config.rollout.max_length)
+    for url in config.rollout.servers_at:
+        try:
+            describe(url, key).check(url, needed)
+        except Unreachable as error:
+            if without is None:
+                raise
+            without(error)
+
+
+def is_private(url: str) -> bool:
+    """Return whether nobody between this machine and the server can read what is sent."""
+    parts = httpx.URL(url)
+    if parts.scheme == "https" or parts.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(parts.host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def describe(url: str, key: str) -> Description:
+    """Ask a server what it is.
+
+    Raises:
+        Unreachable: it does not answer.
+        ConfigError: it takes another key, or was not started by `qurl serve`.
+    """
+    server = f"rollout.servers_at: the server at {url}"
+    try:
+        answer = httpx.get(
+            f"{url}{DESCRIPTION_PATH}",
+            headers=remote_server(url, key).headers,
+            timeout=DESCRIBE_TIMEOUT_S,
+        )
+    except httpx.TransportError as error:
+        why = str(error) or type(error).__name__
+        raise Unreachable(f"{server} cannot be reached: {why}; start it with qurl serve") from None
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise ConfigError(f"{server} was started with another key; give both sides the same")
+    try:
+        return Description(**answer.json())
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{server} is none of qurl serve: it answers {DESCRIPTION_PATH} with status "
+            f"{answer.status_code}"
+        ) from None
+
+
+def revive(server: Server) -> bool:
+    """Return whether a server answers, after ending a pause in which another learner left it."""
+    try:
+        with httpx.Client(
+            base_url=server.url, headers=server.headers, timeout=DESCRIBE_TIMEOUT_S
+        ) as http:
+            http.post("/continue_generation", json={})
+            return http.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+class WeightsPost:
+    """Sends buckets to one server over HTTP."""
+
+    def __init__(self, server: Server, timeout_s: float) -> None:
+        """Connect nothing yet; `timeout_s` is the longest time without progress."""
+        self._server = server
+        self._client = httpx.Client(
+            base_url=server.url, headers=server.headers, timeout=timeout_s, limits=CONNECTIONS
+        )
+
+    def send(self, header: BucketHeader, payload: Tensor) -> float:
+        """Send a bucket; return for how many seconds it was on its way.
+
+        Args:
+            payload: `[bytes]` uint8, on any device.
+
+        Raises:
+            UpdateRefused: the server answered that it did not load it.
+            ServerFailed: the server did not answer.
+        """
+        start = header.pack()
+        length = str(len(start) + len(payload))
+        begin = time.perf_counter()
+        try:
+            response = self._client.post(
+                WEIGHTS_PATH,
+                content=_chunks(start, payload),
+                headers={"Content-Length": length, "Content-Type": "application/octet-stream"},
+            )
+        except httpx.TimeoutException:
+            raise self._server.failed("took no weights in time") from None
+        except httpx.TransportError as error:
+            raise self._server.failed(f"closed the connection in a publish ({error!r})") from None
+        answer: dict[str, Any] = {}
+        if response.headers.get("Content-Type") == "application/json":
+            answer = response.json()
+        if response.is_error or not answer.get("success"):
+            message = answer.get("message") or response.text
+            raise UpdateRefused(str(self._server.failed(f"refused weights: {message}")))
+        return time.perf_counter() - begin - float(answer["load_s"])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+def _chunks(start: bytes, payload: Tensor) -> Iterator[bytes]:
+    yield start
+    for chunk in payload.split(_CHUNK_BYTES):
+        yield chunk.cpu().numpy().tobytes()

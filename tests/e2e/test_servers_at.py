@@ -1,0 +1,146 @@
+"""A server that `qurl serve` started, reached by URL and key only, over a slow link."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.shaped_link import ShapedLink
+from e2e.running import SMALL, Command, metrics_of
+from launch.servers_at import read_key
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.preload import Preload
+from qurl_megatron.process import free_port
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.remote import check_servers, remote_server
+from recipes import quickstart
+
+KEY = "the-key-of-the-test"
+SLOW = 4e6  # bytes per second, at which deltas are coded
+STEPS = 6
+
+
+@dataclass
+class Elsewhere:
+    """What stands for another machine: its command, and the link to it."""
+
+    serve: Command
+    link: ShapedLink
+    model: Path
+    key_file: Path
+    start: Any  # starts the command again, and returns it
+
+    def config(self, **rollout: object) -> Config:
+        config = with_overrides(quickstart.recipe(), [f"model={self.model}"])
+        config.rollout.servers_at = [self.link.url]
+        for field, value in rollout.items():
+            setattr(config.rollout, field, value)
+        return config
+
+
+@pytest.fixture(scope="module")
+def elsewhere(
+    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
+) -> Iterator[Elsewhere]:
+    directory = tmp_path_factory.mktemp("elsewhere")
+    model = directory / "model"
+    quickstart.build_model(model, 0)
+    key_file = directory / "key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(KEY + "\n")
+    port = free_port()
+    length = quickstart.recipe().rollout.max_length
+    settings = [f"max_length={length}", f"port={port}", f"key_file={key_file}"]
+    settings += ["server.mem_fraction_static=0.6", "server.max_total_tokens=16384"]
+    commands: list[Command] = []
+
+    def start() -> Command:
+        place = directory / str(len(commands))
+        place.mkdir()
+        commands.append(Command(place, "serve", model, *settings, preload=preload))
+        commands[-1].wait_for("ready: rollout.servers_at=")
+        return commands[-1]
+
+    with ShapedLink(port, SLOW) as link:
+        try:
+            yield Elsewhere(start(), link, model, key_file, start)
+        finally:
+            for command in commands:
+                command.end()
+
+
+def test_the_command_prints_its_url_and_shows_its_key_nowhere(elsewhere: Elsewhere) -> None:
+    serve = elsewhere.serve
+    assert f"ready: rollout.servers_at=[http://127.0.0.1:{elsewhere.link._target}]" in serve.text()
+    serve.poll()
+    for process in serve.started:
+        assert KEY not in " ".join(process.cmdline())
+    for log in serve.output.parent.glob("*"):
+        if log.is_file():
+            assert KEY not in log.read_text(), log
+
+
+def test_another_key_model_format_or_length_is_refused_on_one_line(elsewhere: Elsewhere) -> None:
+    check_servers(elsewhere.config(), KEY)
+    url = elsewhere.link.url
+    other_format, longer = elsewhere.config(), elsewhere.config(max_prompt_length=5000)
+    other_format.quantization.format = "fp8"
+    gone = elsewhere.config(servers_at=[f"http://127.0.0.1:{free_port()}"])
+    for config, key, message in (
+        (elsewhere.config(), "another-key-of-it", f"server at {url} was started with another key"),
+        (other_format, KEY, "takes weights as qurl_int8; .* needs qurl_fp8"),
+        (longer, KEY, "serves at most .* tokens of prompt plus response; the run needs 50"),
+        (gone, KEY, "cannot be reached: .*Connection refused; start it with qurl serve"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            check_servers(config, key)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started_again(
+    elsewhere: Elsewhere, tmp_path: Path, preload: Preload | None
+) -> None:
+    link = elsewhere.link
+    words = [*SMALL, f"model={elsewhere.model}", "rollout.servers=0", "quantization.publish=delta"]
+    words += [f"rollout.servers_at=[{link.url}]", "checkpoint.every_steps=0"]
+    words += [f"steps={STEPS}", "optimizer.learning_rate=1e-6"]
+    (tmp_path / "wrong").write_text("another-key-of-it")
+    (tmp_path / "wrong").chmod(0o600)
+    refused = Command(
+        tmp_path,
+        *("train", "quickstart", *words, "rollout.servers_key_file=wrong"),
+        preload=preload,
+    )
+    assert refused.exit_code() == 2
+    (line,) = refused.text().splitlines()
+    assert line.endswith("was started with another key; give both sides the same")
+    assert not (tmp_path / "runs").exists()
+
+    words.append(f"rollout.servers_key_file={elsewhere.key_file}")
+    run = Command(tmp_path, "train", "quickstart", *words, preload=preload)
+    try:
+        run.wait_for(rf"step +2/{STEPS}")
+        elsewhere.serve.process.send_signal(signal.SIGKILL)
+        run.wait_for("server rollout_0 is lost")
+        elsewhere.serve = elsewhere.start()
+        assert run.exit_code() == 0, run.text()
+    finally:
+        run.end()
+    assert KEY not in run.text()
+    steps = metrics_of(run)
+    assert len(steps) == STEPS
+    full = steps[0]["publish_full_bytes"]
+    assert steps[0]["publish_bytes"] < full / 2 and steps[-1]["publish_bytes"] < full / 2
+    assert {step["servers_serving"] for step in steps} <= {0, 1}
+    # What the server holds is what the run published last: it was verified with each publish.
+    with closing(
+        ServerControl(remote_server(link.url, read_key(str(elsewhere.key_file), "")))
+    ) as c:
+        assert c.checksums()

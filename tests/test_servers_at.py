@@ -1,0 +1,468 @@
+"""Servers elsewhere: their key, their answers, the way of weights to them, what a fleet does.
+
+SGLang's server is not started here; `tests/e2e/test_servers_at.py` does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import http.server
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from torch import Tensor
+
+import sglang_loader
+from launch import serve
+from launch.servers_at import KEY_VARIABLE, check_servers_at, read_key, save_servers_at
+from qurl_megatron import cli
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.rollout import fleet as fleets
+from qurl_megatron.rollout import remote
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.control import UpdateRefused
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
+from qurl_megatron.rollout.server import ServerFailed
+from qurl_megatron.rollout.wire import BucketHeader, Description
+from qurl_megatron.sglang_plugin import remote as plugin
+from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync import remote as couriers
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.remote import (
+    CODING_PAYS_BELOW_BYTES_PER_S,
+    Coder,
+    Courier,
+    RemoteDoor,
+)
+from test_fleet import wait_for
+from tiny import build_tiny_model, quantized
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_text(f"{KEY}\n")
+    return path
+
+
+def config_of(model_dir: Path, *words: str) -> Config:
+    return with_overrides(Config(model=str(model_dir)), list(words))
+
+
+# ------------------------------------------------------------------------------------------ keys
+
+
+def test_a_key_comes_from_a_file_or_from_the_environment(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_key(str(key_file), "field") == KEY
+    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}x")
+    assert read_key("", "field") == f"{KEY}x"
+    assert read_key(str(key_file), "field") == KEY
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        (None, 0o600, "no such file; make one with: "),
+        (KEY, 0o644, "others can read it; chmod 600 "),
+        ("short", 0o600, "a key has 16 to 512 letters"),
+        ("-" + KEY, 0o600, "begins with a letter or digit"),
+        (f"{KEY}\n{KEY}", 0o600, "a key has 16 to 512 letters"),
+    ],
+)
+def test_what_is_no_key_is_refused_on_one_line_that_does_not_show_it(
+    tmp_path: Path, text: str | None, mode: int, message: str
+) -> None:
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_key(str(path), "key_file")
+    assert str(refused.value).startswith(f"key_file={path}: ")
+    assert "\n" not in str(refused.value) and KEY not in str(refused.value)
+
+
+def test_without_any_key_nothing_starts(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    config = config_of(model_dir, "rollout.servers_at=[http://127.0.0.1:1]")
+    with pytest.raises(ConfigError, match=r"^rollout.servers_key_file: missing; servers elsewhere"):
+        check_servers_at(config)
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["serve", str(model_dir)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("qurl: key_file: missing; servers elsewhere need a")
+    check_servers_at(config_of(model_dir))  # without servers elsewhere none is needed
+
+
+def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
+    tmp_path: Path, model_dir: Path, key_file: Path
+) -> None:
+    words = ["name=run", f"output_dir={tmp_path}", f"rollout.servers_key_file={key_file}"]
+    at = "rollout.servers_at=[http://10.0.0.1:2, 'https://host/a/b']"
+    config = config_of(model_dir, *words, "rollout.servers=3", at)
+    config.run_dir.mkdir()
+    save_servers_at(config)
+    path = config.run_dir / SERVERS_AT
+    assert path.stat().st_mode & 0o777 == 0o600
+    servers = read_roster(path)["rollout"]
+    assert {index: server.url for index, server in servers.items()} == {
+        3: "http://10.0.0.1:2",
+        4: "https://host/a/b",
+    }
+    assert all(server.is_remote and server.api_key == KEY for server in servers.values())
+    config.rollout.servers_at = []
+    save_servers_at(config)
+    assert not path.exists()
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["10.0.0.1:2", "ftp://a", "http://user:word@a", "http://a/?b=c", "http://a/", "http://a b"],
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"give http\(s\)://HOST:PORT"):
+        with_overrides(Config(), [f"rollout.servers_at={json.dumps([url])}"])
+
+
+def test_a_key_crosses_a_network_in_the_clear_only_with_permission(model_dir: Path) -> None:
+    for url in ("http://localhost:2", "http://127.0.0.9:2", "http://[::1]:2", "https://a"):
+        assert remote.is_private(url), url
+    config = config_of(model_dir, "rollout.servers_at=[http://192.0.2.1:2]")
+    with pytest.raises(ConfigError, match="would carry the key and all completions in the clear"):
+        remote.check_servers(config, KEY)
+
+
+def description(model_dir: Path, **changes: Any) -> Description:
+    described = remote.description_of(Architecture.from_directory(model_dir), "int8", 100)
+    return dataclasses.replace(described, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": "0.0.1"}, r"runs qurl-megatron 0\.0\.1, and this is .*; install the same"),
+        ({"method": "qurl_fp8"}, "takes weights as qurl_fp8; .* needs qurl_int8"),
+        ({"method": None}, "takes weights as bf16"),
+        (
+            {"context_length": 99},
+            "serves at most 99 tokens .* the run needs 100; .* max_length=100",
+        ),
+    ],
+)
+def test_a_server_that_cannot_sample_for_the_run_is_named_with_what_differs(
+    model_dir: Path, changes: dict[str, Any], message: str
+) -> None:
+    needed = description(model_dir)
+    needed.check("http://a", needed)
+    with pytest.raises(ConfigError, match=f"^rollout.servers_at: the server at http://a {message}"):
+        description(model_dir, **changes).check("http://a", needed)
+
+
+def test_a_server_of_another_model_is_named_with_the_field_that_differs(model_dir: Path) -> None:
+    needed = description(model_dir)
+    other = {**needed.model, "hidden_size": 7}
+    with pytest.raises(ConfigError, match="has a model whose hidden_size is 7; that of the run is"):
+        description(model_dir, model=other).check("http://a", needed)
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[int, str], str]]:
+    """Yield a function that makes an HTTP server answer so, and returns its URL."""
+    answer: tuple[int, str] = (200, "")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = answer
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+
+    def set_answer(status: int, text: str) -> str:
+        nonlocal answer
+        answer = status, text
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield set_answer
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_of_another_kind_or_with_another_key_is_refused(
+    answering: Callable[[int, str], str],
+) -> None:
+    for status, text, message in (
+        (401, "", "was started with another key; give both sides the same"),
+        (404, '{"detail": "Not Found"}', "is none of qurl serve: it answers /qurl with status 404"),
+        (200, "<html>", "is none of qurl serve"),
+        (200, "{}", "is none of qurl serve"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            remote.describe(answering(status, text), KEY)
+    with pytest.raises(ConfigError, match="cannot be reached: .*; start it with qurl serve"):
+        remote.describe("http://127.0.0.1:9", KEY)
+
+
+def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
+    model_dir: Path, key_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rollout.servers_at=[http://127.0.0.1:9]", f"rollout.servers_key_file={key_file}"]
+    config = config_of(model_dir, *words)
+    with pytest.raises(ConfigError, match="http://127.0.0.1:9 cannot be reached"):
+        check_servers_at(config)
+    check_servers_at(config, resumes=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("start it with qurl serve; the run goes on without it")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("max_length=513", "max_length=513: the model has 512 positions"),
+        ("host=192.0.2.1", "host=192.0.2.1 port=0: cannot listen there: Cannot assign"),
+        ("server.tensor_parallel_size=3", "server: 4 attention heads are not divisible by"),
+        ("server.options.host=a", "server.options.host=a: refused"),
+    ],
+)
+def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
+    model_dir: Path, key_file: Path, word: str, message: str
+) -> None:
+    words = [f"key_file={key_file}", f"log_file={key_file.parent}/new/server.log"]
+    words += ["max_length=100", word]
+    with pytest.raises((ConfigError, ValueError), match=message):
+        serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
+    assert not (key_file.parent / "new").exists()
+
+
+# ----------------------------------------------------------------------------- the way of weights
+
+
+def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
+    async def stream() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    return stream()
+
+
+def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole() -> None:
+    header = BucketHeader(["a"], ["int8"], [[3]], 7, True, "plain", num_bytes=3)
+    body = header.pack() + b"xyz"
+    for size in (1, 5, len(body) - 2, len(body)):
+        file = BytesIO()
+        chunks = [body[start : start + size] for start in range(0, len(body), size)]
+        assert asyncio.run(plugin.receive_body(bodies(*chunks), file)) == header
+        assert file.getvalue() == b"xyz"
+    for wrong, message in (
+        (body[:-1], "not complete: 2 bytes of weights, not 3 bytes"),
+        (body + b"!", "not complete: 4 bytes"),
+        (body[:20], "not complete: 0 bytes of weights, not a header"),
+        (b"", "not complete"),
+        (b"\xff" * 16, "a header of .* bytes"),
+        (b"\2" + b"\0" * 7 + b"{}", "missing 7 required"),
+        (body.replace(b"plain", b"other"), "no such coding: other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(plugin.receive_body(bodies(wrong), BytesIO()))
+
+
+class ServerProcess:
+    """The HTTP routes of a server, and models that the real loader fills, in this process."""
+
+    def __init__(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.utils.auth import add_api_key_middleware
+
+        self.ranks = sglang_loader.build_ranks(model_dir, "int8", 2)
+        self.versions: list[tuple[str, bool]] = []
+        self.files: list[Path] = []
+        arguments = SimpleNamespace(
+            quantization="qurl_int8", context_length=102, model_path=str(model_dir)
+        )
+        manager = SimpleNamespace(
+            server_args=arguments, update_weights_from_distributed=self._update
+        )
+        monkeypatch.setattr(plugin, "_tokenizer_manager", lambda: manager)
+        app = FastAPI()
+        plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
+        self.http = TestClient(app)
+
+    async def _update(self, request: Any) -> tuple[bool, str]:
+        self.versions.append((request.weight_version, request.flush_cache))
+        self.files.append(Path(request.group_name.partition(":")[2]))
+        assert self.files[-1].stat().st_mode & 0o777 == 0o600
+        for rank, model in enumerate(self.ranks):
+            updater = SimpleNamespace(get_model=lambda model=model: model, device="cpu")
+            with sglang_loader.as_rank(rank, len(self.ranks)):
+                done = plugin.load_file(
+                    _never, updater, request.names, request.dtypes, request.shapes,
+                    request.group_name, request.load_format,
+                )  # fmt: skip
+            if not done[0]:
+                return done
+        return True, "loaded"
+
+    def courier(self, key: str = KEY) -> Courier:
+        server = remote.remote_server("http://a", key)
+        courier = RemoteDoor("weights", server, timeout_s=1.0, flush_cache=True).enter(0)
+        self.http.headers.update(remote.remote_server("http://a", key).headers)
+        courier._post._client = self.http  # type: ignore[assignment]
+        return courier
+
+
+def _never(*arguments: object) -> tuple[bool, str]:
+    raise AssertionError("not a file")
+
+
+@pytest.fixture
+def process(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    with sglang_loader.engine(model_dir):
+        yield ServerProcess(model_dir, monkeypatch)
+
+
+def bucket_of_delta(old: dict[str, Tensor], new: dict[str, Tensor], base: int) -> Bucket:
+    changes = [delta.compare(name, (0, 0), old[name], new[name], with_steps=True) for name in new]
+    flat = delta.pack([change for change in changes if change is not None], torch.device("cpu"))
+    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
+
+
+def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
+    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(couriers, "MEASURED_BYTES", 1)
+    weights = quantized(model_dir, "int8")
+    courier = process.courier()
+    assert courier.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
+    assert 0 < courier.rate < float("inf")
+    num_bytes = []
+    for version, rate in ((2, CODING_PAYS_BELOW_BYTES_PER_S), (3, 1.0)):
+        new = {name: tensor.clone() for name, tensor in weights.items()}
+        for tensor in new.values():
+            if tensor.dtype == torch.int8:
+                tensor.view(-1)[version::50] += 1
+        courier.rate = rate
+        num_bytes.append(courier.deliver(bucket_of_delta(weights, new, version - 1), version))
+        weights = new
+        held = sglang_loader.whole_tensors(process.ranks, weights)
+        for name, tensor in weights.items():
+            assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    plain, coded = num_bytes
+    assert coded < plain / 2
+    assert process.versions == [("1", True), ("2", True), ("3", True)]
+    assert [file.exists() for file in process.files] == [False] * 3
+
+
+def test_the_routes_need_the_key_and_say_why_weights_are_refused(
+    process: ServerProcess, model_dir: Path
+) -> None:
+    described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
+    assert Description(**described.json()) == description(model_dir)
+    courier = process.courier()
+    wrong = Bucket.pack({"model.norm.weight": torch.zeros(3)})
+    with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
+        courier.deliver(wrong, 1)
+    stranger = process.courier("another-key-of-it")
+    assert process.http.get("/qurl").status_code == 401
+    with pytest.raises(UpdateRefused, match="Unauthorized"):
+        stranger.deliver(wrong, 1)
+    assert process.http.get("/health").status_code == 404  # not one of these routes
+
+
+def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
+    arguments = SimpleNamespace(api_key=KEY, port=7)
+    assert plugin.without_key(repr, arguments) == "namespace(api_key='...', port=7)"
+    arguments.api_key = None
+    assert plugin.without_key(repr, arguments) == "namespace(api_key=None, port=7)"
+
+
+def test_a_delta_is_coded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+
+    def encode(flat: Tensor) -> Tensor:
+        calls.append(flat)
+        return flat.clone()
+
+    monkeypatch.setattr(couriers, "encode", encode)
+    coder = Coder()
+    first, second = (Bucket.pack({"w": torch.full((4,), n)}) for n in (1.0, 2.0))
+    assert coder.code(first) is coder.code(first)
+    assert torch.equal(coder.code(second), second.flat)
+    assert len(calls) == 2
+
+
+# ---------------------------------------------------------------------------------- in the fleet
+
+
+def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
+    answering: Callable[[int, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "ASK_AGAIN_S", 0.3)
+    said: list[str] = []
+    roster = {4: remote.remote_server(answering(503, ""), KEY)}
+    with closing(Fleet("rollout", roster, loaded=True, patience_s=99, say=said.append)) as fleet:
+        fleet.watch(lambda: roster)
+        (lost,) = fleet.members("serving")
+        fleet.lose(lost, "closed the connection")
+        assert said == [
+            "server rollout_4 is lost: closed the connection; it was started elsewhere, so it is "
+            "asked again until it answers"
+        ]
+        assert wait_for(fleet, "starting")
+        assert not wait_for(fleet, "joining", 1.0)
+        fleet.check_size()  # it may come back
+        answering(200, "")
+        assert wait_for(fleet, "joining")
+        (back,) = fleet.members("joining")
+        assert back is not lost and back.server == lost.server
+
+
+def test_an_answer_without_weights_is_never_trained_on(
+    answering: Callable[[int, str], str],
+) -> None:
+    tokens = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}
+    client = RolloutClient(Fleet("rollout", {}), None, [])
+    for versions, is_right in (([3, 3], True), ([0, 0], False), ([0, 3], False)):
+        tokens["meta_info"]["token_versions"] = versions  # type: ignore[index]
+        server = remote.remote_server(answering(200, json.dumps(tokens)), KEY)
+        if is_right:
+            assert asyncio.run(client._post({}, server))
+            continue
+        with pytest.raises(ServerFailed, match="was started again, and answered without weights"):
+            asyncio.run(client._post({}, server))
