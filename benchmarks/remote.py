@@ -25,6 +25,7 @@ import time
 from importlib.metadata import version
 from statistics import median
 from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch

@@ -166,7 +166,9 @@ class LoadPlan:
             region = flat[begin:end].view(dtype)
             for target, start, stride in copies:
                 targets.append(target)
-                sources.append(region.as_strided(target.shape, stride, start))
+                # `as_strided` counts from the beginning of the storage.
+                place = region.storage_offset() + start
+                sources.append(region.as_strided(target.shape, stride, place))
         if targets:
             torch._foreach_copy_(targets, sources)
 
