@@ -1,44 +1,64 @@
 """Compare what each objective learns from the same start: `python benchmarks/objectives.py`.
 
-All arms of a seed start from the same warmed-up quickstart model. Each arm is one complete
-`qurl train quickstart` with its own objective, weight format and UAQ scale. The arms compare
-truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization
-(UAQ) with BF16 rollouts and with the uncorrected objectives. There are two settings:
+All arms of a seed start from the same warmed-up model. Each arm is one complete `qurl train
+quickstart` with its own objective, weight format and UAQ scale. The arms compare truncated
+importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization (UAQ) with
+BF16 rollouts and with the uncorrected objectives.
 
-    quickstart   the quickstart's task and learning rate, 8-bit rollouts
-    large_gap    4-bit codes in the same INT8 layers and twice the learning rate, so that the
-                 quantized policy is as far from the learner as in the paper's late training
+    setting        what differs from the quickstart's 50 steps with 8-bit rollouts
+    quickstart     nothing
+    large_gap      4-bit codes in the same INT8 layers and twice the learning rate, so that the
+                   quantized policy is as far from the learner as in the paper's late training
+    asynchronous   the large gap, and servers that sample up to four steps ahead
+    long           the large gap, and answers of 64 tokens: four digits are continued by 64 more,
+                   each the sum modulo 10 of the one before and the fourth before. An answer is
+                   right if all of them are. 16 x 8 answers a step
 
-The figures of a run are written to benchmarks/results/ when the run ends. A second call skips the
-runs that have figures and resumes the runs that were interrupted. At the end it prints a table, and
-writes a report that overlays the runs of the first seed whose run directories all still exist.
+The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
+skips the runs that have figures and resumes the runs that were interrupted; `--runs 1` ends after
+one. Once no run is missing it prints a table, and writes a report that overlays the runs of the
+first seed whose run directories all still exist.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from threading import Lock
-from typing import Any
 
+from qurl_megatron.config.overrides import overrides_between
 from qurl_megatron.files import read_json_lines, write_whole
+from recipes import grpo, quickstart
 
 QURL = Path(sys.executable).with_name("qurl")
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
 STEPS = 50
+DIGITS = 64
 
 NO_UAQ = "quantization.uaq.scale=1"
 UAQ = "quantization.uaq.scale=1.5"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Arms that start from the same models."""
+
+    arms: dict[str, list[str]]  # name -> overrides of the arm; the others are compared to the first
+    overrides: list[str] = field(default_factory=list)  # of every arm
+    adds_digits: bool = False  # False: the quickstart's task
 
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
@@ -46,32 +66,30 @@ def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
     return [f"objective.objective={objective}", f"quantization.format={weight_format}", uaq]
 
 
-# Setting -> (arm name -> overrides of the arm, overrides of every arm).
-SETTINGS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
-    "quickstart": (
-        {
-            "bf16": arm("on_policy", "bf16"),
-            "naive int8": arm("naive", "int8"),
-            "on_policy int8": arm("on_policy", "int8"),
-            "tis int8": arm("tis", "int8"),
-            "acr int8": arm("acr", "int8"),
+BF16 = {"bf16": arm("on_policy", "bf16")}
+INT4 = {f"{name} int4": arm(name, "int4") for name in ("naive", "on_policy", "tis", "acr")}
+TWICE_THE_RATE = "optimizer.learning_rate=3e-4"
+SETTINGS = {
+    "quickstart": Setting(
+        BF16
+        | {f"{name} int8": arm(name, "int8") for name in ("naive", "on_policy", "tis", "acr")}
+        | {
             "acr+uaq int8": arm("acr", "int8", UAQ),
             "tis fp8": arm("tis", "fp8"),
             "acr fp8": arm("acr", "fp8"),
-        },
-        [],
+        }
     ),
-    "large_gap": (
-        {
-            "bf16": arm("on_policy", "bf16"),
-            "naive int4": arm("naive", "int4"),
-            "on_policy int4": arm("on_policy", "int4"),
-            "tis int4": arm("tis", "int4"),
-            "acr int4": arm("acr", "int4"),
-            "acr+uaq int4": arm("acr", "int4", UAQ),
-        },
-        ["optimizer.learning_rate=3e-4"],
+    "large_gap": Setting(
+        BF16 | INT4 | {"acr+uaq int4": arm("acr", "int4", UAQ)},
+        [TWICE_THE_RATE],
     ),
+    # on_policy is refused where tokens are stale: it corrects for nothing.
+    "asynchronous": Setting(
+        {"bf16": arm("tis", "bf16")}
+        | {f"{name} int4": arm(name, "int4") for name in ("naive", "decoupled", "tis", "acr")},
+        [TWICE_THE_RATE, "rollout.max_staleness=4"],
+    ),
+    "long": Setting(BF16 | INT4, [TWICE_THE_RATE], adds_digits=True),
 }
 # With one learner rank, the learner waits while the server samples, and the reverse. So a run keeps
 # about one core busy, and two runs share two cores.
@@ -79,38 +97,50 @@ COMMON_OVERRIDES = ["learner.tensor_parallel_size=1", "checkpoint.keep_last=1"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--setting", choices=SETTINGS, default="quickstart")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
+    parser.add_argument("--runs", type=int, help="end after so many of the missing runs")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
     arguments = parser.parse_args()
-    arms, setting_overrides = SETTINGS[arguments.setting]
+    setting = SETTINGS[arguments.setting]
     results = Results(arguments.setting)
+    output_dir = arguments.output_dir.absolute()
 
     missing = [
-        (seed, name) for seed in arguments.seeds for name in arms if not results.has(name, seed)
+        (seed, name)
+        for seed in arguments.seeds
+        for name in setting.arms
+        if not results.has(name, seed)
     ]
+    chosen = missing[: arguments.runs]
 
     def run_arm(key: tuple[int, str]) -> None:
         seed, name = key
-        run_dir = run_directory(arguments.output_dir, arguments.setting, name, seed)
-        start = start_directory(arguments.output_dir, seed) / "final_model"
+        run_dir = run_directory(output_dir, arguments.setting, name, seed)
+        start = start_directory(output_dir, setting, seed) / "final_model"
         overrides = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
-        complete_run(run_dir, [*COMMON_OVERRIDES, *overrides, *setting_overrides, *arms[name]])
+        overrides += [*COMMON_OVERRIDES, *setting.overrides, *setting.arms[name]]
+        complete_run(run_dir, [*recipe(output_dir, setting), *overrides])
         results.add(name, seed, summarize(run_dir))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        seeds = sorted({seed for seed, _ in missing})
-        list(pool.map(lambda seed: make_start(arguments.output_dir, seed), seeds))
-        list(pool.map(run_arm, missing))
-    results.show(list(arms), arguments.seeds)
+        seeds = sorted({seed for seed, _ in chosen})
+        list(pool.map(lambda seed: make_start(output_dir, setting, seed), seeds))
+        list(pool.map(run_arm, chosen))
+    if chosen != missing:
+        print(f"{len(missing) - len(chosen)} runs are missing", flush=True)
+        return
+    results.show(list(setting.arms), arguments.seeds)
     for seed in arguments.seeds:
         run_dirs = [
-            run_directory(arguments.output_dir, arguments.setting, name, seed) for name in arms
+            run_directory(output_dir, arguments.setting, name, seed) for name in setting.arms
         ]
         if all(run_dir.exists() for run_dir in run_dirs):
-            page = arguments.output_dir / f"{arguments.setting}.html"
+            page = output_dir / f"{arguments.setting}.html"
             subprocess.run([QURL, "report", *run_dirs, "--output", page], check=True)
             break
 
@@ -120,33 +150,35 @@ def run_directory(output_dir: Path, setting: str, name: str, seed: int) -> Path:
 
 
 class Results:
-    """The JSON file of one setting, rewritten after every run."""
+    """The runs of one setting in the file of results, one per line."""
 
     def __init__(self, setting: str) -> None:
-        self._path = RESULTS / f"objectives_{setting}.json"
+        self._setting = setting
         self._lock = Lock()
-        self._tree: dict[str, Any] = {
-            "command": f"python benchmarks/objectives.py --setting {setting}",
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "sglang", "megatron-core")},
-            "steps": STEPS,
-            "runs": {},
+        self._runs = {
+            (line["arm"], line["seed"]): line
+            for line in read_json_lines(RESULTS)
+            if line["setting"] == setting
         }
-        if self._path.exists():
-            self._tree |= {"runs": json.loads(self._path.read_text())["runs"]}
 
     def has(self, name: str, seed: int) -> bool:
-        return f"{name}, seed {seed}" in self._tree["runs"]
+        return (name, seed) in self._runs
 
     def add(self, name: str, seed: int, row: dict[str, float]) -> None:
+        line = {
+            "setting": self._setting,
+            "arm": name,
+            "seed": seed,
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("torch", "sglang", "megatron-core")},
+            **row,
+        }
         with self._lock:
-            self._tree["runs"][f"{name}, seed {seed}"] = {
-                "date": date.today().isoformat(),
-                **row,
-            }
-            self._path.parent.mkdir(exist_ok=True)
-            write_whole(self._path, json.dumps(self._tree, indent=2) + "\n")
+            self._runs[name, seed] = line
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(line) + "\n")
             print(f"{name}, seed {seed}: {row['held_out_accuracy']:.1%}", flush=True)
 
     def show(self, arms: list[str], seeds: list[int]) -> None:
@@ -156,7 +188,7 @@ class Results:
         """
 
         def column(name: str, metric: str) -> list[float]:
-            return [self._tree["runs"][f"{name}, seed {seed}"][metric] for seed in seeds]
+            return [self._runs[name, seed][metric] for seed in seeds]
 
         def mean_and_error(values: list[float]) -> str:
             error = f" ± {stdev(values) / sqrt(len(values)):.1f}" if len(values) > 1 else ""
@@ -165,9 +197,9 @@ class Results:
         baseline = column(arms[0], "held_out_accuracy")
         print(
             f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
-            "| fewest steps | collapsed | KL k3 | max ratio | truncated by TIS |"
+            "| fewest steps | collapsed | KL k3 | max ratio | above C | clipped | widened |"
         )
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
         for name in arms:
             after = column(name, "held_out_accuracy")
             gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
@@ -181,24 +213,59 @@ class Results:
                 f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
                 f"{max(column(name, 'ratio_proximal_behaviour_max')):.1f}",
                 f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
+                f"{fmean(column(name, 'clip_fraction')):.2%}",
+                f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
             )
             print(f"| {' | '.join(cells)} |")
 
 
-def start_directory(output_dir: Path, seed: int) -> Path:
-    return output_dir / f"start-{seed}"
+def start_directory(output_dir: Path, setting: Setting, seed: int) -> Path:
+    return output_dir / f"start-{'digits-' if setting.adds_digits else ''}{seed}"
 
 
-def make_start(output_dir: Path, seed: int) -> None:
-    """Write the quickstart model after its warm-up, with a run of one step at learning rate 0."""
-    complete_run(
-        start_directory(output_dir, seed),
-        [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"],
-    )
+def recipe(output_dir: Path, setting: Setting) -> list[str]:
+    """Return the recipe of the setting's task and its overrides; write problems of its own."""
+    if not setting.adds_digits:
+        return ["quickstart"]
+    path = output_dir / "digits.jsonl"
+    if not path.exists():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps(problem) + "\n" for problem in rows_of_digits()))
+    config = quickstart.recipe()
+    config.data, config.data_options, config.reward = str(path), {}, "exact"
+    config.rollout.max_prompt_length = 4
+    config.rollout.max_response_length = DIGITS + 1
+    config.rollout.prompts_per_step = 16
+    config.evaluation.problems = 256
+    # No override removes the quickstart's options of another task.
+    return ["grpo", *overrides_between(grpo.recipe(), config)]
 
 
-def complete_run(run_dir: Path, overrides: list[str]) -> None:
-    """Start or resume a run, and wait for its end. Return at once if it has a summary.
+def rows_of_digits() -> Iterator[dict[str, str]]:
+    """Yield four digits as a question and the next 64 as its answer, for all four digits."""
+    for start in itertools.product(range(10), repeat=4):
+        row = list(start)
+        while len(row) < len(start) + DIGITS:
+            row.append((row[-1] + row[-len(start)]) % 10)
+        text = "".join(map(str, row))
+        yield {"question": text[: len(start)], "answer": text[len(start) :]}
+
+
+def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
+    """Write the model after its warm-up, with a run of one step at learning rate 0."""
+    directory = start_directory(output_dir, setting, seed)
+    overrides = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
+    if setting.adds_digits:
+        untrained = directory.with_name(f"{directory.name}-untrained")
+        quickstart.build_model(untrained, seed)
+        overrides.append(f"model={untrained}")
+    complete_run(directory, [*recipe(output_dir, setting), *overrides])
+
+
+def complete_run(run_dir: Path, words: list[str]) -> None:
+    """Start a run with `words` after `qurl train`, or resume it, and wait for its end.
+
+    Return at once if it has a summary.
 
     Raises:
         RuntimeError: the run failed; the message names its log file.
@@ -208,7 +275,7 @@ def complete_run(run_dir: Path, overrides: list[str]) -> None:
     command: list[str | Path] = [QURL, "resume", run_dir]
     if not run_dir.exists():
         location = [f"name={run_dir.name}", f"output_dir={run_dir.parent}"]
-        command = [QURL, "train", "quickstart", *overrides, *location]
+        command = [QURL, "train", *words, *location]
     log = run_dir.parent / f"{run_dir.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:

@@ -38,7 +38,7 @@ from qurl_megatron.rollout.remote import remote_server
 from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import Coder, Courier
+from qurl_megatron.weight_sync.remote import Coder, Courier, RemoteDoor
 
 MEGABITS = (100, 1000)
 SHAPES = {"q_proj": (5120, 5120), "down_proj": (5120, 27648)}
@@ -73,8 +73,7 @@ class Receiver:
         self._thread.join()
 
     async def _update(self, request: Any) -> tuple[bool, str]:
-        model = SimpleNamespace(load_weights=self._load)
-        updater = SimpleNamespace(get_model=lambda: model, device="cpu")
+        updater = SimpleNamespace(get_model=lambda: None, device="cpu")
         return plugin.load_file(
             _refuse,
             updater,
@@ -84,10 +83,6 @@ class Receiver:
             request.group_name,
             request.load_format,
         )
-
-    def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            self.held[name].copy_(tensor)
 
     def write_changes(self, model: Any, changes: Any) -> None:
         """Write a delta into the tensors, as `receive.write_changes` does into a model's."""
@@ -140,10 +135,10 @@ def ways_to_send() -> dict[str, Way]:
 
 def send(link: ShapedLink, way: Way) -> tuple[int, float]:
     """Return the bytes and the seconds of one sending; the delta is coded anew."""
-    courier = Courier(remote_server(link.url, KEY), Coder(), 60.0, flush_cache=True)
+    courier = Courier(RemoteDoor("link", remote_server(link.url, KEY), True, 60.0), Coder())
     courier.rate = way.rate
     before, start = link.sent_bytes, time.perf_counter()
-    courier.deliver(way.bucket, 2)
+    courier.deliver(way.bucket)
     spent_s = time.perf_counter() - start
     courier.close()
     return link.sent_bytes - before, spent_s

@@ -1,16 +1,19 @@
 """Compare "quantize, then gather" with "gather, then quantize": `python benchmarks/reshard.py`.
 
 The weights are one layer of Qwen2.5-32B at full width, on tensor-parallel ranks of this machine,
-over gloo (NCCL if there are GPUs). Three paths take turns in the same processes:
+over gloo (NCCL if there are GPUs). Five paths take turns in the same processes:
 
 - "quantize first" is the converter (`weight_sync/reshard.py`).
 - "not measuring" is the converter without measuring drift (QuRL Eq. 13, Eq. 14, code flips). It
   shows what measuring costs.
+- "delta" sends what changed since the pass before: two codes in ten thousand.
+- "direct" writes into the parameters of a server of one rank on this machine.
 - "gather first" is the baseline: it gathers a bucket's tensors in BF16 and quantizes them on rank
   0, as systems do that quantize where the weights arrive.
 
-All give rank 0 the same tensors, byte for byte. At the end, the speed of quantizing alone is
-compared with a copy of as many bytes, which is the limit that memory bandwidth sets.
+All but "delta" give rank 0, or the server, the same tensors, byte for byte. At the end, the speed
+of quantizing alone is compared with a copy of as many bytes, which is the limit that memory
+bandwidth sets.
 
 "sent" counts the bytes that ranks send each other. "memory" is the largest growth of a rank's
 resident set (on a GPU, of its allocator's peak) beside the layer itself.
@@ -26,7 +29,7 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import median
@@ -44,14 +47,17 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.drift import WeightDrift
+from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.shared_memory import describe_tensor
 from recipes.scaling_32b import ARCHITECTURES
 
 MIB = 1024 * 1024
 FORMATS = ("int8", "fp8")
-PATHS = ("quantize first", "  not measuring", "gather first")
+PATHS = ("quantize first", "  not measuring", "delta", "direct", "gather first")
+CHANGED = 2e-4  # of the weights, between two deltas
 QWEN_32B_LAYER = dataclasses.replace(
     ARCHITECTURES["Qwen2.5-32B"],
     num_layers=1,
@@ -82,6 +88,34 @@ class Layer:
     def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield what `Learner.shards` yields."""
         yield from self._shards
+
+    def change(self, fraction: float) -> None:
+        """Change the sign of about this fraction of the weights."""
+        with torch.no_grad():
+            for *_, shard in self._shards:
+                number = max(1, int(fraction * shard.numel()))
+                chosen = torch.randint(shard.numel(), (number,), device=shard.device)
+                shard.view(-1)[chosen] *= -1
+
+
+def place_server(converter: Converter) -> tuple[Any, Places]:
+    """Make the parameters of a server of one rank, on rank 0; return them, and their places."""
+    held: Bucket | None = None
+    described: list[Any] = [None]
+    rank_zero = dist.get_rank() == 0
+    if rank_zero:
+        tensors = {
+            name: (dtype, shape)
+            for bucket in converter.descriptions()
+            for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+        }
+        held = Bucket.empty(((name, *rest) for name, rest in tensors.items()), device.device())
+        described = [{part_key(name, 0, 0): describe_tensor(view) for name, view in held.tensors()}]
+    dist.broadcast_object_list(described)
+    places = Places()
+    places.attach({"server": described})
+    places.keep(["server"], ["server"])
+    return held, places
 
 
 def gather_then_quantize(
@@ -140,8 +174,15 @@ class SentBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        for name in ("send", "gather", "all_reduce"):
+        for name in ("gather", "all_reduce"):
             setattr(dist, name, self._counting(getattr(dist, name)))
+        point_to_point = dist.batch_isend_irecv
+
+        def counted(operations: list[dist.P2POp]) -> Any:
+            self.total += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+            return point_to_point(operations)
+
+        dist.batch_isend_irecv = counted
 
     def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -199,22 +240,32 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
     layer = Layer(QWEN_32B_LAYER, rank, size)
     sent = SentBytes()
     bucket_bytes = arguments.bucket_mib * MIB
-    for weight_format in FORMATS:
+    for weight_format in arguments.formats:
         converter = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
         unmeasured = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
-        unmeasured._meter.measure = lambda *_: WeightDrift()  # type: ignore[method-assign]
+        unmeasured._meter.measure = lambda *_: None  # type: ignore[method-assign]
+        changing = Converter(layer, weight_format, bucket_bytes, keeps_codes=True)  # type: ignore[arg-type]
+        direct = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
+        held, places = place_server(converter)
         paths: dict[str, Callable[[], Any]] = {
             "quantize first": functools.partial(converter.convert, drop),
             "  not measuring": functools.partial(unmeasured.convert, drop),
+            "delta": functools.partial(changing.convert, drop, base=1),
+            "direct": functools.partial(direct.write, places),
             "gather first": functools.partial(
                 gather_then_quantize, layer, weight_format, bucket_bytes, drop
             ),
         }
         for repetition in range(arguments.repetitions + 1):  # the first warms up
             for name, run_pass in paths.items():
+                if name == "delta":
+                    if repetition == 0:
+                        changing.convert(drop)
+                    layer.change(CHANGED)
                 measured = measure(run_pass, sent)
                 if repetition:
                     results.put((size, weight_format, name, rank, measured))
+        del converter, unmeasured, changing, direct, paths, places, held
     dist.barrier()
     dist.destroy_process_group()
 
@@ -260,6 +311,7 @@ def _wait_for_device() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensor-parallel-sizes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=256)
     arguments = parser.parse_args()
@@ -287,18 +339,20 @@ def main() -> None:
         ]
         for process in ranks:
             process.start()
-        count = size * len(FORMATS) * len(PATHS) * arguments.repetitions
+        count = size * len(arguments.formats) * len(PATHS) * arguments.repetitions
         rows = [results.get(timeout=600) for _ in range(count)]
         for process in ranks:
             process.join()
-        report(size, rows)
-    for weight_format in FORMATS:
+        report(size, arguments.formats, rows)
+    for weight_format in arguments.formats:
         compare_with_a_copy(weight_format, arguments.repetitions)
 
 
-def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
+def report(
+    size: int, formats: Sequence[str], rows: list[tuple[int, str, str, int, Measured]]
+) -> None:
     """Print the rows of one tensor-parallel size."""
-    for weight_format in FORMATS:
+    for weight_format in formats:
         figures: dict[str, tuple[float, float, float]] = {}
         for path in PATHS:
             by_rank = [
@@ -315,14 +369,17 @@ def report(size: int, rows: list[tuple[int, str, str, int, Measured]]) -> None:
                 f"{spread:15}   {memory:8.0f}",
                 flush=True,
             )
-        converter, baseline = figures["quantize first"], figures["gather first"]
-        ratios = [a / b if b else math.nan for a, b in zip(converter, baseline, strict=True)]
-        unmeasured = figures["  not measuring"]
-        print(
-            f"    ratio   bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, memory {ratios[2]:.2f}; "
-            f"measuring takes {converter[1] / unmeasured[1] - 1:+.1%}\n",
-            flush=True,
-        )
+        baseline = figures["gather first"]
+        for path in PATHS[:-1]:
+            ratios = [
+                a / b if b else math.nan for a, b in zip(figures[path], baseline, strict=True)
+            ]
+            print(
+                f"    {path:16}  bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, memory "
+                f"{ratios[2]:.2f} of gathering first",
+                flush=True,
+            )
+        print()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ GPUS = (16, 32, 64, 128, 256, 512, 1024)
 WORKLOADS = {8192: Workload(512, 2048, 1.0), 31_744: Workload(512, 8192, 1.0)}
 STALENESS = 2
 FIGURE = Path(__file__).parent.parent / "docs" / "plan_32b.svg"
-# One scoring process: 8,192 answers in 10.3 s of CPU time (docs/findings.md, "Scoring").
+# One scoring process: 8,192 answers in 10.3 s of CPU time (docs/findings/systems.md, "Scoring").
 ANSWERS_PER_S = 8192 / 10.3
 
 

@@ -25,13 +25,15 @@ class ServerSpec:
     index: int  # within its set
     server: ServerConfig
     weight_format: WeightFormat
+    keep: tuple[str, ...] = ()  # as in `quantization.keep`
 
 
 def server_specs(config: Config) -> list[ServerSpec]:
     """Return all servers of a run: the rollout servers in order, then the evaluation server."""
     rollout = config.rollout
+    weights = config.quantization
     specs = [
-        ServerSpec("rollout", index, rollout.server, config.quantization.format)
+        ServerSpec("rollout", index, rollout.server, weights.format, tuple(weights.keep))
         for index in range(rollout.servers)
     ]
     if config.evaluation.enabled:
@@ -129,8 +131,14 @@ def make_plan(
     """Spread ranks evenly over the learner nodes, and servers in turn over the rollout nodes.
 
     Raises:
-        ConfigError: the ranks do not divide evenly, or a rollout node would have no server.
+        ConfigError: the ranks do not divide evenly, a rollout node would have no server, or weights
+            are to be written into the memory of servers that are on other nodes.
     """
+    if config.quantization.transport == "direct":
+        raise ConfigError(
+            "quantization.transport=direct: in a Slurm job the servers are on other nodes than the "
+            "learner; set it to broadcast or auto"
+        )
     world_size = config.learner.world_size
     if world_size % len(learner_nodes):
         raise ConfigError(

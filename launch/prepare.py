@@ -28,6 +28,7 @@ from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.rollout.options import check_options
 
 DATA_SUMMARY = "data.txt"  # in a run's directory
@@ -97,6 +98,8 @@ def _checked(
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
     if config.quantization.format == "bf16" and not uaq_is_given:
         config.quantization.uaq = UaqConfig(scale=1)  # there is no quantization to scale for
+    elif not uaq_is_given and _has_experts(config.model):
+        config.quantization.uaq = UaqConfig(scale=2)  # `check_scales` has the reason
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
     if config.run_dir.exists():
@@ -107,6 +110,14 @@ def _checked(
             module.build_model(built, config.seed)
             config.model = str(built)
         yield config, built, _check(config, num_gpus, checks_disk)
+
+
+def _has_experts(model: str) -> bool:
+    """Return whether a model has experts; False for one that cannot be read, which is refused."""
+    try:
+        return Architecture.from_directory(model).num_experts > 0
+    except ArchitectureError:
+        return False
 
 
 def prepare_resume(

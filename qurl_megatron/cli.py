@@ -355,6 +355,14 @@ def quantize(
     weight_format: Annotated[
         str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16.")
     ] = "int8",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Linear layers that stay in BF16, as in quantization.keep; repeat the option for "
+            "several.",
+        ),
+    ] = None,
 ) -> None:
     """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
 
@@ -370,15 +378,79 @@ def quantize(
             raise ConfigError(
                 f"--format {weight_format}: formats are {', '.join(get_args(WeightFormat))}"
             )
-        quantize_directory(source, destination, weight_format, progress)  # type: ignore[arg-type]
+        quantize_directory(source, destination, weight_format, progress, keep or [])  # type: ignore[arg-type]
     print(f"{destination} is ready")
+
+
+@app.command()
+def noise(
+    model: SourceDirectory,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="Problems to answer: a file, directory or reasoning_gym:TASK."
+        ),
+    ],
+    weight_format: Annotated[
+        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor or fp8-block.")
+    ] = "int8",
+    prompts: Annotated[
+        int, typer.Option(min=4, max=100_000, help="Number of problems, each answered once.")
+    ] = 64,
+    max_response: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Maximum response length, in tokens.")
+    ] = 128,
+    budget: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Largest growth of a server's weights, as a fraction."),
+    ] = 0.1,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write. Default: none.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
+) -> None:
+    """Find which tokens, layers and activations make the quantized model differ.
+
+    Recommend layers to keep in BF16 (quantization.keep).
+    """
+    import json
+    from typing import get_args
+
+    from qurl_megatron.config.schema import ConfigError, WeightFormat
+    from qurl_megatron.files import write_whole
+
+    with exit_on_bad_input():
+        if weight_format not in get_args(WeightFormat):
+            raise ConfigError(
+                f"--format {weight_format}: formats are {', '.join(get_args(WeightFormat))}"
+            )
+        if output is not None and output.exists():
+            raise ConfigError(f"--output {output}: exists; choose another file")
+        from launch.noise import NoiseOptions, measure, print_noise, read_prompts
+
+        options = NoiseOptions(
+            model,
+            data,
+            weight_format,  # type: ignore[arg-type]
+            prompts,
+            max_response,
+            budget,
+            seed,
+        )
+        read = read_prompts(options)
+        with pass_bar(f"comparing {weight_format} with BF16") as progress:
+            result = measure(options, read, progress)
+    print_noise(result)
+    if output is not None:
+        write_whole(output, json.dumps(result, indent=2) + "\n")
+        print(f"{output} is ready")
 
 
 @app.command()
 def uaq(
     source: SourceDirectory,
     destination: NewDirectory,
-    scale: Annotated[float, typer.Option(help="Scale s of QuRL Eq. 11.")] = 1.5,
+    scale: Annotated[
+        float, typer.Option(help="Scale s of QuRL Eq. 11; with experts, a power of two.")
+    ] = 1.5,
     undo: Annotated[bool, typer.Option("--undo", help="Restore the original weights.")] = False,
 ) -> None:
     """Scale a Hugging Face directory for update-aware quantization (UAQ), or undo the scaling.
@@ -493,6 +565,17 @@ def progress_bar(title: str) -> Iterator[Progress]:
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def pass_bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar on stderr; yield a function that takes passes done and all passes."""
+    from rich import progress
+    from rich.console import Console
+
+    with progress.Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -40,7 +40,7 @@ def print_plan(plan: Plan) -> None:
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
         f"publish of all tensors sends {plan.publish_bytes / 1e9:.1f} GB. The formulas, their "
         "sources and what they omit: qurl_megatron/planning/memory.py and step_time.py. The errors "
-        "of the estimate: docs/findings.md.",
+        "of the estimate: docs/findings/planning.md.",
         soft_wrap=True,
     )
 

@@ -35,9 +35,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
     },
 }
+QWEN3_MOE = {
+    **MODELS["Qwen3-32B"],
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_key_value_heads": 4,
+}
+EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        **QWEN3_MOE,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    },
+    "Qwen3-235B-A22B": {
+        **QWEN3_MOE,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+    },
+}
 # Values in each published checkpoint.
 PARAMETERS = {
     "Qwen2.5-32B": 32_763_876_352,
     "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,12 +34,22 @@ def engine(model_dir: Path) -> Iterator[None]:
         parallel_state.destroy_distributed_environment()
 
 
-def as_rank(rank: int, size: int) -> AbstractContextManager[Any]:
-    """Make SGLang take this process for tensor-parallel rank `rank` of `size`."""
+def as_rank(rank: int, size: int, expert_parallel_size: int = 1) -> AbstractContextManager[Any]:
+    """Make SGLang take this process for tensor-parallel rank `rank` of `size`.
+
+    Neighbouring ranks, `size / expert_parallel_size` of them, share the same experts.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     attention = {"attn_tp_size": size, "attn_tp_rank": rank, "attn_dp_size": 1, "attn_dp_rank": 0}
-    return get_parallel().override(tp_size=size, tp_rank=rank, **attention)
+    sharing = size // expert_parallel_size
+    experts = {
+        "moe_ep_size": expert_parallel_size,
+        "moe_ep_rank": rank // sharing,
+        "moe_tp_size": sharing,
+        "moe_tp_rank": rank % sharing,
+    }
+    return get_parallel().override(tp_size=size, tp_rank=rank, **attention, **experts)
 
 
 def build(model_dir: Path, weight_format: str) -> Any:
@@ -66,20 +77,38 @@ def build(model_dir: Path, weight_format: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def build_ranks(model_dir: Path, weight_format: str, size: int) -> list[Any]:
+def build_ranks(
+    model_dir: Path, weight_format: str, size: int, expert_parallel_size: int = 1
+) -> list[Any]:
     """Build SGLang's model for each rank of a server of `size`."""
     models = []
     for rank in range(size):
-        with as_rank(rank, size):
+        with as_rank(rank, size, expert_parallel_size):
             models.append(build(model_dir, weight_format))
     return models
 
 
-def load(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> None:
+def load(ranks: Sequence[Any], sent: Mapping[str, Tensor], expert_parallel_size: int = 1) -> None:
     """Load a copy of `sent` into each rank's model, as SGLang does."""
     for rank, model in enumerate(ranks):
-        with as_rank(rank, len(ranks)):
+        with as_rank(rank, len(ranks), expert_parallel_size):
             model.load_weights((name, tensor.clone()) for name, tensor in sent.items())
+
+
+def checksums_of(ranks: Sequence[Any]) -> dict[str, int]:
+    """Return the checksums that a server of these ranks answers with, combined."""
+    from qurl_megatron.quantization.checksum import combine
+    from qurl_megatron.sglang_plugin.verify import compute_checksum
+
+    held = []
+    for model in ranks:
+        checker = SimpleNamespace(
+            _get_model=lambda model=model: model,
+            _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
+        )
+        answer = compute_checksum(checker)["checksums"]
+        held.append({key: int(value) for key, value in answer.items()})
+    return combine(held)
 
 
 def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:

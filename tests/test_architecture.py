@@ -94,6 +94,70 @@ def test_a_config_that_transformers_writes_is_read(tmp_path: Path, family: str) 
     assert architecture.tie_word_embeddings == config.tie_word_embeddings
 
 
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts_are_read_under_the_names_of_transformers_5_and_before(tmp_path: Path) -> None:
+    architecture = Architecture.from_directory(write_config(tmp_path, **MOE))
+    assert architecture.family == "qwen3_moe" and architecture.qk_norm
+    assert (architecture.num_experts, architecture.experts_per_token) == (12, 3)
+    assert architecture.moe_intermediate_size == 20 and architecture.normalize_topk
+    assert architecture.active_intermediate_size == 60
+    new = {**MOE, "num_experts": "absent", "num_local_experts": 12}
+    assert Architecture.from_directory(write_config(tmp_path, **new)) == architecture
+    silent = {**MOE, "norm_topk_prob": "absent"}
+    assert not Architecture.from_directory(write_config(tmp_path, **silent)).normalize_topk
+    dense = Architecture.from_directory(write_config(tmp_path))
+    assert dense.num_experts == 0 and dense.active_intermediate_size == 80
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shared_expert_intermediate_size": 16}, "shared experts"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers empty"),
+        ({"num_experts": "absent"}, "no 'num_experts'"),
+        ({"num_experts_per_tok": 13}, "num_experts_per_tok is 13, but num_experts 12"),
+        ({"num_experts_per_tok": 1}, "the router no gradient"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be a positive integer"),
+    ],
+)
+def test_experts_that_the_learner_does_not_support_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ArchitectureError, match=words) as refusal:
+        Architecture.from_directory(write_config(tmp_path, **{**MOE, **changes}))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ((5, 1, 20), "12 experts .* expert_parallel_size=5; .* 1, 2, 3, 4, 6, 12$"),
+        ((1, 3, 12), "20 channels of an expert .* expert_tensor_parallel_size=3; .* 1, 2, 4, 5"),
+        ((4, 2, 12), "=4 x expert_tensor_parallel_size=2 must divide the 12 ranks .* 1, 2, 3, 4"),
+    ],
+)
+def test_experts_that_do_not_divide_over_ranks_are_refused_with_the_sizes_that_do(
+    tmp_path: Path, layout: tuple[int, int, int], words: str
+) -> None:
+    architecture = Architecture.from_directory(write_config(tmp_path, **MOE))
+    architecture.check_expert_layout(4, 1, 12)
+    with pytest.raises(ArchitectureError, match=words):
+        architecture.check_expert_layout(*layout)
+    dense = Architecture.from_directory(write_config(tmp_path))
+    dense.check_expert_layout(1, 1, 12)
+    with pytest.raises(ArchitectureError, match="the model has none"):
+        dense.check_expert_layout(2, 1, 12)
+
+
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -244,3 +308,31 @@ def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
     llama = write_config(tmp_path, **fits)
     with pytest.raises(ArchitectureError, match="SGLang's Llama"):
         Architecture.from_directory(llama).check_blocks(2)
+
+
+def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> None:
+    """12 experts of 20 channels; a group's ranks share the channels of each of its experts."""
+    architecture = Architecture.from_directory(write_config(tmp_path, **MOE))
+    for size, groups in ((1, 1), (4, 1), (4, 4), (12, 3), (12, 6)):
+        architecture.check_server_layout(size, groups)
+    for size, groups, words in (
+        (12, 1, "12 server ranks share each expert, and its 20 channels"),
+        (4, 3, "expert_parallel_size=3 must divide tensor_parallel_size=4"),
+        (5, 5, "12 attention heads"),
+        (12, 24, "expert_parallel_size=24 must divide"),
+    ):
+        with pytest.raises(ArchitectureError, match=words):
+            architecture.check_server_layout(size, groups)
+    dense = Architecture.from_directory(write_config(tmp_path))
+    dense.check_server_layout(2)
+    with pytest.raises(ArchitectureError, match="this model has none; leave it at 1"):
+        dense.check_server_layout(2, 2)
+
+
+def test_blocks_fit_a_rank_that_has_fewer_experts_and_whole_ones(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
+    architecture = Architecture.from_directory(write_config(tmp_path, **{**MOE, **sizes}))
+    architecture.check_blocks(1)
+    architecture.check_blocks(2, 2)
+    with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
+        architecture.check_blocks(2)

@@ -286,9 +286,19 @@ def test_valid_configuration_is_accepted(model_dir: Path) -> None:
             "rollout.server.tensor_parallel_size=3",
             "rollout.server: 4 attention heads are not divisible by",
         ),
+        (
+            "rollout.server.expert_parallel_size=2",
+            "rollout.server: expert_parallel_size=2 divides experts, and this model has none",
+        ),
+        ("rollout.routing=replay", "rollout.routing=replay: the model has no experts"),
         ("rollout.max_response_length=1000000", "add up to 1000008 tokens"),
         ("quantization.uaq.layer_scales.2=1.5", "layers are numbered from 0 to 1"),
+        ("quantization.keep=[*.q_proj]", "a server holds them as one layer, so keep all or none"),
         ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),
+        (
+            "quantization.transport=direct quantization.publish=auto",
+            "quantization.publish=auto: with quantization.transport=direct all tensors are written",
+        ),
         ("rollout.soft_overlong_tokens=8", "less than rollout.max_response_length=8"),
         ("quantization.format=fp8-block", "has 64 query channels; use format fp8"),
         ("learner.virtual_pipeline_parallel_size=2", "pipeline_parallel_size=1 has none"),
@@ -420,6 +430,47 @@ def test_fp8_is_refused_where_transformer_engine_is_not_installed(
         validate(runnable(model_dir, "learner.fp8=blockwise"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine")
     validate(runnable(model_dir, "learner.fp8=blockwise"))
+
+
+@pytest.fixture(scope="module")
+def experts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("quantization.uaq.scale=1.5", "scale=1.5: a model with experts needs a power of two"),
+        (
+            "quantization.uaq.scale=2 quantization.uaq.layer_scales.1=3",
+            "layer_scales.1=3: a model with experts needs a power of two",
+        ),
+        (
+            "quantization.uaq.scale=2 learner.expert_parallel_size=3",
+            "8 experts are not divisible by expert_parallel_size=3",
+        ),
+        (
+            "quantization.uaq.scale=2 learner.expert_parallel_size=2",
+            "must divide the 1 ranks of a pipeline stage",
+        ),
+        (
+            "quantization.uaq.scale=2 rollout.server.tensor_parallel_size=5",
+            "rollout.server: 4 attention heads are not",
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_experts_is_refused(
+    experts_dir: Path, words: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        validate(runnable(experts_dir, *words.split()))
+
+
+def test_experts_divide_over_ranks_that_the_learner_has(experts_dir: Path, model_dir: Path) -> None:
+    words = ["quantization.uaq.scale=0.5", "learner.data_parallel_size=4"]
+    validate(runnable(experts_dir, *words, "learner.expert_parallel_size=4"))
+    with pytest.raises(ConfigError, match="expert_parallel_size=4 .* the model has none"):
+        validate(runnable(model_dir, *words, "learner.expert_parallel_size=4"))
 
 
 def on_gpus(num_gpus: int, *words: str) -> dict[str, list[list[int]]]:

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +25,15 @@ from qurl_megatron.config.schema import Config, LearnerConfig, OptimizerConfig, 
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
-from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.sglang_plugin.receive import write_changes
-from qurl_megatron.sglang_plugin.verify import compute_checksum
+from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
 from qurl_megatron.weight_sync import coding, delta
-from qurl_megatron.weight_sync import publish as publishing
+from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.stream import announce
 from test_fleet import make_server
 from tiny import build_tiny_model
 
@@ -70,7 +68,7 @@ UPDATES = ("sparse", "row", "none", "sparse", "dense", "sparse")
 
 @dataclass
 class Version:
-    """A version of the weights, as global rank 0 sends it."""
+    """A version of the weights, as the senders send it."""
 
     whole: list[Bucket] = field(default_factory=list)
     delta: list[Bucket] = field(default_factory=list)
@@ -148,22 +146,15 @@ def versions(layout: LearnerConfig, model_dirs: Path) -> dict[WeightFormat, list
     leader, *others = run_ranks(
         record_versions, layout.world_size, model_dirs, layout, timeout_s=400
     )
-    for other in others:
-        assert not any(v.whole or v.delta for recorded in other.values() for v in recorded)
+    for rank, other in enumerate(others, start=1):
+        sends = rank % layout.tensor_parallel_size == 0  # the leader of another stage
+        for weight_format, recorded in other.items():
+            for own, total in zip(recorded, leader[weight_format], strict=True):
+                assert bool(own.whole) == sends
+                assert sends or not own.delta
+                total.whole += own.whole
+                total.delta += own.delta
     return leader
-
-
-def checksums_of(ranks: list[Any]) -> dict[str, int]:
-    """Return the checksums that a server of these ranks answers with."""
-    held = []
-    for model in ranks:
-        checker = SimpleNamespace(
-            _get_model=lambda model=model: model,
-            _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
-        )
-        answer = compute_checksum(checker)["checksums"]
-        held.append({key: int(value) for key, value in answer.items()})
-    return combine(held)
 
 
 def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
@@ -172,12 +163,22 @@ def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
             write_changes(model, delta.unpack(bucket.flat))
 
 
+def write_key_frame(ranks: list[Any], buckets: list[Bucket]) -> None:
+    """Write whole tensors as a server does that receives them."""
+    names, dtypes, shapes = announce([buckets])
+    words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    for model in ranks:
+        plan = LoadPlan(model, names, words, shapes)
+        for number, bucket in enumerate(buckets):
+            plan.write(number, bucket.flat.clone())
+
+
 def assert_hold(ranks: list[Any], version: Version) -> None:
     """Check a server's tensors against a full publish, byte for byte, and its checksums."""
     sent = version.tensors()
     for name, held in sglang_loader.whole_tensors(ranks, sent).items():
         assert torch.equal(held.view(torch.uint8), sent[name].view(torch.uint8)), name
-    assert checksums_of(ranks) == version.checksums
+    assert sglang_loader.checksums_of(ranks) == version.checksums
 
 
 def addresses(ranks: list[Any]) -> list[int]:
@@ -214,9 +215,9 @@ def test_any_sequence_of_messages_gives_what_a_full_publish_gives_or_is_noticed(
             elif way == "lost":
                 lost = chance.choice(losable)
                 write_delta(ranks, [bucket for bucket in version.delta if bucket is not lost])
-                assert checksums_of(ranks) != version.checksums
+                assert sglang_loader.checksums_of(ranks) != version.checksums
             if way in ("lost", "key frame"):
-                sglang_loader.load(ranks, version.tensors())
+                write_key_frame(ranks, version.whole)
             assert_hold(ranks, version)
         assert addresses(ranks) == before
 
@@ -265,11 +266,10 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     refusing: set[int] = set()  # servers that refuse their next delta
     wrong: list[int] = []  # servers that do not hold what they are sent, each once
 
-    def transfer(link: Any, bucket: Bucket, message: Tensor, version: int) -> None:
-        base, index = delta.base_version(bucket.names), link._member.index
+    def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
+        base, index = delta.base_version(names), int(control.server.url[-1])
         what = "all" if base is None else f"delta of {base}"
-        if (index, what) not in sent:
-            sent.append((index, what))
+        sent.append((index, what))
         if base is not None and index in refusing:
             refusing.remove(index)
             raise UpdateRefused("refused")
@@ -280,9 +280,11 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             wrong.remove(index)
             raise PublishError("other weights")
 
-    network: Any = publishing
-    network._Link._join, network._Link._transfer = lambda link: None, transfer
+    network: Any = linking
+    network.Link._open_door = lambda link: None  # there are no channels
+    network.Link._let_in = lambda link, num_senders: None
     network.verify = verify
+    network.ServerControl.update_weights = update_weights
     network.ServerControl.pause = network.ServerControl.resume = lambda control: None
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]

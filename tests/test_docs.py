@@ -21,7 +21,7 @@ from qurl_megatron.loop.avg_at_k import EvalConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 PROSE = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *PAGES]
 PACKAGES = ("qurl_megatron", "launch", "recipes")
 LOADS = {  # element -> attribute that a browser fetches without a click

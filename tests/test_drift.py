@@ -14,6 +14,12 @@ def sum_of_squares(tensor: Tensor) -> float:
     return float(tensor.double().square().sum())
 
 
+def drift_in(meter: DriftMeter) -> WeightDrift:
+    names, drift = meter.results()
+    assert names == ["w"]
+    return WeightDrift(*drift[0].tolist())
+
+
 @pytest.mark.parametrize(("num_rows", "tolerance"), [(MEASURED_ROWS, 1e-6), (1001, 0.05)])
 def test_drift_is_that_of_the_whole_weight(num_rows: int, tolerance: float) -> None:
     """It is exact for a weight of few rows, and otherwise an estimate."""
@@ -22,9 +28,11 @@ def test_drift_is_that_of_the_whole_weight(num_rows: int, tolerance: float) -> N
     new = old + 0.01 * torch.randn(num_rows, 64, generator=generator)
     meter = DriftMeter()
     old_quantized, new_quantized = quantize(old, "int8"), quantize(new, "int8")
-    first = meter.measure("w", old, old_quantized)
+    meter.measure("w", old, old_quantized)
+    first = drift_in(meter)
     assert first.update_norm == first.code_flip_fraction == 0
-    drift = meter.measure("w", new, new_quantized)
+    meter.measure("w", new, new_quantized)
+    drift = drift_in(meter)
     error = dequantize(new_quantized) - new
     flips = int(code_flips(old_quantized.codes, new_quantized.codes))
     assert drift.num_codes == pytest.approx(new.numel())

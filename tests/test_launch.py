@@ -72,6 +72,13 @@ def test_an_uneven_spread_is_refused(learner_nodes: int, rollout_nodes: int, mes
         make_plan(config_of(8, 2, 1), 0, names[:learner_nodes], names[learner_nodes:], port=1)
 
 
+def test_weights_are_not_written_into_servers_of_other_nodes() -> None:
+    config = config_of(1, 1, 1)
+    config.quantization.transport = "direct"
+    with pytest.raises(ConfigError, match=r"^quantization.transport=direct: in a Slurm job"):
+        make_plan(config, 0, ["a"], ["b"], port=1)
+
+
 def test_smallest_plan_has_the_fewest_nodes_that_hold_the_ranks_and_servers() -> None:
     learner, rollout = smallest_plan(config_of(16, 5, 4, problems=1), gpus_per_node=8)
     assert [node.ranks for node in learner] == [8, 8]

@@ -23,6 +23,7 @@ from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.huggingface import checkpoint_tensors
 from tiny import build_tiny_model
 
 DIMS: dict[str, Any] = {
@@ -145,18 +146,13 @@ def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
 
 
 def weights_of(learner: Any) -> list[weight_map.TensorPart]:
-    from megatron.core import parallel_state
+    from qurl_megatron.learner.model import tensor_parallel_place
 
     return [
         part
         for rule, layer, shard in learner.shards()
         for part in weight_map.split(
-            rule,
-            shard.clone(),
-            learner.architecture,
-            layer,
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
+            rule, shard.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
         )
     ]
 
@@ -222,7 +218,7 @@ def make_reference(directory: Path) -> Reference:
     batch = make_batch()
     with torch.no_grad():
         scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
-    first_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first_weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         [
@@ -243,7 +239,8 @@ def make_reference(directory: Path) -> Reference:
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
         optimizer.step()
-    return Reference(scores, losses, norms, first_weights, model.state_dict())
+    last_weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model)}
+    return Reference(scores, losses, norms, first_weights, last_weights)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_every_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout
 
 
 def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
-    """docs/findings.md: 812 s with recompute=selective, 888 s with full; else it does not fit."""
+    """docs/findings/planning.md: 812 s with recompute=selective, 888 s with full, else no room."""
     config = study("Qwen2.5-32B", 64, "int8")
     best = plan.suggest(QWEN2, config, 32)
     assert best is not None

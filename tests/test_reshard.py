@@ -8,6 +8,7 @@ into SGLang's layers.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from distributed import run_ranks
+from operations import HostReads
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
@@ -67,6 +69,12 @@ LAYOUTS = {
 SCALE = 1.5
 BUCKET_BYTES = 40_000
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
+KEEP = ["model.layers.1.mlp", "*.o_proj"]
+KEPT = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
+KEPT += [f"model.layers.{layer}.self_attn.o_proj" for layer in range(4)]
+# The converters of a test: the layers that stay in BF16, by name and format.
+CONVERTERS: dict[str, tuple[WeightFormat, list[str]]] = {name: (name, []) for name in FORMATS}
+CONVERTERS["int8 and BF16"] = "int8", KEPT
 # Layouts alternate between the models. TP4 divides Qwen2's biases, so it is tested with both.
 MODELS = [("qwen2", True), ("qwen3", False)]
 CASES = [(*MODELS[index % 2], learner) for index, learner in enumerate(LAYOUTS.values())]
@@ -80,14 +88,15 @@ def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
 
 
 def convert(model_dir: Path, config: LearnerConfig) -> dict[str, tuple[list[Bucket], Conversion]]:
-    """Convert to every format, one after another, on one learner."""
+    """Run `CONVERTERS` one after another on one learner."""
     learner = build_learner(model_dir, config)
     results: dict[str, tuple[list[Bucket], Conversion]] = {}
-    for weight_format in FORMATS:
+    for name, (weight_format, kept) in CONVERTERS.items():
         buckets: list[Bucket] = []
-        converter = Converter(learner, weight_format, BUCKET_BYTES)
+        keep = KEEP if kept else []
+        converter = Converter(learner, weight_format, BUCKET_BYTES, keep=keep)
         conversion = converter.convert(buckets.append)
-        results[weight_format] = buckets, conversion
+        results[name] = buckets, conversion
     learner.close()
     return results
 
@@ -102,6 +111,17 @@ def tensors_in(buckets: list[Bucket]) -> dict[str, Tensor]:
     return tensors
 
 
+def sent_by(ranks: list[Any], config: LearnerConfig, converter: str) -> list[Bucket]:
+    """Return all buckets; check that each stage's first tensor-parallel rank sent some of them."""
+    stage_size = config.world_size // config.pipeline_parallel_size
+    buckets = []
+    for rank, results in enumerate(ranks):
+        own = results[converter][0]
+        assert bool(own) == (rank % stage_size == 0), rank
+        buckets += own
+    return buckets
+
+
 def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -111,12 +131,15 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
     architecture: Literal["qwen2", "qwen3"], tied: bool, config: LearnerConfig, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
-    leader, *others = run_ranks(convert, config.world_size, tmp_path, config)
-    for weight_format in FORMATS:
-        buckets, conversion = leader[weight_format]
-        expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
+    ranks = run_ranks(convert, config.world_size, tmp_path, config)
+    for converter, (weight_format, kept) in CONVERTERS.items():
+        conversion = ranks[0][converter][1]
+        buckets = sent_by(ranks, config, converter)
+        expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)), kept)
         sent = tensors_in(buckets)
         assert sent.keys() == expected.keys()
+        scaled = {name for name in expected if {f"{name}_scale", f"{name}_scale_inv"} & {*expected}}
+        assert conversion.drift.keys() == scaled
         for name, tensor in expected.items():
             assert (sent[name].dtype, sent[name].shape) == (tensor.dtype, tensor.shape), name
             assert as_bytes(sent[name]) == as_bytes(tensor), name
@@ -124,7 +147,6 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
         largest = max(tensor.nbytes for tensor in expected.values())
         assert all(bucket.flat.numel() <= max(BUCKET_BYTES, largest) for bucket in buckets)
         assert len(buckets) > 1
-        assert all(other[weight_format][0] == [] for other in others)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +161,9 @@ def test_eight_ranks_send_what_quantizing_the_checkpoint_directly_gives(
     config: LearnerConfig, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path, "qwen2", tied=True, **EIGHT_RANK_DIMENSIONS)
-    leader, *_ = run_ranks(convert, 8, tmp_path, config)
+    ranks = run_ranks(convert, 8, tmp_path, config)
     for weight_format in FORMATS:
-        sent = tensors_in(leader[weight_format][0])
+        sent = tensors_in(sent_by(ranks, config, weight_format))
         expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
         assert sent.keys() == expected.keys()
         assert all(as_bytes(sent[name]) == as_bytes(tensor) for name, tensor in expected.items())
@@ -207,6 +229,33 @@ def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> 
     # Codes are relative to their row's absmax: doubling changes none, negating changes all but 0.
     assert doubled.total_drift.code_flip_fraction == 0
     assert 0.95 < negated.total_drift.code_flip_fraction < 1
+
+
+def count_host_reads(model_dir: Path, config: LearnerConfig) -> list[int]:
+    """Return how often a GPU would be waited for in a pass, with 1, 2 and then all layers."""
+    learner = build_learner(model_dir, config)
+    shards = list(learner.shards())
+    counts = []
+    for layers in (1, 2, learner.architecture.num_layers):
+        chosen = [shard for shard in shards if shard[1] is None or shard[1] < layers]
+        some: Any = SimpleNamespace(architecture=learner.architecture, shards=lambda c=chosen: c)
+        converter = Converter(some, "int8", BUCKET_BYTES)
+        converter.convert(lambda bucket: None)
+        with HostReads() as reads:
+            converter.convert(lambda bucket: None)
+        counts.append(reads.number)
+    learner.close()
+    return counts
+
+
+def test_a_pass_waits_for_the_device_a_few_times_whatever_the_number_of_layers(
+    tmp_path: Path,
+) -> None:
+    build_tiny_model(tmp_path, **DIMENSIONS)
+    config = LAYOUTS["TP2"]
+    for counts in run_ranks(count_host_reads, config.world_size, tmp_path, config):
+        assert set(counts) == {counts[0]}
+        assert 1 <= counts[0] <= 5
 
 
 def publish_with_nan(model_dir: Path, config: LearnerConfig, spoilt: str, culprit: int) -> str:

@@ -51,6 +51,7 @@ PURE = {
     "model/architecture",
     "model/weight_map",
     "planning",
+    "quantization/attribution",
     "quantization/block_kernel",
     "quantization/channel_kernel",
     "quantization/checksum",
@@ -64,6 +65,7 @@ PURE = {
     "weight_sync/drift",
     "weight_sync/layout",
     "weight_sync/shared_memory",
+    "weight_sync/stream",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
@@ -188,7 +190,6 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/checksum",
             "quantization/quantize",
             "sglang_plugin/linear",
-            "sglang_plugin/receive",
             "weight_sync/shared_memory",
         },
     }

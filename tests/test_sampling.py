@@ -285,3 +285,23 @@ def test_a_ragged_batch_has_the_sequences_of_padded_rows(
     count = len(sizes) // parts
     for number, part in enumerate(batch.split(parts)):
         check(part, range(number * count, (number + 1) * count))
+
+
+def test_experts_that_were_recorded_lie_beside_the_tokens_they_read() -> None:
+    """Two layers, one expert each; the last token of a sequence was read by no pass."""
+    prompt = Prompt("a", "", "", [5, 6])
+    completions = [
+        Completion([7] * length, [-1.0] * length, "", False, [1] * length, experts)
+        for length in (1, 2)
+        for experts in [torch.arange(2 * (length + 1), dtype=torch.int16).view(-1, 2, 1)]
+    ]
+    batch = pack([RolloutGroup(prompt, completions, [0.0, 1.0])])
+    assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.int16
+    assert batch.routed_experts.view(-1, 2).tolist() == [
+        *([0, 1], [2, 3], [-1, -1]),
+        *([0, 1], [2, 3], [4, 5], [-1, -1]),
+    ]
+    second = batch.select([1]).routed_experts
+    assert second is not None and torch.equal(second, batch.routed_experts[3:])
+    unknown = [completions[0], dataclasses.replace(completions[1], routed_experts=None)]
+    assert pack([RolloutGroup(prompt, unknown, [0.0, 1.0])]).routed_experts is None

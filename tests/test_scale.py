@@ -1,4 +1,4 @@
-"""Shapes of whole 32B models that every rank of a large layout holds and sends.
+"""Shapes of whole models of 30B to 235B values that every rank of a large layout holds and sends.
 
 Megatron builds each pipeline stage's model on the meta device, in one process that acts as one rank
 after another. Every shape and name is therefore Megatron's.
@@ -6,6 +6,7 @@ after another. Every shape and name is therefore Megatron's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -16,17 +17,33 @@ import torch
 
 import sglang_loader
 from distributed import run_ranks
-from published import MODELS, PARAMETERS
+from published import EXPERT_MODELS, MODELS, PARAMETERS
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 
 LEARNER = LearnerConfig(tensor_parallel_size=8, pipeline_parallel_size=4)
+EXPERT_LEARNER = LearnerConfig(
+    tensor_parallel_size=4,
+    pipeline_parallel_size=2,
+    data_parallel_size=4,
+    expert_parallel_size=8,
+    expert_tensor_parallel_size=2,
+)
 
 
-def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
-    """Return, by model and pipeline stage, each parameter's Megatron name, layer and shape."""
+def learner_of(name: str) -> LearnerConfig:
+    return EXPERT_LEARNER if name in EXPERT_MODELS else LEARNER
+
+
+def stage_shapes(
+    model_dirs: dict[str, Path], learner: LearnerConfig
+) -> dict[str, list[list[tuple]]]:
+    """Return, by model and pipeline stage, each parameter's Megatron name, layer and shape.
+
+    They are those of the stage's first rank.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,26 +52,28 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
     from qurl_megatron.learner.model import Policy, build_chunks, parameters_of
 
     shapes: dict[str, list[list[tuple]]] = {name: [] for name in model_dirs}
-    for stage in range(LEARNER.pipeline_parallel_size):
+    for stage in range(learner.pipeline_parallel_size):
         dist.init_process_group(
             "fake",
             store=FakeStore(),
-            rank=stage * LEARNER.tensor_parallel_size,
-            world_size=LEARNER.world_size,
+            rank=stage * learner.world_size // learner.pipeline_parallel_size,
+            world_size=learner.world_size,
         )
         with megatron_runtime(), torch.device("meta"):
             parallel_state.initialize_model_parallel(
-                LEARNER.tensor_parallel_size,
-                LEARNER.pipeline_parallel_size,
+                learner.tensor_parallel_size,
+                learner.pipeline_parallel_size,
+                expert_model_parallel_size=learner.expert_parallel_size,
+                expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-            for name, directory in model_dirs.items():
+            for model, directory in model_dirs.items():
                 architecture = Architecture.from_directory(directory)
-                chunks = build_chunks(architecture, LEARNER, Policy)
-                shapes[name].append(
+                chunks = build_chunks(architecture, learner, Policy)
+                shapes[model].append(
                     [
-                        (rule.megatron_names[0], layer, tuple(parameter.shape))
-                        for _, rule, layer, parameter in parameters_of(chunks, architecture)
+                        (name, layer, tuple(parameter.shape))
+                        for name, _, layer, parameter in parameters_of(chunks, architecture)
                     ]
                 )
         parallel_state.destroy_model_parallel()
@@ -65,7 +84,7 @@ def stage_shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
 @pytest.fixture(scope="module")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directories = {}
-    for name, fields in MODELS.items():
+    for name, fields in (MODELS | EXPERT_MODELS).items():
         directories[name] = tmp_path_factory.mktemp(name)
         (directories[name] / "config.json").write_text(json.dumps(fields))
     return directories
@@ -73,21 +92,30 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
-    (shapes,) = run_ranks(stage_shapes, 1, model_dirs)
+    shapes = {}
+    for learner in (LEARNER, EXPERT_LEARNER):
+        models = {name: d for name, d in model_dirs.items() if learner_of(name) is learner}
+        shapes |= run_ranks(stage_shapes, 1, models, learner)[0]
     return shapes
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
+@pytest.mark.parametrize("name", MODELS | EXPERT_MODELS)
+def test_every_tensor_of_a_whole_model_is_sent_once_and_whole(
     name: str, model_dirs: dict[str, Path], shapes: dict[str, list[list[tuple]]]
 ) -> None:
-    """With TP8 and PP4, the parts of all 32 ranks tile the checkpoint without gap or overlap."""
+    """The parts of all 32 ranks tile the checkpoint without gap or overlap."""
     architecture = Architecture.from_directory(model_dirs[name])
-    size = LEARNER.tensor_parallel_size
+    learner = learner_of(name)
+    local_experts = architecture.num_experts // learner.expert_parallel_size
     sent: dict[str, int] = {}
-    for stage in shapes[name]:
+    for stage, expert_rank in itertools.product(shapes[name], range(learner.expert_parallel_size)):
         for megatron_name, layer, shape in stage:
-            rule = weight_map._BY_MEGATRON[megatron_name]
+            rule, _ = weight_map.find_megatron(megatron_name, expert_rank * local_experts)
+            size = learner.tensor_parallel_size
+            if rule.of_experts:
+                size = learner.expert_tensor_parallel_size
+            elif expert_rank:
+                continue
             by_rank = [
                 weight_map.split(
                     rule, torch.empty(shape, device="meta"), architecture, layer, rank, size
@@ -96,7 +124,7 @@ def test_every_tensor_of_a_32b_model_is_sent_once_and_whole(
             ]
             for parts in zip(*by_rank, strict=True):
                 first = parts[0]
-                assert first.name not in sent, f"{first.name} is on two stages"
+                assert first.name not in sent, f"{first.name} is in two places"
                 sent[first.name] = math.prod(first.full_shape)
                 if first.dim is None:
                     assert all(tuple(part.tensor.shape) == first.full_shape for part in parts)

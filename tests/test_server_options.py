@@ -102,7 +102,7 @@ def test_every_refusal_is_of_an_option_that_sglang_has(sglang_options: dict[str,
         ("page_size", "many", "invalid int value: 'many'"),
         ("page_size", True, "takes a value, not true or false"),
         ("enable_mixed_chunk", 1, "takes true or false"),
-        ("ep", 2, "refused, because weights are published to tensor-parallel ranks only"),
+        ("ep", 2, "refused, because set the server's expert_parallel_size"),
     ],
 )
 def test_an_option_that_sglang_does_not_take_is_named(option: str, value: Any, error: str) -> None:

@@ -42,7 +42,12 @@ from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import remote as couriers
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import CODING_PAYS_BELOW_BYTES_PER_S, Coder, Courier
+from qurl_megatron.weight_sync.remote import (
+    CODING_PAYS_BELOW_BYTES_PER_S,
+    Coder,
+    Courier,
+    RemoteDoor,
+)
 from test_fleet import wait_for
 from tiny import build_tiny_model, quantized
 
@@ -335,7 +340,8 @@ class ServerProcess:
         return True, "loaded"
 
     def courier(self, key: str = KEY) -> Courier:
-        courier = Courier(remote.remote_server("http://a", key), Coder(), 1.0, flush_cache=True)
+        server = remote.remote_server("http://a", key)
+        courier = Courier(RemoteDoor("token", server, True, 1.0), Coder())
         self.http.headers.update(remote.remote_server("http://a", key).headers)
         courier._post._client = self.http  # type: ignore[assignment]
         return courier
@@ -363,7 +369,9 @@ def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
     monkeypatch.setattr(couriers, "MEASURED_BYTES", 1)
     weights = quantized(model_dir, "int8")
     courier = process.courier()
-    assert courier.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
+    courier.begin(1, None)
+    courier.send(Bucket.pack(weights), announced=True).result()
+    assert courier.sent_bytes == sum(tensor.nbytes for tensor in weights.values())
     assert 0 < courier.rate < float("inf")
     num_bytes = []
     for version, rate in ((2, CODING_PAYS_BELOW_BYTES_PER_S), (3, 1.0)):
@@ -372,15 +380,22 @@ def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
             if tensor.dtype == torch.int8:
                 tensor.view(-1)[version::50] += 1
         courier.rate = rate
-        num_bytes.append(courier.deliver(bucket_of_delta(weights, new, version - 1), version))
+        before = courier.sent_bytes
+        courier.begin(version, version - 1)
+        courier.send(bucket_of_delta(weights, new, version - 1), announced=False).result()
+        courier.end().result()
+        num_bytes.append(courier.sent_bytes - before)
         weights = new
         held = sglang_loader.whole_tensors(process.ranks, weights)
         for name, tensor in weights.items():
             assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
     plain, coded = num_bytes
     assert coded < plain / 2
-    assert process.versions == [("1", True), ("2", True), ("3", True)]
-    assert [file.exists() for file in process.files] == [False] * 3
+    courier.begin(4, 3)
+    courier.end().result()  # nothing has changed, and the server learns of the version
+    assert process.versions == [(str(version), True) for version in (1, 2, 3, 4)]
+    assert [file.exists() for file in process.files] == [False] * 4
+    assert courier.failure is None
 
 
 def test_the_routes_need_the_key_and_say_why_weights_are_refused(
@@ -389,13 +404,16 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
     assert Description(**described.json()) == description(model_dir)
     courier = process.courier()
-    wrong = Bucket.pack({"model.norm.weight": torch.zeros(3)})
+    noise = torch.full((16,), 255, dtype=torch.uint8)
+    wrong = Bucket([delta.bucket_name(1)], [noise.dtype], [(16,)], noise)
     with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
-        courier.deliver(wrong, 1)
+        courier.deliver(wrong)
+    courier.send(wrong, announced=False).result()
+    assert "Failed to load weights" in str(courier.failure)
     stranger = process.courier("another-key-of-it")
     assert process.http.get("/qurl").status_code == 401
     with pytest.raises(UpdateRefused, match="Unauthorized"):
-        stranger.deliver(wrong, 1)
+        stranger.deliver(wrong)
     assert process.http.get("/health").status_code == 404  # not one of these routes
 
 

@@ -206,3 +206,17 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
     assert dropped == ([] if is_loaded else [("the updater", [[24]], "weights")])
     if not is_loaded:
         assert answer.message == f"it holds version {held}, and was sent a delta of 6"
+
+
+def test_a_server_keeps_one_record_of_its_weight_version_however_many_it_is_sent() -> None:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    manager = object.__new__(TokenizerManager)
+    manager._config_updates = []
+    record = TokenizerManager.record_config_updates
+    versions.keep_newest(record, manager, "load", load_format="auto", weight_version="0")
+    for version in range(1, 100):
+        versions.keep_newest(record, manager, "version", weight_version=str(version))
+    assert len(manager._config_updates) == 2
+    assert manager.config_value("weight_version") == "99"
+    assert manager.config_value("load_format") == "auto"

@@ -47,28 +47,37 @@ def send_or_load() -> dict[str, torch.Tensor]:
     from qurl_megatron.sglang_plugin.receive import update_bucket
     from qurl_megatron.weight_sync.bucket import Bucket
     from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX
+    from qurl_megatron.weight_sync.stream import announce, channel_name
 
     device.initialize_distributed()
-    loaded: dict[str, torch.Tensor] = {}
-    tensors = {"a": torch.randn(3, 5), "b": torch.arange(-60, 60, dtype=torch.int8).view(8, 15)}
+    tensors = {
+        "m.a": torch.randn(3, 5),
+        "m.b": torch.arange(-60, 60, dtype=torch.int8).view(8, 15),
+    }
+    bucket = Bucket.pack({name: t.to(device.device()) for name, t in tensors.items()})
     if device.rank() == 0:
-        bucket = Bucket.pack({name: t.to(device.device()) for name, t in tensors.items()})
         dist.broadcast(describe(bucket.flat), src=0)
-        loaded = tensors
+        dist.barrier()  # rank 0 keeps the bucket until rank 1 has loaded it
     else:
-        model = SimpleNamespace(load_weights=lambda named: loaded.update(named))
-        name = f"learner{GROUP_SUFFIX}"
+        held = torch.nn.ParameterDict(
+            {
+                name[2:]: torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False)
+                for name, tensor in tensors.items()
+            }
+        )
+        model = torch.nn.ModuleDict({"m": held})
+        tensors = {f"m.{name}": parameter.data for name, parameter in held.items()}
+        name = channel_name("learner", 0, GROUP_SUFFIX)
         updater = SimpleNamespace(
-            _model_update_group={name: dist.group.WORLD}, get_model=lambda: model
+            _model_update_group={name: dist.group.WORLD}, get_model=lambda: model, device="cpu"
         )
-        answer = update_bucket(
-            fail, updater, list(tensors), ["float32", "int8"], [[3, 5], [8, 15]], name
-        )
+        names, dtypes, shapes = announce([[bucket]])
+        words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        answer = update_bucket(fail, updater, names, words, shapes, name)
         assert answer == (True, "Succeeded to update parameter online."), answer
         answer = update_bucket(lambda *_: (True, "SGLang's"), updater, [], [], [], "other group")
         assert answer == (True, "SGLang's")
-    results = {name: tensor.clone() for name, tensor in loaded.items()}
-    dist.barrier()  # rank 0 keeps the bucket until rank 1 has loaded it
+    results = {name: tensor.clone() for name, tensor in tensors.items()}
     dist.destroy_process_group()
     return results
 
@@ -82,7 +91,7 @@ def fail(*_: object) -> tuple[bool, str]:
 )
 def test_a_server_loads_the_senders_tensors_bit_for_bit() -> None:
     sent, received = run_ranks(send_or_load, 2)
-    assert received.keys() == sent.keys()
+    assert received.keys() == sent.keys() != set()
     # Each rank drew its own random tensor, so these are the sender's.
     for name, tensor in sent.items():
         assert torch.equal(received[name], tensor)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.study.__main__ import chapters, difference
 from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
 from benchmarks.study.rivals import RIVALS, rival_loss
 from benchmarks.study.tasks import Bandit, Chain
@@ -54,6 +56,17 @@ def test_an_engine_with_twice_the_error_is_twice_as_far_from_the_weights() -> No
     weight = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
     once, twice = Engine("int4").weights(weight), Engine("int4", error=2.0).weights(weight)
     torch.testing.assert_close(twice - weight, 2 * (once - weight))
+
+
+def test_stochastic_rounding_picks_a_neighbour_and_is_right_on_average() -> None:
+    weight = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(0))
+    nearest = Engine("int4")
+    engine = Engine("int4", dither=torch.Generator().manual_seed(1))
+    step = nearest.quantized(weight).scale
+    draws = torch.stack([engine.weights(weight) for _ in range(4000)])
+    assert ((draws - weight).abs() < step).all()
+    assert ((draws.mean(0) - weight).abs() < 0.04 * step).all()
+    assert ((nearest.weights(weight) - weight).abs() > 0.04 * step).any()
 
 
 def test_straight_through_computes_with_codes_and_passes_gradients() -> None:
@@ -112,6 +125,25 @@ def test_an_engine_without_error_has_ratios_of_one_and_one_minibatch_clips_nothi
     assert sum(outcome.after) > sum(outcome.before)
 
 
+def test_uaq_is_a_larger_learning_rate_for_weights_and_a_smaller_one_for_norms() -> None:
+    plain = Arm(objective="tis", gap="int4", length=4, learning_rate=1e-4)
+    like_uaq = replace(plain, weight_rate=2.0, norm_rate=0.5)
+    scores = {
+        arm: torch.tensor(run(arm, seeds=3, steps=4).after)
+        for arm in (plain, like_uaq, replace(plain, uaq_scale=2.0))
+    }
+    of_plain, of_rates, of_uaq = scores.values()
+    torch.testing.assert_close(of_uaq, of_rates, atol=1e-5, rtol=0)
+    assert (of_uaq - of_plain).abs().max() > 1e-4
+
+
+def test_masters_of_bfloat16_lose_small_updates() -> None:
+    arm = Arm(objective="tis", gap="int8", length=4, learning_rate=1e-5)
+    exact = run(arm, seeds=2, steps=4)
+    rounded = run(replace(arm, masters="bfloat16"), seeds=2, steps=4)
+    assert exact.stats["code_flips"] > 10 * rounded.stats["code_flips"]
+
+
 def rival(objective: str, current: Tensor, log_rho: Tensor, advantage: float) -> Tensor:
     """Return the gradient of the loss in `current`, with proximal log-probs of -1."""
     current = current.clone().requires_grad_()
@@ -157,6 +189,18 @@ def test_gspo_clips_the_mean_ratio_of_a_sequence() -> None:
     assert gradient[1].abs().sum() == 0
 
 
+def test_tbpo_keeps_falling_sequences_within_a_band_and_weighs_with_a_capped_mean_ratio() -> None:
+    moved = torch.tensor([[6e-4], [8e-4], [-4e-4]])  # of R: inside, above and below the band
+    current, log_rho = -1.0 + moved.expand(3, 2), torch.tensor([0.6, 0.0]).expand(3, 2)
+    falling = rival("tbpo", current, log_rho, advantage=-1.0)
+    # The mean of log rho is 0.3. Each token has the gradient of both terms, over two tokens.
+    torch.testing.assert_close(falling[0], torch.full((2,), math.exp(0.3) * math.exp(6e-4)))
+    assert falling[1:].abs().sum() == 0
+    rising = rival("tbpo", current, 2 * torch.ones(3, 2), advantage=1.0)
+    assert rising[:2].abs().sum() == 0
+    torch.testing.assert_close(rising[2], torch.full((2,), -2 * math.exp(-4e-4)))  # exp(2) > C
+
+
 def test_rivals_are_tis_where_no_token_is_above_a_bound() -> None:
     generator = torch.Generator().manual_seed(0)
     current = -1 - torch.rand(4, 5, generator=generator)
@@ -176,3 +220,11 @@ def test_an_unknown_rival_is_refused() -> None:
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=f"valid are {', '.join(RIVALS)}"):
         rival_loss(one, one, one, one, one, objective="ppo", **SETTINGS)
+
+
+def test_what_an_arm_of_a_chapter_is_compared_with_belongs_to_the_chapter() -> None:
+    for chapter, arms in chapters().items():
+        assert set(arms.values()) <= arms.keys(), chapter
+        assert all(difference(arm, base) for arm, base in arms.items())
+        of_cell = [(difference(arm, base), base) for arm, base in arms.items()]
+        assert len(set(of_cell)) == len(of_cell), chapter

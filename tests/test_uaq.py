@@ -8,12 +8,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.quantization import uaq
 from qurl_megatron.quantization.quantize import code_flips, dequantize, quantize
+from tiny import EXPERTS
 
 torch.set_num_threads(1)
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
-SCALED_DOWN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+SCALED_DOWN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate")
 SCALED_UP = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -32,6 +34,7 @@ def tiny_model(architecture: str) -> Any:
         eos_token_id=1,
         pad_token_id=0,
         rms_norm_eps=1e-6,
+        **(EXPERTS if architecture == "qwen3_moe" else {}),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -48,15 +51,15 @@ def logits(model: Any) -> torch.Tensor:
         return model(tokens).logits
 
 
+@torch.no_grad()
 def apply(model: Any, transform: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    model.load_state_dict(
-        {name: transform(name, weight) for name, weight in model.state_dict().items()}
-    )
+    for name, weight in checkpoint_tensors(model):
+        weight.copy_(transform(name, weight))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_only_norm_fed_weights_and_their_norms_change(architecture: str) -> None:
-    for name, weight in tiny_model(architecture).state_dict().items():
+    for name, weight in checkpoint_tensors(tiny_model(architecture)):
         module, kind = name.split(".")[-2:]
         factor = 1.0
         if kind == "weight" and "layers" in name:
@@ -65,7 +68,7 @@ def test_only_norm_fed_weights_and_their_norms_change(architecture: str) -> None
 
 
 def test_the_models_have_every_kind_of_weight() -> None:
-    names = [name for kind in ARCHITECTURES for name in tiny_model(kind).state_dict()]
+    names = [name for kind in ARCHITECTURES for name, _ in checkpoint_tensors(tiny_model(kind))]
     for module in (*SCALED_DOWN, *SCALED_UP, "o_proj", "down_proj", "q_norm", "k_norm"):
         assert any(f".{module}.weight" in name for name in names), module
     assert any(name.endswith("q_proj.bias") for name in names)
@@ -124,6 +127,31 @@ def test_logits_are_bit_equal_for_a_power_of_two(architecture: str) -> None:
     before = logits(model)
     apply(model, uaq.transform(UaqConfig(2.0)))
     assert torch.equal(logits(model), before)
+
+
+def chosen_experts(scale: float) -> torch.Tensor:
+    """Return which of 64 experts 2,000 tokens choose, with a scaled norm and router in BF16."""
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(2000, 128, generator=generator)
+    norm = (1 + 0.1 * torch.randn(128, generator=generator)).bfloat16().float()
+    router = (0.05 * torch.randn(64, 128, generator=generator)).bfloat16().float()
+    names = (f"model.layers.0.{x}.weight" for x in ("post_attention_layernorm", "mlp.gate"))
+    scaled = uaq.transform(UaqConfig(scale))
+    norm, router = (
+        scaled(name, tensor).bfloat16() for name, tensor in zip(names, (norm, router), strict=True)
+    )
+    normalized = torch.nn.functional.rms_norm(hidden.bfloat16(), (128,), eps=1e-6)
+    scores = (normalized * norm).float() @ router.float().T
+    chosen = torch.zeros(2000, 64, dtype=torch.bool)
+    return chosen.scatter(1, scores.topk(8).indices, True)
+
+
+def test_a_scale_that_is_no_power_of_two_makes_tokens_choose_other_experts() -> None:
+    """This is why `check_scales` refuses one: the choices of a policy in BF16 would change."""
+    unscaled = chosen_experts(1.0)
+    assert torch.equal(chosen_experts(2.0), unscaled)
+    changed = (chosen_experts(1.5) != unscaled).any(1).double().mean()
+    assert 0.01 < changed < 0.2
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0, 0.25])

@@ -40,6 +40,15 @@ QWEN3 = dataclasses.replace(
     QWEN2, family="qwen3", qkv_bias=False, qk_norm=True, tie_word_embeddings=True
 )
 LLAMA = dataclasses.replace(QWEN2, family="llama", qkv_bias=False)
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    family="qwen3_moe",
+    num_experts=6,
+    experts_per_token=2,
+    moe_intermediate_size=24,
+    normalize_topk=True,
+    tie_word_embeddings=False,
+)
 LAYER = 2
 
 
@@ -72,7 +81,7 @@ def shards(rule: Rule, architecture: Architecture, tp_size: int) -> list[Tensor]
 FEW_GROUPS = dataclasses.replace(QWEN2, num_attention_heads=24, num_key_value_heads=2, head_dim=4)
 LAYOUTS = [
     (architecture, tp_size)
-    for architecture in (QWEN2, QWEN3, LLAMA, FEW_GROUPS)
+    for architecture in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, FEW_GROUPS)
     for tp_size in (1, 2, 4, 8)
     if architecture.num_attention_heads % tp_size == 0
 ]
@@ -202,6 +211,27 @@ def test_hugging_face_names_are_those_of_the_checkpoint() -> None:
     assert "model.layers.0.self_attn.q_norm.weight" in names and "lm_head.weight" not in names
 
 
+def test_every_expert_has_its_own_tensors_and_the_router_one() -> None:
+    names = weight_map.hugging_face_names(QWEN3_MOE)
+    assert len(names) == 3 + 3 * (9 + 6 * 3)
+    assert "model.layers.2.mlp.experts.5.up_proj.weight" in names
+    assert "model.layers.2.mlp.gate.weight" in names
+    assert not any(".mlp.up_proj" in name for name in names)
+    assert not any("experts" in name for name in weight_map.hugging_face_names(QWEN3))
+
+
+def test_an_expert_is_numbered_in_the_whole_model_whatever_the_layers_call_it() -> None:
+    local = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+    grouped = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
+    rule, layer = weight_map.find_megatron(local, first_expert=3)
+    assert (rule, layer) == weight_map.find_megatron(grouped, first_expert=3)
+    assert rule.expert == 5 and rule.of_experts
+    names = [f"model.layers.1.mlp.experts.5.{x}_proj.weight" for x in ("gate", "up")]
+    assert list(rule.hugging_face_names(layer)) == names
+    assert all(weight_map.find_hugging_face(name) == (rule, 1) for name in names)
+    assert rule in weight_map.rules(QWEN3_MOE)
+
+
 def test_both_megatron_names_of_a_norm_find_one_rule() -> None:
     local = weight_map.find_megatron("decoder.layers.1.input_layernorm.weight")
     fused = weight_map.find_megatron("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight")
@@ -227,11 +257,12 @@ def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them() -> None:
     assert feeds == {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
         **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
+        "gate": "post_attention_layernorm",  # the router
     }
 
 
 def test_an_unknown_name_is_in_the_error() -> None:
-    with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
-        weight_map.find_megatron("decoder.layers.0.mlp.router.weight")
+    with pytest.raises(KeyError, match=r"decoder\.layers\.0\.mlp\.router\.bias"):
+        weight_map.find_megatron("decoder.layers.0.mlp.router.bias")
     with pytest.raises(KeyError, match=r"model\.vision\.weight"):
         weight_map.find_hugging_face("model.vision.weight")

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qurl_megatron.model.architecture import Family
+
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 
 def build_tiny_model(
     directory: Path,
-    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2",
+    architecture: Family = "qwen2",
     tied: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
@@ -42,6 +52,7 @@ def build_tiny_model(
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": 0,
         "tie_word_embeddings": tied,
+        **(EXPERTS if architecture == "qwen3_moe" else {}),
         **dims,
     }
     config = AutoConfig.for_model(architecture, **fields)
@@ -60,8 +71,12 @@ def quantized(
     model_dir: Path,
     weight_format: str,
     transform: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
+    kept: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the tensors to publish from a directory, quantized without any parallel layout."""
+    """Return the tensors to publish from a directory, quantized without any parallel layout.
+
+    The layers named in `kept` stay in BF16.
+    """
     from safetensors.torch import load_file
 
     from qurl_megatron.quantization import quantize
@@ -69,7 +84,8 @@ def quantized(
     tensors: dict[str, Tensor] = {}
     for name, stored in load_file(model_dir / "model.safetensors").items():
         weight = transform(name, stored.float())
-        if weight_format != "bf16" and name.endswith("_proj.weight"):
+        is_linear = name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept
+        if weight_format != "bf16" and is_linear:
             codes = quantize.quantize(weight, weight_format)
             tensors[name] = codes.codes
             tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)

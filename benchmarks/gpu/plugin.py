@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from benchmarks.gpu import pytest_rows, record
 
-PATHS = ["tests/gpu/test_linear.py", "tests/test_quantize_kernels.py", "tests/e2e/test_server.py"]
+PATHS = [
+    "tests/gpu/test_linear.py",
+    "tests/gpu/test_moe.py",
+    "tests/test_quantize_kernels.py",
+    "tests/e2e/test_server.py",
+    "tests/e2e/test_moe_server.py",
+]
 # A rehearsal runs the server in one format: the formats differ only in their linear layers.
 REHEARSAL_SELECTION = "int8 or codes_and_scales"
 

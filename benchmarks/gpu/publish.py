@@ -24,7 +24,8 @@ from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.weight_sync.publish import Carrier, Publisher
+from qurl_megatron.weight_sync.channel import Carrier
+from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")

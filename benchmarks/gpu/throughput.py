@@ -26,7 +26,8 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
-from qurl_megatron.weight_sync.publish import Carrier, Publisher
+from qurl_megatron.weight_sync.channel import Carrier
+from qurl_megatron.weight_sync.publish import Publisher
 
 GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
 BATCHES = (1, 16, 64, 256)

@@ -9,20 +9,21 @@ All arms of a task begin with the same policies and draw the same random numbers
 compared seed by seed. `show` prints mean differences with 95 % intervals of the mean, and draws the
 map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be interrupted.
 
-    chapter     what differs between its arms
-    map         objective x gap x staleness x minibatches per step
-    cap         C of tis and acr
-    length      length of the answers
-    rate        learning rate
-    uaq         s, against a learning rate that is as much larger, below and above a code's step
-    rivals      objectives of others, and a learner that computes with the engine's codes
-    bandit      the second task, with one token per answer
+    chapter            what differs between its arms
+    map                objective x gap x staleness x minibatches per step
+    rivals             objectives of others
+    straight_through   a learner that computes with the engine's codes
+    cap                C of tis and acr
+    rate               learning rate
+    bandit             the second task, with one token per answer
+    length             length of the answers
+    uaq                s, against a learning rate that is as much larger and against stochastic
+                       rounding, for updates below and above a code's step, FP32 and BF16 masters
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -37,7 +38,7 @@ import torch
 
 from benchmarks.study.figures import draw_map
 from benchmarks.study.rivals import RIVALS
-from benchmarks.study.train import Arm, Gap, run
+from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "study.jsonl"
@@ -47,11 +48,23 @@ OBJECTIVES = ("naive", "on_policy", "decoupled", "tis", "acr")
 # Where the engine and the age of the weights both matter, and where neither does.
 FAR = Arm(gap="int4", staleness=4, minibatches=4)
 NEAR = Arm(gap="int8", staleness=0, minibatches=1)
+UAQ_GAPS: tuple[Gap, ...] = ("int8", "int4")
+# Minibatches, gap, staleness. Four minibatches show the gaps and ages; one and sixteen show what
+# the number of minibatches changes at the gap where objectives differ.
+MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
+    (4, "int4", (0, 1, 4, 16)),
+    (4, "int8", (0, 1, 4, 16)),
+    (4, "fp8", (0, 4)),
+    (4, "int4x2", (0, 4)),
+    (4, "none", (4, 16)),
+    (1, "int4", (0, 4)),
+    (16, "int4", (0, 4)),
+    (16, "int8", (4,)),
+)
 
 
-def chapters() -> dict[str, list[Arm]]:
-    """Return the arms of each chapter, the most telling chapters first."""
-    gaps: tuple[Gap, ...] = ("none", "int8", "int4", "int4x2")
+def chapters() -> dict[str, dict[Arm, Arm]]:
+    """Return the arms of each chapter, and the arm that each is compared with."""
     rivals = [
         replace(cell, objective=objective)
         for cell in (
@@ -63,46 +76,81 @@ def chapters() -> dict[str, list[Arm]]:
         )
         for objective in (*OBJECTIVES, *RIVALS)
     ]
-    straight = [
-        replace(arm, straight_through=True)
-        for arm in rivals
-        if arm.objective in ("on_policy", "tis", "acr")
-    ]
-    return {
+    arms = {
         "map": [
             Arm(objective=objective, gap=gap, staleness=staleness, minibatches=minibatches)
-            for minibatches, staleness, gap in itertools.product((1, 4, 16), (0, 1, 4, 16), gaps)
+            for minibatches, gap, ages in MAP
+            for staleness in ages
             for objective in OBJECTIVES
+            # With one minibatch R is 1, so nothing is clipped and acr is tis.
+            if minibatches > 1 or objective != "acr"
         ],
-        "rivals": rivals + straight,
+        "rivals": rivals,
+        "straight_through": [
+            replace(arm, straight_through=straight_through)
+            for arm in rivals
+            if arm.objective in ("on_policy", "tis") and arm.gap != "int8"
+            for straight_through in (False, True)
+        ],
         "cap": [
             replace(cell, objective=objective, ratio_cap=cap)
             for cell in (FAR, replace(FAR, staleness=16))
             for cap in (1.2, 2.0, 8.0)
             for objective in ("tis", "acr")
         ],
-        "length": [
-            replace(FAR, objective=objective, length=length)
-            for length in (16, 64, 128)
-            for objective in OBJECTIVES
-        ],
         "rate": [
             replace(FAR, objective=objective, learning_rate=rate)
-            for rate in (1e-4, 3e-4, 3e-3)
+            for rate in (3e-4, 3e-3)
             for objective in OBJECTIVES
-        ],
-        "uaq": [
-            replace(NEAR, gap=gap, objective="tis", learning_rate=rate * factor, uaq_scale=scale)
-            for gap in ("int8", "int4")
-            for rate in (1e-4, 1e-3, 5e-3)
-            for factor, scale in ((1, 1.0), (1, 1.25), (1, 1.5), (1, 2.0), (1.5, 1.0), (2.0, 1.0))
         ],
         "bandit": [
             Arm(task="bandit", objective=objective, gap="int4", staleness=staleness, minibatches=4)
             for staleness in (0, 4, 16)
             for objective in OBJECTIVES
         ],
+        "length": [
+            replace(FAR, objective=objective, length=length)
+            for length in (16, 128)
+            for objective in ("on_policy", "tis", "acr", "sequence_tis")
+        ],
     }
+    compared = {
+        chapter: {arm: replace(arm, objective="tis", straight_through=False) for arm in of_chapter}
+        for chapter, of_chapter in arms.items()
+    }
+    return compared | {"uaq": uaq_arms()}
+
+
+def uaq_arms() -> dict[Arm, Arm]:
+    """Return the arms with UAQ, and what it is compared with, each with its arm without anything.
+
+    Adam's step on W / s is s times the relative step, and the norm's is an s-th. So
+    `weight_rate=s, norm_rate=1 / s` without UAQ is what UAQ does to the steps of exact weights.
+    """
+    arms = {}
+    for gap in UAQ_GAPS:
+        for rate in (1e-4, 1e-3, 5e-3):
+            plain = replace(NEAR, gap=gap, objective="tis", learning_rate=rate)
+            rounded = replace(plain, masters="bfloat16")
+            for arm in (
+                plain,
+                *(replace(plain, uaq_scale=scale) for scale in (1.25, 1.5, 2.0)),
+                replace(plain, weight_rate=2.0, norm_rate=0.5),
+                replace(plain, learning_rate=2 * rate),
+                replace(plain, learning_rate=2 * rate, norm_rate=2.0),
+                replace(plain, rounding="stochastic"),
+            ):
+                arms[arm] = plain
+            if gap == "int8":
+                for scale in (1.0, 1.5, 2.0):
+                    arms[replace(rounded, uaq_scale=scale)] = rounded
+                for arm in (
+                    replace(rounded, weight_rate=2.0, norm_rate=0.5),
+                    replace(rounded, learning_rate=2 * rate),
+                    replace(rounded, rounding="stochastic"),
+                ):
+                    arms[arm] = rounded
+    return arms
 
 
 def main() -> None:
@@ -114,6 +162,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--details", action="store_true", help="show everything that was measured")
     arguments = parser.parse_args()
     if arguments.command == "run":
         torch.set_num_threads(1)
@@ -123,7 +172,7 @@ def main() -> None:
         return
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
-        show(chapter, [arm for arm in chapters()[chapter] if arm in outcomes], outcomes)
+        show(chapter, outcomes, details=arguments.details)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, MAP_PICTURE)
@@ -146,7 +195,9 @@ def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(
-        f"{describe(arm)}: {mean_and_interval(outcome.after)} ({outcome.seconds:.0f} s)", flush=True
+        f"{arm.objective}, {describe(arm)}: {mean_and_interval(outcome.after)} "
+        f"({outcome.seconds:.0f} s)",
+        flush=True,
     )
 
 
@@ -160,43 +211,121 @@ def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
     }
 
 
-def show(chapter: str, arms: list[Arm], outcomes: dict[Arm, dict[str, Any]]) -> None:
-    """Print a Markdown table: scores in percent, and the difference to tis in the same cell."""
-    print(f"\n### {chapter}\n")
-    print(
-        "| arm | after, % | quantized, % | over tis, points | ended lower than begun "
-        "| KL k3 | largest rho | above C | clipped | widened |"
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], *, details: bool) -> None:
+    """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
+
+    The first has the scores of the trained policies, the second those of their quantized copies;
+    of the arm that others are compared with, they have the score itself. The third has the shares
+    of tokens, of that arm and, for the last column, of acr. `details` adds a table with everything
+    that was measured, one arm per row.
+    """
+    compared_with = {
+        arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
+    }
+    for score in ("after", "after_quantized"):
+        print(f"\n### {chapter}: {score}\n")
+        cells = list(dict.fromkeys(compared_with.values()))
+        table = {
+            (difference(arm, base), base): (
+                mean_and_interval(outcomes[arm][score])
+                if arm == base
+                else mean_and_interval(
+                    paired(outcomes[arm][score], outcomes[base][score]), sign="+"
+                )
+            )
+            for arm, base in compared_with.items()
+        }
+        variants = list(dict.fromkeys(variant for variant, _ in table))
+        names = {cell: describe(cell) for cell in cells}
+        if len(cells) >= len(variants):
+            print_table(
+                ["", *variants],
+                [[names[cell], *(table.get((v, cell), "") for v in variants)] for cell in cells],
+            )
+        else:
+            print_table(
+                ["", *names.values()],
+                [[v, *(table.get((v, cell), "") for cell in cells)] for v in variants],
+            )
+    print(f"\n### {chapter}: tokens\n")
+    print_table(
+        ["", "KL k3", "largest rho", "above C", "clipped", "widened by acr"],
+        [
+            [describe(cell), *tokens(outcomes[cell]), widened(outcomes, cell)]
+            for cell in dict.fromkeys(compared_with.values())
+        ],
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for arm in arms:
-        outcome, stats = outcomes[arm], outcomes[arm]["stats"]
-        base = outcomes.get(replace(arm, objective="tis", straight_through=False))
-        gain = ""
-        if base is not None and base is not outcome:
-            pairs = zip(outcome["after"], base["after"], strict=True)
-            gain = mean_and_interval([after - other for after, other in pairs], sign="+")
-        worse = sum(a < b for a, b in zip(outcome["after"], outcome["before"], strict=True))
-        cells = (
-            describe(arm),
-            mean_and_interval(outcome["after"]),
-            mean_and_interval(outcome["after_quantized"]),
-            gain,
-            f"{worse} of {len(outcome['after'])}",
-            f"{stats['kl_behaviour_proximal_k3']:.1e}",
-            f"{stats['ratio_proximal_behaviour_max']:.3g}",
-            f"{stats['tis_truncated_fraction']:.2%}",
-            f"{stats['clipped']:.2%}",
-            f"{stats['acr_widened']:.3%}",
+    if details:
+        print(f"\n### {chapter}: all arms\n")
+        print_table(
+            "arm | after, % | quantized, % | ended lower than begun | KL k3 | largest rho | above C"
+            " | clipped | widened | codes flipped".split(" | "),
+            [row(arm, outcomes[arm]) for arm in compared_with],
         )
+
+
+def row(arm: Arm, outcome: dict[str, Any]) -> list[str]:
+    """Return everything that was measured of an arm, for a table."""
+    worse = sum(change < 0 for change in paired(outcome["after"], outcome["before"]))
+    return [
+        f"{arm.objective}, {describe(arm)}",
+        mean_and_interval(outcome["after"]),
+        mean_and_interval(outcome["after_quantized"]),
+        f"{worse} of {len(outcome['after'])}",
+        *tokens(outcome),
+        f"{outcome['stats']['acr_widened']:.4%}",
+        f"{outcome['stats'].get('code_flips', float('nan')):.2%}",
+    ]
+
+
+def tokens(outcome: dict[str, Any]) -> list[str]:
+    """Return the distance to the engine, and the shares of tokens above C and clipped."""
+    stats = outcome["stats"]
+    return [
+        f"{stats['kl_behaviour_proximal_k3']:.1e}",
+        f"{stats['ratio_proximal_behaviour_max']:.3g}",
+        f"{stats['tis_truncated_fraction']:.2%}",
+        f"{stats['clipped']:.2%}",
+    ]
+
+
+def widened(outcomes: dict[Arm, dict[str, Any]], cell: Arm) -> str:
+    """Return the share of tokens that keep their gradient only because of acr, if acr was run."""
+    outcome = outcomes.get(replace(cell, objective="acr"))
+    return f"{outcome['stats']['acr_widened']:.4%}" if outcome is not None else ""
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    for cells in (header, ["---"] * len(header), *rows):
         print(f"| {' | '.join(cells)} |")
 
 
+def paired(scores: list[float], others: list[float]) -> list[float]:
+    """Return the differences of two arms' scores, seed by seed."""
+    return [score - other for score, other in zip(scores, others, strict=True)]
+
+
 def describe(arm: Arm) -> str:
-    """Return the settings of an arm that are not the defaults, and its objective."""
-    default = asdict(Arm())
-    changed = {key: value for key, value in asdict(arm).items() if value != default[key]}
-    names = [f"{key} {value}" for key, value in changed.items() if key != "objective"]
-    return ", ".join([arm.objective, *names])
+    """Return the cell of an arm: gap, staleness, minibatches, and what is not the default."""
+    default, names = asdict(Arm()), [GAP_NAMES[arm.gap]]
+    for key, value in asdict(arm).items():
+        always = key in ("staleness", "minibatches")
+        if key not in ("objective", "gap") and (always or value != default[key]):
+            names.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(names)
+
+
+def difference(arm: Arm, base: Arm) -> str:
+    """Return what sets an arm apart from the one that it is compared with."""
+    other, names = asdict(base), []
+    for key, value in asdict(arm).items():
+        if key == "objective" and (value != other[key] or arm == base):
+            names.append(value)
+        elif key == "learning_rate" and value != other[key]:
+            names.append(f"learning rate x {value / other[key]:g}")
+        elif value != other[key]:
+            names.append(f"{key.replace('_', ' ')} {value}" if value is not True else key)
+    return ", ".join(names)
 
 
 def mean_and_interval(fractions: list[float], sign: str = "") -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization.quantize import QuantizedTensor
 
 SYMBOLS = 12
 STATES = SYMBOLS * SYMBOLS  # pairs (current symbol, symbol of the prompt): current * SYMBOLS + it
@@ -33,15 +34,31 @@ class Engine:
 
     weight_format: str  # a format with one scale per channel
     error: float = 1.0  # factor on the rounding error of the weights
+    dither: torch.Generator | None = None  # of stochastic rounding; None: weights round to nearest
+
+    def quantized(self, weight: Tensor) -> QuantizedTensor:
+        """Return the codes `[seeds * out, in]` of a weight `[seeds, out, in]`, and their scales.
+
+        Stochastic rounding takes the upper neighbour with a chance of the distance to the lower.
+        That is rounding to nearest after adding uniform noise of one code step.
+        """
+        rows = weight.flatten(0, 1)
+        absmax = quantize.block_absmax(rows, self.weight_format)
+        if self.dither is not None:
+            scale = quantize.block_scale(absmax, self.weight_format, rows.dtype)
+            rows = rows + (torch.rand(rows.shape, generator=self.dither) - 0.5) * scale
+        return quantize.quantize(rows, self.weight_format, absmax)
 
     def weights(self, weight: Tensor) -> Tensor:
         """Return the values `[seeds, out, in]` that the engine multiplies by."""
-        rounded = _rounded(weight, self.weight_format)
+        rounded = quantize.dequantize(self.quantized(weight)).view_as(weight)
         return rounded if self.error == 1 else weight + self.error * (rounded - weight)
 
     def activations(self, inputs: Tensor) -> Tensor:
         """Return `inputs` `[seeds, rows, in]`, rounded with one scale per row, as SGLang does."""
-        return _rounded(inputs, "fp8" if self.weight_format == "fp8" else "int8")
+        rows = inputs.flatten(0, 1)
+        weight_format = "fp8" if self.weight_format == "fp8" else "int8"
+        return quantize.dequantize(quantize.quantize(rows, weight_format)).view_as(inputs)
 
 
 def new_parameters(seeds: int, generator: torch.Generator) -> Parameters:
@@ -103,8 +120,3 @@ def logprob_table(
 
 def _rms_norm(hidden: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(hidden, hidden.shape[-1:]) * weight[:, None]
-
-
-def _rounded(values: Tensor, weight_format: str) -> Tensor:
-    quantized = quantize.quantize(values.flatten(0, 1), weight_format)
-    return quantize.dequantize(quantized).view_as(values)

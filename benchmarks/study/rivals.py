@@ -11,10 +11,17 @@ the advantage, T the number of tokens of a sequence. Each objective maximizes J 
                    factor (MiniMax-M1, arXiv 2506.13585, Eq. 4)
     gspo           R = (product over the sequence of current / behaviour)^(1 / T), clipped within
                    [1 - 3e-4, 1 + 4e-4], weight 1 (arXiv 2507.18071, Eq. 5 and 7)
+    tbpo           R = (product over the sequence of current / proximal)^(1 / T), weight =
+                   min((product of the sequence's rho)^(1 / T), C). A positive advantage clips R at
+                   1 + 4e-4, and a negative one has a gradient only while R is within
+                   [1 - 3e-4, 1 + 7e-4] (QaRL, arXiv 2604.07853). This is what summaries of the
+                   paper say in words, with the ranges of its appendix; the equation itself was
+                   not at hand.
 
-All but `cispo` and `gspo` have J = weight * min(R * A, clip(R, 1 - eps_low, 1 + eps_high) * A).
-They are no choice of `objective.objective`: each would be one more thing to understand there, and
-has to show first where it is worth that.
+`icepop`, `mis` and the two `sequence_` objectives have J = weight * min(R * A, clip(R, 1 - eps_low,
+1 + eps_high) * A).
+
+They are no choice of `objective.objective`: docs/findings/objectives.md#rivals says why.
 """
 
 from __future__ import annotations
@@ -24,7 +31,8 @@ from torch import Tensor
 
 ICEPOP_RANGE = 0.5, 5.0
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
-RIVALS = ("icepop", "mis", "sequence_tis", "sequence_mis", "cispo", "gspo")
+TBPO_LARGEST_FALLING = 1 + 7e-4
+RIVALS = ("icepop", "mis", "sequence_tis", "sequence_mis", "cispo", "gspo", "tbpo")
 
 
 def rival_loss(
@@ -66,10 +74,18 @@ def rival_loss(
         weight = torch.ones_like(rho)
         ratio = (current - behaviour).mean(-1, keepdim=True).exp().expand_as(rho)
         low, high = 1 - GSPO_LOW, 1 + GSPO_HIGH
+    elif objective == "tbpo":
+        weight = log_rho.mean(-1, keepdim=True).exp().clamp(max=ratio_cap).expand_as(rho)
+        ratio = (current - proximal).mean(-1, keepdim=True).exp().expand_as(rho)
+        low, high = 1 - GSPO_LOW, 1 + GSPO_HIGH
+        outside = (advantages < 0) & (ratio > TBPO_LARGEST_FALLING)
+        ratio = ratio.where(~outside, ratio.detach())
     else:
         raise ValueError(f"unknown objective {objective!r}; valid are {', '.join(RIVALS)}")
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    if objective == "tbpo":
+        clipped |= outside
     return -(loss_weights * weight * surrogate).sum(), _stats(clipped, rho)
 
 

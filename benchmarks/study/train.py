@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from qurl_megatron.algorithm.objective import (
     token_weights,
 )
 from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqConfig
-from qurl_megatron.quantization import uaq
+from qurl_megatron.quantization import quantize, uaq
 
 PROMPTS, COMPLETIONS = 16, 8  # per step and seed
 EVALUATIONS = 10  # per arm, equally spaced
@@ -42,6 +43,9 @@ ENGINES: dict[Gap, Engine | None] = {
     "int4": Engine("int4"),
     "int4x2": Engine("int4", error=2.0),
 }
+GAP_NAMES: dict[Gap, str] = {
+    "none": "no gap", "fp8": "FP8", "int8": "INT8", "int4": "INT4", "int4x2": "2 x INT4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Arm:
     length: int = 32  # symbols per answer of a chain
     uaq_scale: float = 1.0
     straight_through: bool = False  # the learner computes with the engine's codes
+    rounding: Literal["nearest", "stochastic"] = "nearest"  # of the engine's weights
+    masters: Literal["float32", "bfloat16"] = "float32"  # what Adam updates
+    weight_rate: float = 1.0  # factor on the learning rate of the weights that UAQ divides by s
+    norm_rate: float = 1.0  # factor on the learning rate of the norms that UAQ multiplies by s
 
 
 @dataclass
@@ -76,12 +84,16 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     """Train `seeds` policies for `steps` steps and return what was measured."""
     began = time.monotonic()
     task = make_task(arm)
-    engine = ENGINES[arm.gap]
+    nearest = ENGINES[arm.gap]
+    engine = nearest
+    if nearest is not None and arm.rounding == "stochastic":
+        engine = replace(nearest, dither=torch.Generator().manual_seed(3))
     parameters = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
     for parameter in parameters.values():
         parameter.requires_grad_()
+    round_masters(parameters, arm.masters)
     settings = OptimizerConfig(learning_rate=arm.learning_rate)
-    optimizer = make_optimizer(parameters, settings)
+    optimizer = make_optimizer(parameters, settings, arm)
     objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
     generator = torch.Generator().manual_seed(2)  # the same numbers in every arm
     behind: deque[Tensor] = deque(maxlen=arm.staleness + 1)  # the engines' last tables
@@ -93,6 +105,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
 
     before, curve = score(None), []
     totals: dict[str, float] = {}
+    codes, flips = codes_of(parameters, nearest), []
     for step in range(steps):
         with torch.no_grad():
             behind.append(logprob_table(parameters, engine))
@@ -125,9 +138,13 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             loss.backward()
             clip_gradients(parameters, settings.clip_grad)
             optimizer.step()
+            round_masters(parameters, arm.masters)
             sums = mismatch_sums(proximal, behaviour, mask, objective.ratio_cap)
             sums |= {name: stats[name] for name in ("clipped", "acr_widened")}
             totals = add_up([totals, {name: value.item() for name, value in sums.items()}])
+        if nearest is not None:
+            last, codes = codes, codes_of(parameters, nearest)
+            flips.append(quantize.code_flips(last, codes).item() / codes.numel())
         if (step + 1) * EVALUATIONS % steps < EVALUATIONS:
             curve.append(score(None).mean().item())
     return Outcome(
@@ -138,6 +155,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         stats={
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
+            "code_flips": fmean(flips) if flips else 0.0,
         },
         seconds=time.monotonic() - began,
     )
@@ -189,10 +207,41 @@ def scaled(parameters: Parameters, uaq_scale: float) -> Parameters:
     return {name: transform(name, parameter) for name, parameter in parameters.items()}
 
 
-def make_optimizer(parameters: Parameters, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the learner's Adam. It is element-wise, so seeds do not meet in it."""
+@torch.no_grad()
+def round_masters(parameters: Parameters, dtype: str) -> None:
+    """Round the masters to `dtype`. Adam's moments stay float32."""
+    if dtype == "bfloat16":
+        for parameter in parameters.values():
+            parameter.copy_(parameter.bfloat16())
+
+
+@torch.no_grad()
+def codes_of(parameters: Parameters, engine: Engine | None) -> Tensor:
+    """Return all codes of the engine's layers in one row; without an engine there are none."""
+    if engine is None:
+        return torch.zeros(0, dtype=torch.int8)
+    layers = [weight for name, weight in parameters.items() if ".mlp." in name]
+    return torch.cat([engine.quantized(weight).codes.flatten() for weight in layers])
+
+
+def make_optimizer(
+    parameters: Parameters, settings: OptimizerConfig, arm: Arm
+) -> torch.optim.Optimizer:
+    """Return the learner's Adam. It is element-wise, so seeds do not meet in it.
+
+    UAQ itself says which weights and norms the arm's factors on the learning rate are for.
+    """
+    divide = uaq.transform(UaqConfig(scale=2.0))
+    rates = {0.5: arm.weight_rate, 1.0: 1.0, 2.0: arm.norm_rate}
+    groups = [
+        {
+            "params": [parameter],
+            "lr": settings.learning_rate * rates[divide(name, torch.ones(1)).item()],
+        }
+        for name, parameter in parameters.items()
+    ]
     return torch.optim.AdamW(
-        parameters.values(),
+        groups,
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,

@@ -36,6 +36,9 @@ class Completion:
     text: str  # token_ids decoded without special tokens
     truncated: bool  # ended by max_response_length
     token_versions: list[int]  # one per token, the weight version that sampled it
+    # [prompt and response tokens - 1, layers, experts per token] int16: the experts that the engine
+    # chose in the pass that read token t, and predicted token t + 1; None: not recorded
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class TrainBatch:
     # [tokens] int32: the weight version trained against minus the version that sampled the token,
     # 0 outside loss_mask
     token_lags: Tensor | None = None
+    # [tokens, layers, experts per token] int16: the experts that the engine chose for each token,
+    # -1 for the last token of a sequence, which it did not read; None: not recorded
+    routed_experts: Tensor | None = None
 
     @classmethod
     def empty(cls) -> TrainBatch:
@@ -149,6 +155,13 @@ def pack(
         rewards[end - 1] = reward
         if version is not None:
             lags[response] = version - torch.tensor(completion.token_versions, dtype=torch.int32)
+    if all(completion.routed_experts is not None for _, completion, _ in sequences):
+        batch.routed_experts = torch.cat(
+            [
+                torch.nn.functional.pad(completion.routed_experts, (0, 0, 0, 0, 0, 1), value=-1)
+                for _, completion, _ in sequences
+            ]
+        )
     if advantages is not None:
         of_sequences = torch.tensor([advantage for group in advantages for advantage in group])
         of_tokens = of_sequences.repeat_interleave(lengths)

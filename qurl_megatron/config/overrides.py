@@ -42,8 +42,10 @@ def with_overrides(config: T, overrides: list[str]) -> T:
         if not is_known or isinstance(node.get(leaf), dict):
             raise ConfigError(f"{path}: no such field{_suggestion(path, type(config))}")
         try:
-            is_yaml = free_form or isinstance(node.get(leaf), list)
-            node[leaf] = yaml.safe_load(value) if is_yaml else _plain(value)
+            if isinstance(node.get(leaf), list):
+                node[leaf] = _items(value)
+            else:
+                node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
@@ -69,6 +71,13 @@ def overrides_between(config: T, changed: T) -> list[str]:
         elif value != before[field]:
             overrides.append(f"{field}={'null' if value is None else value}")
     return overrides
+
+
+def _items(value: str) -> list[str]:
+    """Return the texts of a list, in brackets or not; they need no quotes, unlike in YAML."""
+    if value.startswith("[") and value.endswith("]"):
+        value = value[1:-1]
+    return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
 
 
 def _plain(value: str) -> str | None:

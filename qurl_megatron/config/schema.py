@@ -21,6 +21,8 @@ Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 PublishMode = Literal["full", "delta", "auto"]
+RoutingMode = Literal["ignore", "compare", "replay"]
+Transport = Literal["broadcast", "direct", "auto"]
 AdvantageEstimator = Literal["grpo", "gae"]
 VerifierName = Literal[
     "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
@@ -187,6 +189,14 @@ class LearnerConfig:
     128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and were
     never run. None: no FP8."""
 
+    expert_parallel_size: Ranks = 1
+    """Number of ranks that share the experts of a layer, each with whole ones of its own. They are
+    ranks of tensor, context and data parallelism, not further ones."""
+
+    expert_tensor_parallel_size: Ranks = 1
+    """Number of ranks that share every expert. They are ranks of tensor, context and data
+    parallelism, not further ones."""
+
     @property
     def model_parallel_size(self) -> int:
         """Number of learner ranks that share one replica of the model."""
@@ -196,6 +206,12 @@ class LearnerConfig:
     def world_size(self) -> int:
         """Number of learner ranks."""
         return self.model_parallel_size * self.data_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Number of copies of every expert."""
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return self.world_size // (self.pipeline_parallel_size * experts)
 
 
 @dataclasses.dataclass
@@ -316,7 +332,8 @@ class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load."""
 
     scale: Scale = 1.5
-    """Scale s that the weights are divided by. 1 leaves them as they are."""
+    """Scale s that the weights are divided by. 1 leaves them as they are. A model with experts
+    needs a power of two: `qurl train` refuses any other, and takes 2 in place of a recipe's."""
 
     layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
@@ -350,6 +367,16 @@ class QuantizationConfig:
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
+    transport: Transport = "broadcast"
+    """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
+    learner rank writes into the servers' parameters, which takes neither buckets nor copies; all
+    servers and ranks must be on one machine, and publish must be full. auto: direct where that is
+    possible, else broadcast."""
+    keep: list[Text] = dataclasses.field(default_factory=list)
+    """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
+    [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
+    up. `qurl noise` recommends some. Empty: none."""
+
 
 @dataclasses.dataclass
 class ServerConfig:
@@ -377,6 +404,11 @@ class ServerConfig:
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
     true gives a flag. Those that would falsify log-probs or weight versions are refused."""
+
+    expert_parallel_size: Ranks = 1
+    """Mixture of experts: over how many groups of the server's ranks whole experts are divided. It
+    divides `tensor_parallel_size`; the ranks of a group share each of their experts. 1: all ranks
+    share every expert."""
 
 
 @dataclasses.dataclass
@@ -450,6 +482,13 @@ class RolloutConfig:
     """What a publish does to running requests. retract: their context is computed again with the
     new weights. in_place: they keep the keys and values of older weights, which is cheaper for long
     contexts; their log-probs are then those of the mixture."""
+
+    routing: RoutingMode = "ignore"
+    """Mixture of experts: what becomes of the experts that the servers chose for each token.
+    ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
+    replay: the learner's forward passes choose the same. A request that a publish retracts has the
+    experts of the pass that computed its context again. Recording takes 4 bytes per layer and
+    chosen expert for each token of the KV cache, in a server's main memory."""
 
     servers_at: list[Url] = dataclasses.field(default_factory=list)
     """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the

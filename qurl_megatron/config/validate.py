@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
     Config,
     ConfigError,
     LearnerConfig,
     ServerConfig,
+    UaqConfig,
 )
 from qurl_megatron.config.server_options import check_names
 from qurl_megatron.config.tree import leaf_values
@@ -50,6 +53,7 @@ def validate(config: Config) -> Architecture:
     """
     _validate_sampling(config)
     _validate_staleness(config)
+    _validate_transport(config)
     _validate_warmup(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
     _validate_data(config)
@@ -78,6 +82,47 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
         )
 
 
+def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
+    """Check that a model divides over the learner's ranks.
+
+    Raises:
+        ArchitectureError: it does not.
+    """
+    architecture.check_layout(
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_parallel_size,
+        layout.layers_in_last_pipeline_stage,
+    )
+    architecture.check_expert_layout(
+        layout.expert_parallel_size,
+        layout.expert_tensor_parallel_size,
+        layout.world_size // layout.pipeline_parallel_size,
+    )
+    if architecture.num_experts and layout.fp8:
+        raise ArchitectureError(
+            f"learner.fp8={layout.fp8}: not supported with experts; leave learner.fp8 out"
+        )
+
+
+def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
+    """Check that UAQ does not change which experts tokens choose.
+
+    Raises:
+        ConfigError: a router would be scaled by a number that is no power of two.
+    """
+    if not architecture.num_experts:
+        return
+    of_layers = {f"layer_scales.{layer}": scale for layer, scale in uaq.layer_scales.items()}
+    for field, scale in {"scale": uaq.scale, **of_layers}.items():
+        if math.frexp(scale)[0] != 0.5:
+            raise ConfigError(
+                f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "
+                "such as 2; a router divided by any other number is rounded in bfloat16, and then "
+                "tokens choose other experts"
+            )
+
+
 def validate_server(
     name: str, server: ServerConfig, architecture: Architecture, length: int
 ) -> None:
@@ -92,7 +137,7 @@ def validate_server(
     """
     check_names(name, server)
     try:
-        architecture.check_server_layout(server.tensor_parallel_size)
+        architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
@@ -145,6 +190,16 @@ def _validate_staleness(config: Config) -> None:
             f"rollout.max_staleness={staleness}: objective.objective=on_policy treats every token "
             "as sampled by the current policy, so nothing corrects for older weights; choose acr, "
             "tis or decoupled"
+        )
+
+
+def _validate_transport(config: Config) -> None:
+    quantization = config.quantization
+    if quantization.transport == "direct" and quantization.publish != "full":
+        raise ConfigError(
+            f"quantization.publish={quantization.publish}: with quantization.transport=direct all "
+            "tensors are written in place, and nothing is sent that a delta could shorten; set it "
+            "to full, or the transport to broadcast"
         )
 
 
@@ -225,11 +280,19 @@ def _validate_model(config: Config) -> Architecture:
                 f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
                 f"{architecture.num_layers - 1}"
             )
+    check_scales(config.quantization.uaq, architecture)
+    kept_layers(config.quantization.keep, architecture)
     if config.quantization.format == "fp8-block":
         try:
-            architecture.check_blocks(config.rollout.server.tensor_parallel_size)
+            server = config.rollout.server
+            architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
         except ArchitectureError as error:
             raise ConfigError(f"quantization.format=fp8-block: {error}") from None
+    if config.rollout.routing != "ignore" and not architecture.num_experts:
+        raise ConfigError(
+            f"rollout.routing={config.rollout.routing}: the model has no experts; "
+            "leave it at ignore"
+        )
     return architecture
 
 
@@ -272,10 +335,5 @@ def _architecture_in(directory: Path, layout: LearnerConfig) -> Architecture:
         ArchitectureError: it does not divide, or the directory has no supported model.
     """
     architecture = Architecture.from_directory(directory)
-    architecture.check_layout(
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_parallel_size,
-        layout.layers_in_last_pipeline_stage,
-    )
+    check_layout(architecture, layout)
     return architecture

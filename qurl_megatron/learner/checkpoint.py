@@ -329,23 +329,39 @@ def _read(
     checkpoint: Path, rules: list[Rule], layer: int | None, architecture: Architecture, prefix: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `rules` in one layer; None stands for those outside the layers."""
-    slices = {}
+    slices: dict[str, Tensor] = {}
     for rule in rules:
+        name = prefix + _stored_name(rule)
+        if name in slices:  # of all experts
+            continue
         shapes = [weight_map.full_shape(part, architecture) for part in rule.tensors]
-        shard = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
-        # Megatron stores Transformer Engine's names and stacks the tensors of all layers.
-        name = prefix + rule.megatron_names[-1].replace("{layer}.", "")
-        slices[name] = shard if layer is None else shard[None]
+        shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        if rule.of_experts:
+            shape.insert(0, architecture.num_experts)
+        slices[name] = torch.empty(shape if layer is None else [1, *shape])
     torch.distributed.checkpoint.load(
         slices,
         storage_reader=FileSystemReader(checkpoint / "megatron"),
         planner=_SlicePlanner(layer or 0),
         no_dist=True,
     )
-    for rule, shard in zip(rules, slices.values(), strict=True):
+    for rule in rules:
+        shard = slices[prefix + _stored_name(rule)]
         shard = shard if layer is None else shard[0]
+        shard = shard if rule.expert is None else shard[rule.expert]
         for part in weight_map.split(rule, shard, architecture, layer, 0, 1):
             yield part.name, part.tensor
+
+
+def _stored_name(rule: Rule) -> str:
+    """Return the name under which Megatron stores a parameter.
+
+    It stores Transformer Engine's names, and stacks the tensors of all layers and all experts.
+    """
+    name = rule.megatron_names[-1].replace("{layer}.", "")
+    if rule.of_experts:
+        return name.replace("experts.", "experts.experts.").removesuffix(str(rule.expert))
+    return name
 
 
 class _SlicePlanner(DefaultLoadPlanner):

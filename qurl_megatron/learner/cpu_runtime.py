@@ -1,8 +1,8 @@
 """Run Megatron-core without a GPU, and without Transformer Engine.
 
 On a machine without a GPU its few unconditional CUDA calls are replaced, and its collectives go
-over gloo. Without Transformer Engine it lacks names that it uses to compute norms again. Its
-sources stay unedited.
+over gloo. Without Transformer Engine it lacks names that it uses to compute norms again and to
+route tokens to experts. Its sources stay unedited.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings, random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -54,12 +56,20 @@ def megatron_runtime() -> Iterator[None]:
             _replace(patches, random, "FP8GlobalStateManager", _NoFp8)
             _replace(patches, random, "activation_recompute_forward", lambda **_: nullcontext())
             _replace(patches, random, "fp8_autocast", lambda **_: nullcontext())
+            _replace(patches, moe_utils, "te_general_gemm", None)
         if accelerator() == "cpu":
             no_state = torch.empty(0)  # without dropout, recomputation needs no random state
             _replace(patches, torch.cuda, "current_device", lambda: torch.device("cpu"))
             _replace(patches, torch.cuda, "synchronize", lambda device=None: None)
             _replace(patches, random, "_get_cuda_rng_state", lambda **_: no_state)
             _replace(patches, random, "_set_cuda_rng_state", lambda *_, **__: None)
+            stream = _NoStream()
+            _replace(patches, torch.cuda, "Stream", lambda: stream)
+            _replace(patches, torch.cuda, "current_stream", lambda: stream)
+            _replace(patches, torch.cuda, "stream", lambda _: nullcontext())
+            _replace(patches, token_dispatcher, "maybe_move_tensor_to_cpu", _as_splits)
+            _replace(patches, mappings, "_gather_along_first_dim", _gather)
+            _replace(patches, mappings, "_reduce_scatter_along_first_dim", _reduce_scatter)
             patches.enter_context(_CudaMeansCpu())
         yield
 
@@ -70,6 +80,53 @@ class _NoFp8:
     @staticmethod
     def is_fp8_enabled() -> bool:
         return False
+
+
+class _NoStream:
+    """What Megatron asks of a CUDA stream, and of an event, when it hands tokens to experts."""
+
+    def wait_stream(self, stream: _NoStream) -> None: ...
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def _as_splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Return what `maybe_move_tensor_to_cpu` makes of a tensor on a GPU: it leaves one on the CPU.
+
+    As sizes of splits, an all-to-all takes numbers and no tensors.
+    """
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+_gather_equal = mappings._gather_along_first_dim
+_reduce_scatter_equal = mappings._reduce_scatter_along_first_dim
+
+
+def _gather(
+    own: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *arguments: Any
+) -> Tensor:
+    """Gather parts along the first dimension; gloo does so only with parts of one size."""
+    if sizes is None or len(sizes) == 1:
+        return _gather_equal(own, group, sizes, *arguments)
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter(
+    parts: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *arguments: Any
+) -> Tensor:
+    """Return this rank's part of a sum; gloo scatters only parts of one size."""
+    if sizes is None or len(sizes) == 1:
+        return _reduce_scatter_equal(parts, group, sizes, *arguments)
+    total = parts.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(sizes)[group.rank()]
 
 
 def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:

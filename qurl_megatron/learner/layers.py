@@ -208,12 +208,16 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
 
         norm = TENorm
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
     else:
         norm = RMSNorm
         layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
         )
         layer.submodules.input_layernorm = RMSNorm
         layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -221,7 +225,14 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.recompute_granularity == "selective":
+        if config.num_moe_experts:
+            # Transformer Engine fuses the norm before a dense layer's MLP into it, and checkpoints
+            # have its name for it. The norm before experts has a name of its own.
+            names = layer.submodules.sharded_state_dict_keys_map
+            layer.submodules.sharded_state_dict_keys_map = {
+                name: names[name] for name in names if name.startswith("input_layernorm")
+            }
+    if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
@@ -244,6 +255,7 @@ def transformer_config_fields(learner: LearnerConfig) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
+        "moe_grouped_gemm": has_transformer_engine(),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait
     }

@@ -33,6 +33,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.micro_batches import MicroBatch
 from qurl_megatron.learner.model import (
@@ -40,6 +41,7 @@ from qurl_megatron.learner.model import (
     build_chunks,
     compute_dtype,
     parameters_of,
+    tensor_parallel_place,
     virtual_stages,
 )
 from qurl_megatron.learner.non_finite import Suspect, refuse
@@ -99,12 +101,7 @@ class Learner:
             ArchitectureError: the model or the layout does not fit; one line.
         """
         self.architecture = Architecture.from_directory(model_dir)
-        self.architecture.check_layout(
-            learner.tensor_parallel_size,
-            learner.pipeline_parallel_size,
-            learner.virtual_pipeline_parallel_size,
-            learner.layers_in_last_pipeline_stage,
-        )
+        check_layout(self.architecture, learner)
         weights = Weights(model_dir, self.architecture)
         device.limit_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
@@ -124,6 +121,8 @@ class Learner:
                 learner.pipeline_parallel_size,
                 virtual_pipeline_model_parallel_size=virtual_stages(learner),
                 context_parallel_size=learner.context_parallel_size,
+                expert_model_parallel_size=learner.expert_parallel_size,
+                expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
             self._dtype = compute_dtype(learner)
@@ -349,9 +348,8 @@ class Learner:
 
     @torch.no_grad()
     def _load(self, weights: Weights, transform: Transform | None) -> None:
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        tp_size = parallel_state.get_tensor_model_parallel_world_size()
         for _, rule, layer, parameter in self._parameters():
+            tp_rank, tp_size = tensor_parallel_place(rule)
             parts = []
             for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)

@@ -16,7 +16,11 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.layers import block_spec, transformer_config_fields
+from qurl_megatron.learner.layers import (
+    block_spec,
+    has_transformer_engine,
+    transformer_config_fields,
+)
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
 from qurl_megatron.learner.recompute import recompute_fields
 from qurl_megatron.model import weight_map
@@ -61,9 +65,10 @@ def build_chunks(
         perform_initialization=False,
         context_parallel_size=learner.context_parallel_size,
         sequence_parallel=learner.tensor_parallel_size > 1,
+        **expert_fields(architecture, learner),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
-        **recompute_fields(learner, architecture.num_layers),
+        **recompute_fields(learner, architecture, fused=has_transformer_engine()),
         **transformer_config_fields(learner),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.
@@ -76,6 +81,10 @@ def build_chunks(
         # Megatron marks shards only when it initializes them. The gradient norm would count an
         # unmarked shard on one tensor-parallel rank alone.
         parameter.tensor_model_parallel = rule.tensors[0].partition_dim is not None  # type: ignore[attr-defined]
+        if rule.of_experts:
+            # Megatron so marks what the expert-parallel ranks reduce gradients of. It forgets to
+            # where every rank has all experts, though tensor-parallel ranks give them other tokens.
+            parameter.allreduce = False  # type: ignore[attr-defined]
     return chunks
 
 
@@ -86,6 +95,10 @@ def parameters_of(
 
     Parameters without a Hugging Face counterpart are left out.
     """
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    local_experts = (
+        architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name in chunk.own_parameters:
@@ -93,11 +106,44 @@ def parameters_of(
             tied = name == "output_layer.weight" and architecture.tie_word_embeddings
             # The last stage's copy of a tied embedding follows the embedding's rule.
             rule, layer = weight_map.find_megatron(
-                "embedding.word_embeddings.weight" if tied else name
+                "embedding.word_embeddings.weight" if tied else name,
+                first_expert=expert_rank * local_experts,
             )
             if layer is not None:  # Megatron counts from 1
                 layer = chunk.decoder.layers[layer].layer_number - 1
             yield name, rule, layer, parameter
+
+
+def tensor_parallel_place(rule: Rule) -> tuple[int, int]:
+    """Return this rank's number among the ranks that share such a parameter, and their number."""
+    if rule.of_experts:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that describe experts; none if dense."""
+    if not architecture.num_experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.num_experts,
+        "moe_ffn_hidden_size": architecture.moe_intermediate_size,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not architecture.normalize_topk,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": learner.expert_parallel_size,
+        "expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
+    }
 
 
 def virtual_stages(learner: LearnerConfig) -> int | None:

@@ -118,13 +118,19 @@ class OptimizerShards:
             master.copy_(values.reshape(-1)[start:stop])
 
     def gather_master(self, parameter: Tensor) -> Tensor:
-        """Return the whole master, in the parameter's shape, on the first data-parallel rank.
+        """Return the whole master, in the parameter's shape, on the first rank that shares it.
 
-        Collective over the data-parallel ranks; the other ranks get an empty tensor.
+        Collective over the data-parallel ranks, for an expert over those that have it; the others
+        get an empty tensor.
         """
         if parameter.dtype == torch.float32:
             return parameter.detach()  # every rank has all of it
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        is_experts = not getattr(parameter, "allreduce", True)
+        group = (
+            parallel_state.get_expert_data_parallel_group()
+            if is_experts
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
         own = torch.tensor(self._range(parameter), device=parameter.device)
         ranges = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(ranges, own, group=group)

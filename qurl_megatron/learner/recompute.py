@@ -19,23 +19,30 @@ from megatron.core.transformer import TransformerLayer
 from torch import Tensor
 
 from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.model.architecture import Architecture
 
 
-def recompute_fields(learner: LearnerConfig, num_layers: int) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for a model of `num_layers` layers."""
+def recompute_fields(
+    learner: LearnerConfig, architecture: Architecture, *, fused: bool
+) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig; `fused` for Transformer Engine's layers.
+
+    Megatron computes the SwiGLU of experts again only where one operation computes all of them.
+    """
     if learner.recompute == "full":
         return {
             "recompute_granularity": "full",
             "recompute_method": "block",
-            "recompute_num_layers": learner.recompute_layers or num_layers,
+            "recompute_num_layers": learner.recompute_layers or architecture.num_layers,
         }
     if learner.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+        modules = ["layernorm", "moe_act"] if architecture.num_experts and fused else ["layernorm"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
 
 
 class SelectiveLayer(TransformerLayer):
-    """A layer that also computes SwiGLU's output again; Megatron does so in mixtures of experts."""
+    """A dense layer that also computes SwiGLU's output again."""
 
     def _forward_mlp(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         gate_and_up, _ = self.mlp.linear_fc1(self._forward_pre_mlp_layernorm(hidden_states))

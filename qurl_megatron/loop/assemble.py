@@ -151,7 +151,16 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     for name, weight_format in formats.items():
         fleet = _fleet(config, name, rosters, log)
         stack.enter_context(closing(fleet))
-        clients[name] = RolloutClient(fleet, tokenizer, learner.architecture.eos_token_ids)
+        architecture = learner.architecture
+        records = name == "rollout" and config.rollout.routing != "ignore"
+        clients[name] = RolloutClient(
+            fleet,
+            tokenizer,
+            architecture.eos_token_ids,
+            routing_shape=(architecture.num_layers, architecture.experts_per_token)
+            if records
+            else None,
+        )
         publishers[name] = Publisher(
             learner,
             fleet,
@@ -159,6 +168,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             config.quantization.bucket_bytes,
             pause_mode=config.rollout.pause_mode,
             mode=config.quantization.publish if name == "rollout" else "full",
+            transport=config.quantization.transport,
+            keep=config.quantization.keep,
             has_remote=name == "rollout" and bool(config.rollout.servers_at),
         )
         stack.enter_context(closing(publishers[name]))

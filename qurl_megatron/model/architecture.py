@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Family = Literal["qwen2", "qwen3", "llama"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
 
 
 class ArchitectureError(ValueError):
@@ -29,12 +29,16 @@ class _FamilyTraits:
     qkv_bias: bool
     qk_norm: bool
     head_dim: int | None = None  # what transformers assumes; None: hidden size / attention heads
+    has_experts: bool = False
 
 
-# Extend this table for a new dense architecture. Its weights must fit `weight_map.RULES`.
+# Extend this table for a new architecture. Its weights must fit `weight_map.RULES`.
 SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
     "Qwen2ForCausalLM": _FamilyTraits("qwen2", qkv_bias=True, qk_norm=False),
     "Qwen3ForCausalLM": _FamilyTraits("qwen3", qkv_bias=False, qk_norm=True, head_dim=128),
+    "Qwen3MoeForCausalLM": _FamilyTraits(
+        "qwen3_moe", qkv_bias=False, qk_norm=True, has_experts=True
+    ),
     "LlamaForCausalLM": _FamilyTraits("llama", qkv_bias=False, qk_norm=False),
 }
 
@@ -51,9 +55,10 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-    Sizes are those of the checkpoint, before padding and tensor parallelism.
+    With experts, every layer has a router and `num_experts` SwiGLUs in place of one. Sizes are
+    those of the checkpoint, before padding and tensor parallelism.
     """
 
     family: Family
@@ -72,6 +77,10 @@ class Architecture:
     rope_scaling: Llama3RopeScaling | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # generation_config.json takes precedence over config.json
+    num_experts: int = 0  # of each layer; 0: a dense model
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # channels of one expert; `intermediate_size` is not used then
+    normalize_topk: bool = False  # the weights of a token's experts add up to 1
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Architecture:
@@ -123,7 +132,13 @@ class Architecture:
             rope_scaling=rope_scaling,
             max_position_embeddings=_size(config, "max_position_embeddings", file),
             eos_token_ids=_eos_token_ids(config, directory, vocab_size),
+            **(_experts(config, file) if traits.has_experts else {}),
         )
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Intermediate channels that one token passes through in a layer."""
+        return self.experts_per_token * self.moe_intermediate_size or self.intermediate_size
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return the embedding rows with padding: the next multiple of `tensor_parallel_size`.
@@ -181,7 +196,8 @@ class Architecture:
         """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
-        weights = self.hidden_size * (2 * query + key_value + 3 * self.intermediate_size)
+        mlp = 3 * self.active_intermediate_size + self.num_experts  # the router's rows
+        weights = self.hidden_size * (2 * query + key_value + mlp)
         return self.num_layers * (2.0 * weights * length + 2.0 * query * length**2)
 
     def check_layout(
@@ -201,7 +217,8 @@ class Architecture:
         # Several ranks may share one key-value head, but every head needs equally many ranks.
         if size <= self.num_key_value_heads or size % self.num_key_value_heads:
             self._check_divides("key-value heads", self.num_key_value_heads, size)
-        self._check_divides("intermediate channels", self.intermediate_size, size)
+        if not self.num_experts:
+            self._check_divides("intermediate channels", self.intermediate_size, size)
         self._check_virtual_stages(
             pipeline_parallel_size, virtual_pipeline_parallel_size, layers_in_last_pipeline_stage
         )
@@ -212,15 +229,72 @@ class Architecture:
                 f"tensor_parallel_size={size} without any; use fewer ranks"
             )
 
-    def check_server_layout(self, tensor_parallel_size: int) -> None:
+    def check_expert_layout(
+        self, expert_parallel_size: int, expert_tensor_parallel_size: int, stage_ranks: int
+    ) -> None:
+        """Check that the experts of a pipeline stage divide over its ranks.
+
+        Args:
+            expert_parallel_size: ranks that share the experts.
+            expert_tensor_parallel_size: ranks that share one expert.
+            stage_ranks: all ranks of a pipeline stage: tensor x context x data parallel.
+
+        Raises:
+            ArchitectureError: they do not; the message lists the sizes that would.
+        """
+        name, size = "expert_parallel_size", expert_parallel_size
+        if not self.num_experts:
+            if (size, expert_tensor_parallel_size) != (1, 1):
+                raise ArchitectureError(
+                    f"{name}={size} and expert_tensor_parallel_size={expert_tensor_parallel_size} "
+                    "divide experts, and the model has none; leave them at 1"
+                )
+            return
+        self._check_divides("experts", self.num_experts, size, name)
+        self._check_divides(
+            "channels of an expert",
+            self.moe_intermediate_size,
+            expert_tensor_parallel_size,
+            "expert_tensor_parallel_size",
+        )
+        ranks = size * expert_tensor_parallel_size
+        if stage_ranks % ranks:
+            raise ArchitectureError(
+                f"{name}={size} x expert_tensor_parallel_size={expert_tensor_parallel_size} must "
+                f"divide the {stage_ranks} ranks of a pipeline stage (tensor x context x data "
+                f"parallel); sizes that divide them: {_divisors(stage_ranks)}"
+            )
+
+    def check_server_layout(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> None:
         """Check that an SGLang server can divide this model over its tensor-parallel ranks.
+
+        Whole experts are divided over `expert_parallel_size` groups of these ranks.
 
         Raises:
             ArchitectureError: it cannot; the message lists the sizes that would.
         """
         self._check_divides("attention heads", self.num_attention_heads, tensor_parallel_size)
+        groups = expert_parallel_size
+        if groups == 1 and not self.num_experts:
+            return
+        if not self.num_experts:
+            raise ArchitectureError(
+                f"expert_parallel_size={groups} divides experts, and this model has none; "
+                "leave it at 1"
+            )
+        if tensor_parallel_size % groups or self.num_experts % groups:
+            raise ArchitectureError(
+                f"expert_parallel_size={groups} must divide tensor_parallel_size="
+                f"{tensor_parallel_size} and the model's {self.num_experts} experts"
+            )
+        sharing = tensor_parallel_size // groups
+        if self.moe_intermediate_size % sharing:
+            raise ArchitectureError(
+                f"{sharing} server ranks share each expert, and its {self.moe_intermediate_size} "
+                f"channels are not divisible by that; with a larger expert_parallel_size fewer do"
+            )
 
-    def check_blocks(self, tensor_parallel_size: int = 1) -> None:
+    def check_blocks(self, tensor_parallel_size: int = 1, expert_parallel_size: int = 1) -> None:
         """Check that a server can hold this model in fp8-block, with one scale per 128 x 128 block.
 
         SGLang fuses q, k, v and gate, up, and shards layers over its ranks. It can do both only at
@@ -235,10 +309,13 @@ class Architecture:
                 "SGLang's Llama looks for block scales under another name and loads none; "
                 "use format fp8, which has one scale per channel"
             )
+        intermediate, sharing = self.intermediate_size, tensor_parallel_size
+        if self.num_experts:
+            intermediate, sharing = self.moe_intermediate_size, sharing // expert_parallel_size
         for width_name, width in (
             ("query", self.num_attention_heads // tensor_parallel_size * self.head_dim),
             ("key-value", self.key_value_heads_on_rank(tensor_parallel_size) * self.head_dim),
-            ("intermediate", self.intermediate_size // tensor_parallel_size),
+            ("intermediate", intermediate // sharing),
             ("hidden", self.hidden_size),
         ):
             if width % 128:
@@ -249,11 +326,12 @@ class Architecture:
                 )
 
     @staticmethod
-    def _check_divides(unit: str, number: int, tensor_parallel_size: int) -> None:
-        if tensor_parallel_size < 1 or number % tensor_parallel_size:
+    def _check_divides(
+        unit: str, number: int, size: int, name: str = "tensor_parallel_size"
+    ) -> None:
+        if size < 1 or number % size:
             raise ArchitectureError(
-                f"{number} {unit} are not divisible by "
-                f"tensor_parallel_size={tensor_parallel_size}; "
+                f"{number} {unit} are not divisible by {name}={size}; "
                 f"sizes that divide them: {_divisors(number)}"
             )
 
@@ -348,6 +426,41 @@ def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None
         raise ArchitectureError(
             f"{file}: 'layer_types' must be 'full_attention' for each of the {num_layers} layers"
         )
+
+
+def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the fields of `Architecture` that describe the experts.
+
+    Raises:
+        ArchitectureError: a layer has no experts, or has some that every token passes through.
+    """
+    if config.get("shared_expert_intermediate_size"):
+        raise ArchitectureError(
+            f"{file}: shared experts (shared_expert_intermediate_size) are not supported"
+        )
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ArchitectureError(
+            f"{file}: every layer must have experts (decoder_sparse_step 1, mlp_only_layers empty)"
+        )
+    # transformers 5 writes the second name.
+    num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
+    experts_per_token = _size(config, "num_experts_per_tok", file)
+    normalize_topk = bool(config.get("norm_topk_prob", False))
+    if experts_per_token > num_experts:
+        raise ArchitectureError(
+            f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts {num_experts}"
+        )
+    if experts_per_token == 1 and normalize_topk:
+        raise ArchitectureError(
+            f"{file}: norm_topk_prob with num_experts_per_tok 1 gives every expert the weight 1, "
+            "and the router no gradient; it is not supported"
+        )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": experts_per_token,
+        "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
+        "normalize_topk": normalize_topk,
+    }
 
 
 def _uses_sliding_window(config: dict[str, Any], num_layers: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,22 @@ class Weights:
     def num_bytes(self) -> int:
         """Size of all files, in bytes."""
         return sum((self._directory / file).stat().st_size for file in self.files)
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a transformers model as its checkpoint has them; they are views.
+
+    transformers holds gate and up, and the experts of a layer, in one parameter.
+    """
+    for name, parameter in model.named_parameters():
+        of_layer, _, kind = name.rpartition(".")
+        if kind not in ("gate_up_proj", "down_proj"):
+            yield name, parameter
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for expert, weights in enumerate(parameter):
+            for part, view in zip(kinds, weights.chunk(len(kinds)), strict=True):
+                yield f"{of_layer}.{expert}.{part}.weight", view
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:

@@ -24,16 +24,20 @@ symbolic size of each of their dimensions and the way their parts are merged. A 
 counts vocabulary rows, query or key-value channels or intermediate channels is divided over the
 ranks and is called the partition dimension. One that counts hidden or head channels is not divided.
 
+An expert's parameters have a rule of their own, made by `Rule.of_expert`. Expert-parallel ranks
+have different experts; the ranks that share one are its tensor-parallel ranks.
+
 Invariants: `split(merge(parts)) == parts`, and the parts of all ranks, concatenated along the
 partition dimension, are the full tensor, bit for bit. Only shards have vocabulary padding.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -42,7 +46,9 @@ from torch import Tensor
 from qurl_megatron.model.architecture import Architecture
 
 # Tensor parallelism divides these sizes. Every rank has all of any other size.
-_PARTITIONED_SIZES = frozenset({"vocabulary", "query", "key_value", "intermediate"})
+_PARTITIONED_SIZES = frozenset(
+    {"vocabulary", "query", "key_value", "intermediate", "moe_intermediate"}
+)
 
 
 class Merge(Enum):
@@ -57,7 +63,7 @@ class Merge(Enum):
 class HuggingFaceTensor:
     """Name and symbolic shape of a full tensor in a Hugging Face checkpoint."""
 
-    name: str  # with `{layer}` in place of the layer number
+    name: str  # with `{layer}` in place of the layer number; `{expert}` before `Rule.of_expert`
     sizes: tuple[str, ...]  # symbolic size of each dimension, see `_size`
 
     @property
@@ -75,11 +81,34 @@ class Rule:
     merge: Merge = Merge.SINGLE
     quantized: bool = False  # True for the linear layers inside transformer blocks
     fed_by: str | None = None  # Hugging Face name of the norm whose output this layer reads
+    expert: int | None = None  # the number of the expert; None: no expert's, or that of any
 
     @property
     def norm_fed(self) -> bool:
-        """True for q, k, v, gate and up, which update-aware quantization scales (QuRL Eq. 11)."""
+        """True for q, k, v, gate, up and a router, which UAQ scales (QuRL Eq. 11)."""
         return self.fed_by is not None
+
+    @property
+    def of_experts(self) -> bool:
+        """True if every expert has its own such parameter."""
+        return "moe_intermediate" in self.tensors[0].sizes
+
+    @functools.cache  # noqa: B019  rules are constants
+    def of_expert(self, expert: int) -> Rule:
+        """Return this rule for one expert, numbered in the whole model; names have its number.
+
+        Megatron's names are those on a single expert-parallel rank.
+        """
+
+        def named(name: str) -> str:
+            return name.replace("{expert}", str(expert))
+
+        return replace(
+            self,
+            megatron_names=tuple(map(named, self.megatron_names)),
+            tensors=tuple(replace(tensor, name=named(tensor.name)) for tensor in self.tensors),
+            expert=expert,
+        )
 
     @property
     def layered(self) -> bool:
@@ -135,6 +164,7 @@ def _rule(
 
 
 _M = "decoder.layers.{layer}."
+_BEFORE_MLP = _M + "pre_mlp_layernorm.weight"
 _H = "model.layers.{layer}."
 
 RULES: tuple[Rule, ...] = (
@@ -176,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         quantized=True,
     ),
     _rule(
-        (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
+        (_BEFORE_MLP, _M + "mlp.linear_fc1.layer_norm_weight"),
         (_H + "post_attention_layernorm.weight", ("hidden",)),
     ),
     _rule(
@@ -192,13 +222,37 @@ RULES: tuple[Rule, ...] = (
         (_H + "mlp.down_proj.weight", ("hidden", "intermediate")),
         quantized=True,
     ),
+    _rule(
+        _M + "mlp.router.weight",
+        (_H + "mlp.gate.weight", ("experts", "hidden")),
+        fed_by=_H + "post_attention_layernorm.weight",
+    ),
+    _rule(
+        (
+            _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+            _M + "mlp.experts.linear_fc1.weight{expert}",
+        ),
+        (_H + "mlp.experts.{expert}.gate_proj.weight", ("moe_intermediate", "hidden")),
+        (_H + "mlp.experts.{expert}.up_proj.weight", ("moe_intermediate", "hidden")),
+        merge=Merge.STACKED,
+        quantized=True,
+        fed_by=_H + "post_attention_layernorm.weight",
+    ),
+    _rule(
+        (
+            _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+            _M + "mlp.experts.linear_fc2.weight{expert}",
+        ),
+        (_H + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_intermediate")),
+        quantized=True,
+    ),
     _rule("decoder.final_layernorm.weight", ("model.norm.weight", ("hidden",))),
     _rule("output_layer.weight", ("lm_head.weight", ("vocabulary", "hidden"))),
 )
 
 
 def rules(architecture: Architecture) -> list[Rule]:
-    """Return the rules that apply to a checkpoint of this architecture."""
+    """Return the rules that apply to a checkpoint of this architecture, one for each expert."""
     absent = set()
     if not architecture.qkv_bias:
         absent.add("decoder.layers.{layer}.self_attention.linear_qkv.bias")
@@ -206,7 +260,20 @@ def rules(architecture: Architecture) -> list[Rule]:
         absent |= {f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight" for x in "qk"}
     if architecture.tie_word_embeddings:
         absent.add("output_layer.weight")
-    return [rule for rule in RULES if rule.megatron_names[0] not in absent]
+    if architecture.num_experts:
+        absent |= {f"decoder.layers.{{layer}}.mlp.linear_{x}.weight" for x in ("fc1", "fc2")}
+    else:
+        absent.add("decoder.layers.{layer}.mlp.router.weight")
+    applicable: list[Rule] = []
+    for rule in RULES:
+        if architecture.num_experts and rule.megatron_names[0] == _BEFORE_MLP:
+            # Transformer Engine fuses it into no layer: the router reads it too.
+            applicable.append(replace(rule, megatron_names=(_BEFORE_MLP,)))
+        elif rule.of_experts:
+            applicable += map(rule.of_expert, range(architecture.num_experts))
+        elif rule.megatron_names[0] not in absent:
+            applicable.append(rule)
+    return applicable
 
 
 def hugging_face_names(architecture: Architecture) -> set[str]:
@@ -219,19 +286,22 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
 
 
 _LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+# The second form is Transformer Engine's.
+_EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
 _BY_MEGATRON = {name: rule for rule in RULES for name in rule.megatron_names}
 _BY_HUGGING_FACE = {tensor.name: rule for rule in RULES for tensor in rule.tensors}
 
 
-def find_megatron(name: str) -> tuple[Rule, int | None]:
+def find_megatron(name: str, first_expert: int = 0) -> tuple[Rule, int | None]:
     """Return the rule of a Megatron parameter and its layer number; None outside layers.
 
-    The layer number is the one in `name`, which Megatron counts from 0 in each pipeline stage.
+    The layer number is the one in `name`, which Megatron counts from 0 in each pipeline stage. It
+    counts experts from 0 on each expert-parallel rank, whose first one is `first_expert`.
 
     Raises:
         KeyError: no rule has a parameter of this name.
     """
-    return _find(name, _BY_MEGATRON, "Megatron parameter")
+    return _find(name, _BY_MEGATRON, "Megatron parameter", first_expert)
 
 
 def find_hugging_face(name: str) -> tuple[Rule, int | None]:
@@ -243,14 +313,20 @@ def find_hugging_face(name: str) -> tuple[Rule, int | None]:
     return _find(name, _BY_HUGGING_FACE, "Hugging Face tensor")
 
 
-def _find(name: str, table: dict[str, Rule], kind: str) -> tuple[Rule, int | None]:
+def _find(
+    name: str, table: dict[str, Rule], kind: str, first_expert: int = 0
+) -> tuple[Rule, int | None]:
     number = _LAYER_NUMBER.search(name)
-    template = _LAYER_NUMBER.sub("{layer}", name)
+    expert = _EXPERT_NUMBER.search(name)
+    template = _EXPERT_NUMBER.sub("{expert}", _LAYER_NUMBER.sub("{layer}", name))
     if template not in table:
         raise KeyError(
             f"no rule for {kind} '{name}'; the rules are qurl_megatron.model.weight_map.RULES"
         )
-    return table[template], int(number.group()) if number else None
+    rule = table[template]
+    if expert is not None:
+        rule = rule.of_expert(first_expert + int(expert.group()))
+    return rule, int(number.group()) if number else None
 
 
 def _size(symbol: str, architecture: Architecture) -> int:
@@ -263,6 +339,10 @@ def _size(symbol: str, architecture: Architecture) -> int:
             return architecture.num_key_value_heads * architecture.head_dim
         case "intermediate":
             return architecture.intermediate_size
+        case "moe_intermediate":
+            return architecture.moe_intermediate_size
+        case "experts":
+            return architecture.num_experts
         case "hidden":
             return architecture.hidden_size
         case "head":

@@ -7,7 +7,7 @@ All figures follow from an `Architecture` and a `Config`. Symbols:
     t, p, d, c the learner's tensor, pipeline, data and context parallel sizes
     h          hidden size
     Q, K       query and key-value channels
-    F          intermediate channels
+    F          intermediate channels; with experts, those of the k experts that a token chooses
     tokens     tokens in a micro batch on one rank: learner.tokens_per_micro_batch, or
                learner.micro_batch_size sequences of the maximum length; divided by c
 
@@ -15,12 +15,14 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
 
     weights      e B per parameter of the rank, in Megatron's buffer, which aligns every parameter
                  to 64 values. Linear layers are divided by t and p, the vocabulary by t; norms are
-                 not divided by t.
+                 not divided by t. Experts are divided by p and by the expert and expert-tensor
+                 parallel sizes.
     gradients    4 B per parameter, in a float32 buffer of the same shape.
     optimizer    8 B per parameter for Adam's two moments, and 4 B for a float32 master if the
-                 weights are bfloat16, divided by d c. A rank has less where the alignment leaves
-                 gaps in its share. With learner.offload_optimizer it is in the host's memory while
-                 activations, backward and logits are on the GPU.
+                 weights are bfloat16, divided by d c, those of experts by the number of copies of
+                 an expert. A rank has less where the alignment leaves gaps in its share. With
+                 learner.offload_optimizer it is in the host's memory while activations, backward
+                 and logits are on the GPU.
     fp8 codes    2 B per weight of the linear layers with learner.fp8: Transformer Engine keeps
                  their codes by rows and by columns. It keeps some activations as codes, which is
                  not counted on.
@@ -30,6 +32,8 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                    e(3Q + 3K)/t + 4 heads/t  qkv, rotated q and k, attention output, log-sum-exp
                    3eF/t                   fc1 output and fc2 input
                    eQ/t                    if query and key are normalized
+                   (ekh + 9 experts)/t     with experts: their inputs, the router's probabilities;
+                                           every expert is taken to get equally many tokens
                  plus 4e head_dim per time step for the rotary tables. This is multiplied by the
                  layers of a stage and by its micro batches in flight, at most p - stage. With v
                  virtual stages the product is layers x p x (1 + (p - 1) / (p v)) (Korthikanti et
@@ -67,6 +71,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, LearnerConfig, RecomputeMode, WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -83,6 +88,23 @@ MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
 
 
 @functools.cache
+def _counted_rules(architecture: Architecture) -> list[tuple[Rule, int]]:
+    """Return each rule with the number of such parameters: in all layers and of all experts.
+
+    One expert's rules stand for those of all.
+    """
+    return [
+        (
+            rule,
+            (architecture.num_layers if rule.layered else 1)
+            * (architecture.num_experts if rule.of_experts else 1),
+        )
+        for rule in weight_map.rules(architecture)
+        if rule.expert in (None, 0)
+    ]
+
+
+@functools.cache
 def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
     return math.prod(weight_map.full_shape(hf_tensor, architecture))
 
@@ -90,8 +112,8 @@ def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
 def num_parameters(architecture: Architecture) -> int:
     """Return the number of values in a checkpoint."""
     return sum(
-        _numel(hf_tensor, architecture) * (architecture.num_layers if rule.layered else 1)
-        for rule in weight_map.rules(architecture)
+        _numel(hf_tensor, architecture) * count
+        for rule, count in _counted_rules(architecture)
         for hf_tensor in rule.tensors
     )
 
@@ -109,13 +131,17 @@ def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
 
 @functools.cache
 def num_linear_weights(architecture: Architecture) -> int:
-    """Return the weights in the linear layers of all blocks, without the output layer."""
-    return sum(
-        _numel(hf_tensor, architecture) * architecture.num_layers
-        for rule in weight_map.rules(architecture)
-        if rule.quantized
-        for hf_tensor in rule.tensors
-    )
+    """Return the weights that a token is multiplied by in all blocks, without the output layer.
+
+    Of the experts, those that it chooses.
+    """
+    total = architecture.num_layers * architecture.num_experts * architecture.hidden_size  # routers
+    for rule, count in _counted_rules(architecture):
+        if rule.quantized:
+            if rule.of_experts:
+                count = count // architecture.num_experts * architecture.experts_per_token
+            total += sum(_numel(hf_tensor, architecture) * count for hf_tensor in rule.tensors)
+    return total
 
 
 def num_output_weights(architecture: Architecture) -> int:
@@ -142,7 +168,7 @@ def _rank_parameters(
     tensor_parallel_size = learner.tensor_parallel_size
     padded = architecture.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
     vocabulary = padded * architecture.hidden_size
-    for rule in weight_map.rules(architecture):
+    for rule, _ in _counted_rules(architecture):
         if rule.tensors[0].sizes[0] == "vocabulary":
             embedding = rule.megatron_names[0].startswith("embedding")
             # The last stage of a tied model has a copy of the embedding as its output layer.
@@ -150,35 +176,63 @@ def _rank_parameters(
             if (stage == 0 or has_copy) if embedding else last:
                 yield rule, vocabulary, 1
             continue
+        ranks, parameters = tensor_parallel_size, 1
+        if rule.of_experts:
+            ranks = learner.expert_tensor_parallel_size
+            parameters = architecture.num_experts // learner.expert_parallel_size
         numel = sum(
-            _numel(hf_tensor, architecture)
-            // (1 if hf_tensor.partition_dim is None else learner.tensor_parallel_size)
+            _numel(hf_tensor, architecture) // (1 if hf_tensor.partition_dim is None else ranks)
             for hf_tensor in rule.tensors
         )
         if rule.layered:
-            yield rule, numel, layers[stage]
+            yield rule, numel, layers[stage] * parameters
         elif last:  # the final norm
             yield rule, numel, 1
 
 
 def num_rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
     """Return the values of all parameters on one rank of a pipeline stage."""
-    return sum(n * count for _, n, count in _rank_parameters(architecture, learner, stage))
+    return sum(values_by_copies(architecture, learner, stage).values())
 
 
-def _buffer_numel(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
-    """Return the values of Megatron's parameter buffer on one rank, with its alignment.
+def values_by_copies(
+    architecture: Architecture, learner: LearnerConfig, stage: int
+) -> dict[int, int]:
+    """Return the values of parameters on one rank of a stage, by the number of their copies."""
+    values = {_num_copies(learner, experts): 0 for experts in (False, True)}
+    for rule, numel, count in _rank_parameters(architecture, learner, stage):
+        values[_num_copies(learner, rule.of_experts)] += numel * count
+    return values
 
-    A tied embedding that two pipeline stages hold has a bucket of its own. Further buckets of large
-    models add at most 128 values per 40 million.
+
+def _num_copies(learner: LearnerConfig, of_experts: bool) -> int:
+    """Return the ranks that hold the same shard of a parameter, and share its optimizer state."""
+    if of_experts:
+        return learner.expert_data_parallel_size
+    return learner.data_parallel_size * learner.context_parallel_size
+
+
+def _buffer_numel(
+    architecture: Architecture, learner: LearnerConfig, stage: int
+) -> list[tuple[int, int]]:
+    """Return the values of each of Megatron's parameter buffers on one rank, and its copies.
+
+    They include the alignment. Experts have a buffer of their own. A tied embedding that two
+    pipeline stages hold has a bucket of its own. Further buckets of large models add at most 128
+    values per 40 million.
     """
-    bucket = math.lcm(128, learner.data_parallel_size * learner.context_parallel_size)
     own_bucket = architecture.tie_word_embeddings and learner.pipeline_parallel_size > 1
-    sizes = {"embedding": 0, "rest": 0}
+    sizes = {"embedding": 0, "experts": 0, "rest": 0}
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         is_embedding = own_bucket and rule.tensors[0].sizes[0] == "vocabulary"
-        sizes["embedding" if is_embedding else "rest"] += count * -(-numel // 64) * 64
-    return sum(-(-numel // bucket) * bucket for numel in sizes.values())
+        kind = "embedding" if is_embedding else "experts" if rule.of_experts else "rest"
+        sizes[kind] += count * -(-numel // 64) * 64
+    buffers = []
+    for kind, numel in sizes.items():
+        copies = _num_copies(learner, kind == "experts")
+        bucket = math.lcm(128, copies)
+        buffers.append((-(-numel // bucket) * bucket, copies))
+    return buffers
 
 
 def _num_scales(shape: tuple[int, ...], weight_format: str) -> int:
@@ -191,22 +245,43 @@ def _num_scales(shape: tuple[int, ...], weight_format: str) -> int:
     )
 
 
-def published_bytes(architecture: Architecture, weight_format: WeightFormat) -> int:
-    """Return the bytes of a published policy: codes, float32 scales, and the rest in BF16."""
-    return sum(server_weight_bytes(architecture, weight_format, 1).values())
+@functools.cache
+def _kept_in(
+    hf_tensor: HuggingFaceTensor, architecture: Architecture, keep: tuple[str, ...]
+) -> list[int]:
+    """Return the layers of the model in which `quantization.keep` keeps this weight in BF16."""
+    kept = set(kept_layers(keep, architecture))
+    names = (hf_tensor.name.format(layer=layer) for layer in range(architecture.num_layers))
+    return [layer for layer, name in enumerate(names) if name.removesuffix(".weight") in kept]
+
+
+def published_bytes(
+    architecture: Architecture, weight_format: WeightFormat, keep: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes of a published policy: codes, float32 scales, and the rest in BF16.
+
+    `keep` is the run's `quantization.keep`.
+    """
+    return sum(server_weight_bytes(architecture, weight_format, 1, keep).values())
 
 
 @functools.cache
 def server_weight_bytes(
-    architecture: Architecture, weight_format: WeightFormat, tensor_parallel_size: int
+    architecture: Architecture,
+    weight_format: WeightFormat,
+    tensor_parallel_size: int,
+    keep: tuple[str, ...] = (),
 ) -> dict[str, int]:
     """Return the bytes of weights on one GPU of a server.
 
-    `linear` are the layers in `weight_format`, with their scales. `unquantized` is the rest.
+    `linear` are the linear layers of all blocks: in `weight_format`, with their scales, or in BF16
+    if `keep` names them; `experts` are those of them that are experts'. `unquantized` is the rest.
     """
     num_bytes = {"linear": 0, "unquantized": 0}
-    for rule in weight_map.rules(architecture):
-        count = architecture.num_layers if rule.layered else 1
+    if architecture.num_experts:
+        num_bytes["experts"] = 0
+    for rule, count in _counted_rules(architecture):
+        linear = "experts" if rule.of_experts else "linear"
         for hf_tensor in rule.tensors:
             shape = weight_map.full_shape(hf_tensor, architecture)
             dim = hf_tensor.partition_dim
@@ -215,13 +290,16 @@ def server_weight_bytes(
                 # Beyond one rank per key-value head, SGLang copies whole heads.
                 ranks = min(ranks, architecture.num_key_value_heads)
             if not rule.quantized or weight_format == "bf16":
-                kind = "linear" if rule.quantized else "unquantized"
+                kind = linear if rule.quantized else "unquantized"
                 num_bytes[kind] += count * -(-2 * math.prod(shape) // ranks)
                 continue
             # A row-parallel layer has all of its per-channel scales on every rank.
             scales_are_divided = weight_format == "fp8-block" or dim == 0
             scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
-            num_bytes["linear"] += count * (math.prod(shape) // ranks + 4 * scales)
+            kept = len(_kept_in(hf_tensor, architecture, keep))
+            kept *= architecture.num_experts if rule.of_experts else 1
+            num_bytes[linear] += kept * -(-2 * math.prod(shape) // ranks)
+            num_bytes[linear] += (count - kept) * (math.prod(shape) // ranks + 4 * scales)
     return num_bytes
 
 
@@ -254,7 +332,7 @@ def layer_activation_bytes(
     element = element_bytes(learner)
     heads, kv_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
-    hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
+    hidden, intermediate = architecture.hidden_size, architecture.active_intermediate_size
     selective = recompute == "selective"
     # The input, the token's float32 factor, and the output.
     norm = (element if fused else 8) * hidden + 4 + element * hidden
@@ -266,6 +344,8 @@ def layer_activation_bytes(
         per_token += 4 * (heads + kv_heads)
         per_token += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
     per_token += element * intermediate * (2 if selective else 3 if fused else 5)
+    # Each chosen expert's input; logits and probabilities in float32, and who is chosen.
+    per_token += element * architecture.experts_per_token * hidden + 9 * architecture.num_experts
     return tokens * per_token // size + 4 * element * architecture.head_dim * time
 
 
@@ -323,16 +403,21 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     """Return the bytes of weight rows and their codes that the converter keeps between passes."""
     if config.quantization.format == "bf16":
         return 0
-    size, element = config.learner.tensor_parallel_size, element_bytes(config.learner)
+    learner, element = config.learner, element_bytes(config.learner)
     total = 0
-    for rule in weight_map.rules(architecture):
+    for rule, _ in _counted_rules(architecture):
+        size, count = learner.tensor_parallel_size, 1
+        if rule.of_experts:
+            size = learner.expert_tensor_parallel_size
+            count = architecture.num_experts // learner.expert_parallel_size
         if rule.quantized:
             for hf_tensor in rule.tensors:
                 shape = list(weight_map.full_shape(hf_tensor, architecture))
                 if hf_tensor.partition_dim is not None:
                     shape[hf_tensor.partition_dim] = -(-shape[hf_tensor.partition_dim] // size)
                 step = -(-shape[0] // MEASURED_ROWS)
-                total += len(range(step // 2, shape[0], step)) * shape[1] * (element + 1)
+                rows = len(range(step // 2, shape[0], step))
+                total += count * rows * shape[1] * (element + 1)
     return total * stage_layers(architecture, config.learner)[stage]
 
 
@@ -341,19 +426,24 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     if config.quantization.publish == "full":
         return 0
     learner, weight_format = config.learner, config.quantization.format
+    keep = tuple(config.quantization.keep)
     total = 0
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         if not rule.quantized or weight_format == "bf16":
             is_copy = stage > 0 and rule.megatron_names[0].startswith("embedding")
             total += 0 if is_copy else 2 * numel * count
             continue
+        # At most: all layers in which this weight stays in BF16 may lie in other stages.
+        in_bf16 = min(count, len(_kept_in(rule.tensors[0], architecture, keep)))
         for hf_tensor in rule.tensors:
             shape = weight_map.full_shape(hf_tensor, architecture)
             # Ranks share the scales of channels that they share; the first has all others.
             is_shared = quantize.block_shape(weight_format)[0] == 1 and hf_tensor.partition_dim == 0
-            ranks = learner.tensor_parallel_size if is_shared else 1
+            size = learner.tensor_parallel_size
+            size = learner.expert_tensor_parallel_size if rule.of_experts else size
+            ranks = size if is_shared else 1
             total += count * 4 * _num_scales(shape, weight_format) // ranks
-        total += numel * count
+        total += numel * (count + in_bf16)
     return total
 
 
@@ -362,8 +452,8 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     learner = config.learner
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
-    numel = _buffer_numel(architecture, learner, stage)
-    sharing = learner.data_parallel_size * learner.context_parallel_size
+    buffers = _buffer_numel(architecture, learner, stage)
+    numel = sum(values for values, _ in buffers)
 
     tokens = micro_batch_tokens(config)
     layers = stage_layers(architecture, learner)
@@ -384,13 +474,14 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
-    backward = element * tokens * (3 * architecture.intermediate_size // size + 2 * hidden)
+    intermediate = architecture.active_intermediate_size
+    backward = element * tokens * (3 * intermediate // size + 2 * hidden)
     linear = sum(n * count for rule, n, count in parameters if rule.quantized)
     return {
         "weights": element * numel,
         "gradients": 4 * numel,
         (OFFLOADED if learner.offload_optimizer else "optimizer"): (
-            state_bytes(learner) * numel // sharing
+            sum(state_bytes(learner) * values // copies for values, copies in buffers)
         ),
         "reference": element * numel if config.objective.kl_coefficient else 0,
         "converter": _measured_bytes(architecture, config, stage)
@@ -421,14 +512,19 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
 
 def bucket_memory(architecture: Architecture, config: Config) -> int:
     """Return the bytes of two buckets and the largest tensor: the converter's peak in a publish."""
-    weight_format = config.quantization.format
+    weight_format, keep = config.quantization.format, tuple(config.quantization.keep)
+
+    def element(rule: Rule, hf_tensor: HuggingFaceTensor) -> int:
+        is_quantized = rule.quantized and weight_format != "bf16"
+        return 1 if is_quantized and not _kept_in(hf_tensor, architecture, keep) else 2
+
     largest = max(
-        _numel(hf_tensor, architecture) * (1 if rule.quantized and weight_format != "bf16" else 2)
-        for rule in weight_map.rules(architecture)
+        _numel(hf_tensor, architecture) * element(rule, hf_tensor)
+        for rule, _ in _counted_rules(architecture)
         for hf_tensor in rule.tensors
     )
     bucket = max(config.quantization.bucket_bytes, largest)
-    return 2 * min(bucket, published_bytes(architecture, weight_format)) + largest
+    return 2 * min(bucket, published_bytes(architecture, weight_format, keep)) + largest
 
 
 def with_cheapest_recomputation(architecture: Architecture, config: Config) -> Config:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.validate import check_layout
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
 from qurl_megatron.planning.limits import deciding_parts, time_parts
@@ -107,7 +109,8 @@ def plan(
     _check_learner_fits(config, fullest, buckets, by_stage.index(fullest))
 
     weight_format = config.quantization.format
-    weights = server_weight_bytes(architecture, weight_format, server_size)
+    keep = tuple(config.quantization.keep)
+    weights = server_weight_bytes(architecture, weight_format, server_size, keep)
     room = int(GPU_BYTES * server.mem_fraction_static)
     per_token = kv_bytes_per_token(architecture, server_size)
     kv_tokens = max(0, (room - sum(weights.values())) // per_token)
@@ -159,7 +162,7 @@ def plan(
         server_bytes=server_bytes,
         kv_tokens=kv_tokens,
         slots=slots,
-        publish_bytes=published_bytes(architecture, weight_format),
+        publish_bytes=published_bytes(architecture, weight_format, keep),
         step_s=step_s,
         asynchronous=asynchronous,
     )
@@ -212,20 +215,17 @@ def _check_layout(
     """
     learner, rollout = config.learner, config.rollout
     server_size = rollout.server.tensor_parallel_size
+    kept_layers(config.quantization.keep, architecture)  # refuses patterns that match nothing
     if config.advantage_estimator == "gae":
         raise ConfigError(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
         )
     try:
-        architecture.check_layout(
-            learner.tensor_parallel_size,
-            learner.pipeline_parallel_size,
-            learner.virtual_pipeline_parallel_size,
-            learner.layers_in_last_pipeline_stage,
-        )
-        architecture.check_server_layout(server_size)
+        check_layout(architecture, learner)
+        groups = rollout.server.expert_parallel_size
+        architecture.check_server_layout(server_size, groups)
         if config.quantization.format == "fp8-block":
-            architecture.check_blocks(server_size)
+            architecture.check_blocks(server_size, groups)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
     for name, size in (
@@ -289,11 +289,13 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
 
     Tensor-parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
     with a shorter last one, one, two or four context-parallel ranks, and as many data-parallel
-    replicas as fit. Micro batches have the tokens of one longest sequence, and the cheapest
-    recomputation that fits is taken.
+    replicas as fit. Experts are whole, on expert-parallel ranks of one node. Micro batches have the
+    tokens of one longest sequence, and the cheapest recomputation that fits is taken.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
     server_sizes = [size for size in sizes if _divides_server(architecture, size)]
+    expert_sizes = [size for size in sizes if size == 1 or architecture.num_experts % size == 0]
+    expert_sizes = expert_sizes if architecture.num_experts else [1]
     rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step
     for tensor, stages, context in itertools.product(sizes, range(1, 17), (1, 2, 4)):
@@ -303,8 +305,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
         except ArchitectureError:
             continue
         most = gpus // (tensor * stages * context)
-        for data in range(1, most + 1):
-            if rows % (parts * data):
+        for data, experts in itertools.product(range(1, most + 1), expert_sizes):
+            if rows % (parts * data) or tensor * context * data % experts:
                 continue
             learner = dataclasses.replace(
                 config.learner,
@@ -314,6 +316,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
                 virtual_pipeline_parallel_size=1,
                 layers_in_last_pipeline_stage=in_last,
                 context_parallel_size=context,
+                expert_parallel_size=experts,
+                expert_tensor_parallel_size=1,
                 tokens_per_micro_batch=config.rollout.max_length,
             )
             candidate = with_cheapest_recomputation(
@@ -397,6 +401,14 @@ def layout_overrides(config: Config) -> list[str]:
         "learner.data_parallel_size": learner.data_parallel_size,
         "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage,
         "learner.context_parallel_size": learner.context_parallel_size,
+        **(
+            {
+                "learner.expert_parallel_size": learner.expert_parallel_size,
+                "learner.expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
+            }
+            if learner.expert_parallel_size * learner.expert_tensor_parallel_size > 1
+            else {}
+        ),
         "learner.micro_batch_size": (
             None if learner.tokens_per_micro_batch else learner.micro_batch_size
         ),

@@ -11,6 +11,9 @@ query channels, V vocabulary rows.
                  C x KV cache B per token / (HBM e_kv)
                  layers x `LAYER_S` + b x `SEQUENCE_S`
                  two all-reduces of 2bh B per layer over NVLink, with a latency of `ALL_REDUCE_S`
+               Of experts, those bytes are read that at least one of b sequences chooses,
+               1 - (1 - k / experts)^b of them if all are chosen equally often, and the weights are
+               those that a sequence chooses.
                HBM and peak are the datasheet's bandwidth and FLOP/s; e_w, e_f and e_kv are the
                fitted efficiencies below.
     rollout    A server decodes `slots` sequences at a time. `lengths` has the distribution of the
@@ -24,7 +27,9 @@ query channels, V vocabulary rows.
                all-reduces of eh B per layer and token over NVLink (with sequence parallelism, a
                reduce-scatter and an all-gather each). With context
                parallel size c, (c - 1) times the keys and values of a rank's tokens per layer, over
-               NVLink within a node, not overlapped. The slowest stage counts. The
+               NVLink within a node, not overlapped. With expert parallel size n, two all-to-alls of
+               (n - 1) / n of k eh B per layer and token of a rank, over NVLink if n is within a
+               node, not overlapped. The slowest stage counts. The
                pipeline bubble multiplies it by 1 + (p - 1) / (m v), with m micro batches and v
                virtual stages.
     proximal   One forward pass if there are several minibatches, and one with a reference.
@@ -32,7 +37,8 @@ query channels, V vocabulary rows.
                With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the
                HBM's bandwidth. The output layer counts four times, because its logits are computed
                twice. Plus, per minibatch, over InfiniBand and not overlapped: the scattered sum of
-               the gradients and the gathered weights, (d - 1) / d of their bytes. Plus one pass
+               the gradients and the gathered weights, (d - 1) / d of their bytes, with d the
+               number of copies of an expert for those of experts. Plus one pass
                over the rank's optimizer state, and if it is offloaded its copies to the host and
                back.
     publish    (t - 1) / t of the bytes over NVLink to the first rank of each stage; (p - 1) / p of
@@ -48,7 +54,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.memory import (
@@ -57,12 +63,12 @@ from qurl_megatron.planning.memory import (
     num_linear_weights,
     num_micro_batches,
     num_output_weights,
-    num_rank_parameters,
     published_bytes,
     recomputed_layers,
     server_weight_bytes,
     stage_layers,
     state_bytes,
+    values_by_copies,
 )
 
 # NVIDIA H100 SXM5 datasheet (nvidia.com/h100), without sparsity.
@@ -133,7 +139,11 @@ def decode_s(
     """
     size = tensor_parallel_size
     linear, output = num_linear_weights(architecture), num_output_weights(architecture)
-    linear_bytes = server_weight_bytes(architecture, weight_format, size)["linear"]
+    of_gpu = server_weight_bytes(architecture, weight_format, size)
+    linear_bytes: float = of_gpu["linear"]
+    if architecture.num_experts:
+        unchosen = 1 - architecture.experts_per_token / architecture.num_experts
+        linear_bytes += of_gpu["experts"] * (1 - unchosen**sequences)
     time_s = 0.0
     for precision, num_bytes, weights in (
         (_precision(weight_format), linear_bytes, linear / size),
@@ -233,8 +243,21 @@ def _forward_s(
     layers_s += (
         layers * ring_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
     )
+    layers_s += layers * _all_to_all_s(architecture, learner, tokens)
     output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
     return layers_s, output / (rate / learner.pipeline_parallel_size)
+
+
+def _all_to_all_s(architecture: Architecture, learner: LearnerConfig, tokens: float) -> float:
+    """Return the seconds in which one layer's tokens go to their experts and come back.
+
+    `tokens` are those of a tensor-parallel group.
+    """
+    size = learner.expert_parallel_size
+    in_one_node = size * learner.expert_tensor_parallel_size <= GPUS_PER_NODE
+    copies = architecture.experts_per_token * tokens / learner.tensor_parallel_size
+    num_bytes = 2 * copies * element_bytes(learner) * architecture.hidden_size * (size - 1) / size
+    return num_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
 
 
 def _swiglu_s(architecture: Architecture, config: Config, workload: Workload) -> float:
@@ -243,7 +266,7 @@ def _swiglu_s(architecture: Architecture, config: Config, workload: Workload) ->
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     tokens = sequences * (workload.mean_prompt + workload.mean_response)
     tokens /= learner.data_parallel_size * learner.context_parallel_size
-    values = 3 * architecture.intermediate_size / learner.tensor_parallel_size
+    values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
     return element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
 
 
@@ -273,22 +296,23 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
     proximal_s = passes_s(forward, micro_batches * minibatches)
     proximal_s *= (minibatches > 1) + (config.objective.kl_coefficient > 0)
     update_s = passes_s(update, micro_batches)
-    numel = max(num_rank_parameters(architecture, learner, stage) for stage in range(stages))
-    replicas = learner.data_parallel_size * learner.context_parallel_size
-    update_s += minibatches * (
-        (replicas - 1) / replicas * (4 + element_bytes(learner)) * numel / INFINIBAND_BYTES_PER_S
-        # gradient, master and moments, read and written
-        + 2 * 16 * numel / replicas / HBM_BYTES_PER_S
-    )
-    if learner.offload_optimizer:
-        update_s += minibatches * 2 * state_bytes(learner) * numel / replicas / HOST_BYTES_PER_S
+    on_ranks = [values_by_copies(architecture, learner, stage) for stage in range(stages)]
+    for copies, numel in max(on_ranks, key=lambda values: sum(values.values())).items():
+        update_s += minibatches * (
+            (copies - 1) / copies * (4 + element_bytes(learner)) * numel / INFINIBAND_BYTES_PER_S
+            # gradient, master and moments, read and written
+            + 2 * 16 * numel / copies / HBM_BYTES_PER_S
+        )
+        if learner.offload_optimizer:
+            update_s += minibatches * 2 * state_bytes(learner) * numel / copies / HOST_BYTES_PER_S
     return {"proximal": proximal_s, "update": update_s}
 
 
 def publish_s(architecture: Architecture, config: Config) -> float:
     """Return a lower bound on the seconds of a publish, from its bytes and the links they cross."""
     learner = config.learner
-    num_bytes = published_bytes(architecture, config.quantization.format)
+    quantization = config.quantization
+    num_bytes = published_bytes(architecture, quantization.format, tuple(quantization.keep))
     size, stages = learner.tensor_parallel_size, learner.pipeline_parallel_size
     in_one_node = size * stages <= GPUS_PER_NODE
     between_stages = NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S

@@ -26,7 +26,7 @@ Example:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,33 +55,65 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
 
 def checksums(parts: Iterable[Part]) -> list[int]:
     """Return the checksum of each part; a GPU is waited for once."""
-    sums = [_weighted_sum(part) for part in parts]
-    return torch.stack(sums).tolist() if sums else []
+    return checksum_tensor(list(parts)).tolist()
 
 
-def _weighted_sum(part: Part) -> Tensor:
-    """Return a part's checksum, an int64 scalar."""
-    bits = as_integers(part.values.contiguous())
-    bits = bits.unsqueeze(1) if bits.dim() == 1 else bits
-    rows, columns = bits.shape
-    row_weights = _hash_rows(part.row, rows, bits.device)
+def checksum_tensor(parts: Sequence[Part]) -> Tensor:
+    """Return the checksum of each part, [parts] int64, on their device, which is not waited for.
+
+    Small parts of one shape and place, such as the norms of all layers, are summed together.
+    """
+    if not parts:
+        return torch.zeros(0, dtype=torch.int64)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, (values, row, column) in enumerate(parts):
+        alike.setdefault((values.shape, values.element_size(), row, column), []).append(number)
+    sums, order = [], []
+    for numbers in alike.values():
+        first = parts[numbers[0]]
+        size = max(1, CHUNK_ELEMENTS // max(1, first.values.numel()))
+        for start in range(0, len(numbers), size):
+            batch = [parts[number].values for number in numbers[start : start + size]]
+            values = batch[0].unsqueeze(0) if len(batch) == 1 else _stack(batch)
+            sums.append(_weighted_sums(values, first.row, first.column))
+        order += numbers
+    return torch.cat(sums)[torch.tensor(order, device=sums[0].device).argsort()]
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    # As integers, because not every backend copies float8.
+    return torch.stack([as_integers(tensor) for tensor in tensors])
+
+
+def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
+    """Return the checksums [parts] int64 of parts [parts, rows, columns] or [parts, rows].
+
+    All of them begin at `row` and `column` of their tensors.
+    """
+    bits = as_integers(values.contiguous())
+    bits = bits.unsqueeze(2) if bits.dim() == 2 else bits
+    number, rows, columns = bits.shape
+    row_weights = _hash_rows(row, rows, bits.device)
     if bits.dtype != torch.int8:
-        column_weights = _hash_columns(part.column, columns, bits.device)
-    elif columns and not (columns % 4 or part.column % 4 or bits.data_ptr() % 4):
-        row_weights, column_weights = hash_codes(bits, part.row, part.column)
+        column_weights = _hash_columns(column, columns, bits.device)
+    elif columns and not (columns % 4 or column % 4 or bits.data_ptr() % 4):
+        column_weights = _hash_columns(column // 4, columns // 4, bits.device)
         bits = bits.view(torch.uint32)
     else:
-        column_weights = _byte_weights(part.column, columns, bits.device)
+        column_weights = _byte_weights(column, columns, bits.device)
         bits = bits.view(torch.uint8)
     if bits.is_cuda and bits.numel():
         from qurl_megatron.quantization.checksum_kernel import weighted_sum
 
-        return weighted_sum(bits, row_weights, column_weights)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+        sums = [weighted_sum(part, row_weights, column_weights) for part in bits]
+        return torch.stack(sums)
+    if bits.numel() <= CHUNK_ELEMENTS:
+        return (bits.to(torch.int64) @ column_weights) @ row_weights
+    total = torch.zeros(number, dtype=torch.int64, device=bits.device)
+    step = max(1, CHUNK_ELEMENTS // max(1, number * columns))
     for start in range(0, rows, step):
-        chunk = bits[start : start + step].to(torch.int64)
-        total += ((chunk @ column_weights) * row_weights[start : start + step]).sum()
+        chunk = bits[:, start : start + step].to(torch.int64)
+        total += (chunk @ column_weights) @ row_weights[start : start + step]
     return total
 
 
@@ -93,6 +125,13 @@ def as_integers(tensor: Tensor) -> Tensor:
 def part_key(name: str, row_offset: int, column_offset: int) -> str:
     """Return the key with which `combine` identifies the part that begins at these offsets."""
     return f"{name}@{row_offset},{column_offset}"
+
+
+def part_of_key(key: str) -> tuple[str, int, int]:
+    """Return the name and the offsets that `part_key` was given."""
+    name, _, offsets = key.rpartition("@")
+    row, column = offsets.split(",")
+    return name, int(row), int(column)
 
 
 def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -110,7 +149,7 @@ def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
                 raise ValueError(f"ranks hold different copies of {key}")
     totals: dict[str, int] = {}
     for key, value in parts.items():
-        name = key.rpartition("@")[0]
+        name, _, _ = part_of_key(key)
         totals[name] = _wrap(totals.get(name, 0) + value)
     return totals
 
@@ -140,7 +179,7 @@ def _byte_weights(start: int, count: int, device: torch.device) -> Tensor:
     return hashes[columns // 4 - start // 4] << columns % 4 * 8
 
 
-@functools.lru_cache(maxsize=64)  # layers have the same shapes
+@functools.lru_cache(maxsize=1024)  # layers have the same shapes, in this pass and the next
 def _hashes(start: int, count: int, factor: int, device: torch.device) -> Tensor:
     """Return odd hashes of start, start + 1, ...: the weights of these rows or columns."""
     hashed = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)

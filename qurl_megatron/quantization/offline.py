@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
+from qurl_megatron.config.validate import check_scales
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -35,6 +37,7 @@ from qurl_megatron.model.check import check_model
 from qurl_megatron.model.huggingface import (
     Progress,
     check_finite,
+    checkpoint_tensors,
     copy_beside_weights,
     read_config,
     stored_dtype,
@@ -70,19 +73,27 @@ class Invariance:
 
 
 def quantize_directory(
-    source: Path, destination: Path, weight_format: WeightFormat, progress: Progress
+    source: Path,
+    destination: Path,
+    weight_format: WeightFormat,
+    progress: Progress,
+    keep: Sequence[str] = (),
 ) -> None:
     """Write the tensors that a publish sends, as a directory for SGLang servers to load.
 
-    Linear layers inside blocks become codes and scales, everything else becomes BF16. The server
-    needs this package, except for `fp8-block`, which SGLang's own `fp8` method reads.
+    Linear layers inside blocks become codes and scales, unless `keep` (as in `quantization.keep`)
+    names them; everything else becomes BF16. The server needs this package, except for `fp8-block`,
+    which SGLang's own `fp8` method reads.
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination cannot be used.
+        ConfigError: `keep` matches no layers, or only some that a server holds as one.
     """
+    kept = kept_layers(keep, Architecture.from_directory(source))
 
     def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if weight_format == "bf16" or not weight_map.find_hugging_face(name)[0].quantized:
+        is_quantized = weight_map.find_hugging_face(name)[0].quantized
+        if weight_format == "bf16" or not is_quantized or name.removesuffix(".weight") in kept:
             yield name, tensor.to(torch.bfloat16)
             return
         with quantize.name_in_errors(name):
@@ -101,7 +112,9 @@ def quantize_directory(
         }
     elif weight_format != "bf16":
         changes["quantization_config"] = {"quant_method": quantize.ENGINE_METHODS[weight_format]}
-    job = {"quantize": weight_format}
+    if kept and weight_format != "bf16":
+        changes["quantization_config"]["modules_to_not_convert"] = kept
+    job = {"quantize": weight_format, "keep": kept}
     _rewrite(source, destination, rewrite, changes, job, progress)
 
 
@@ -112,11 +125,13 @@ def scale_directory(
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination cannot be used.
+        ConfigError: a scale does not fit the model.
     """
     if UAQ_FIELD in read_config(source):
         raise OfflineError(
             f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo that first"
         )
+    check_scales(config, Architecture.from_directory(source))
     changes = {UAQ_FIELD: dataclasses.asdict(config)}
     return _scale(source, destination, uaq.transform(config), changes, progress)
 
@@ -167,8 +182,8 @@ def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (1, PROBE_TOKENS), generator=generator)
     before = model(tokens).logits
-    for name, parameter in model.named_parameters():
-        parameter.copy_(transform(name, parameter))
+    for name, tensor in checkpoint_tensors(model):
+        tensor.copy_(transform(name, tensor))
     scaled = model(tokens).logits
     for parameter in model.parameters():
         parameter.copy_(parameter.to(stored))

@@ -112,6 +112,7 @@ class QuantizedTensor:
     weight_format: str
     offset: tuple[int, int] = (0, 0)  # row and column of the full tensor
     checksum: Tensor | None = None  # of the codes: an int64 scalar; None: not asked for
+    absmax: Tensor | None = None  # [block rows, block columns] float32, of the blocks it touches
 
 
 def code_dtype(weight_format: str) -> torch.dtype:
@@ -141,11 +142,18 @@ def block_shape(weight_format: str) -> tuple[int | None, int | None]:
     return _format(weight_format).block
 
 
-def block_absmax(weight: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> Tensor:
+def block_absmax(
+    weight: Tensor,
+    weight_format: str,
+    offset: tuple[int, int] = (0, 0),
+    *,
+    refuses: bool = True,
+) -> Tensor:
     """Return the largest magnitude in each block of `weight` `[out, in]`.
 
     If `weight` is a shard, pass the `offset` at which it begins in the full tensor. The absmax of a
-    block that lies on several shards is the maximum of the shards' values.
+    block that lies on several shards is the maximum of the shards' values. Without `refuses`, the
+    absmax of a block that holds NaN or infinity is either of them.
 
     Returns:
         `[block rows, block columns]` float32, of the blocks that `weight` touches.
@@ -164,7 +172,8 @@ def block_absmax(weight: Tensor, weight_format: str, offset: tuple[int, int] = (
         if rows_of_block != 1
         else _row_absmax(weight)
     )
-    _refuse_non_finite(absmax, rows_of_block, offset[0])
+    if refuses:
+        _refuse_non_finite(absmax, rows_of_block, offset[0])
     return absmax
 
 
@@ -176,6 +185,7 @@ def quantize(
     offset: tuple[int, int] = (0, 0),
     out: Tensor | None = None,
     with_checksum: bool = False,
+    refuses: bool = True,
 ) -> QuantizedTensor:
     """Quantize `weight` `[out, in]`, of any floating dtype, by the rules above (QuRL Eq. 2).
 
@@ -185,6 +195,8 @@ def quantize(
         offset: row and column of the full tensor at which `weight` begins.
         out: tensor `[out, in]` for the codes; None: a new one.
         with_checksum: also return the codes' `checksum.checksum`, as a tensor on their device.
+        refuses: look for NaN and infinity, for which a GPU is waited for. Otherwise the caller asks
+            `refuse_non_finite` about the result's `absmax`; codes of such a weight mean nothing.
 
     Raises:
         ValueError: the format is unknown, or `absmax` has another shape or dtype.
@@ -193,6 +205,8 @@ def quantize(
     format_ = _format(weight_format)
     if absmax is not None:
         _check_absmax(absmax, weight, format_, offset)
+        if refuses:
+            _refuse_non_finite(absmax, format_.block[0], offset[0])
     codes = out
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
@@ -208,11 +222,12 @@ def quantize(
                     weight, absmax, codes, format_.largest, SMALLEST_SCALE, hashes
                 )
             )
-            _refuse_non_finite(absmax, format_.block[0], offset[0])
-            return QuantizedTensor(codes, scale, weight_format, offset, total)
+            if refuses:
+                _refuse_non_finite(absmax, format_.block[0], offset[0])
+            return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
 
     if absmax is None:
-        absmax = block_absmax(weight, weight_format, offset)
+        absmax = block_absmax(weight, weight_format, offset, refuses=refuses)
     scale, factor = _scales(absmax, format_, weight.dtype)
     for rows in _row_chunks(weight):
         spread = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
@@ -227,9 +242,13 @@ def quantize(
         )
     total = None
     if with_checksum:
-        row, column = offset
-        total = torch.tensor(checksum.checksum(codes, row_offset=row, column_offset=column))
-    return QuantizedTensor(codes, scale, weight_format, offset, total)
+        total = checksum.checksum_tensor([checksum.Part(codes, *offset)])[0]
+    return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
+
+
+def refuse_non_finite(absmax: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> None:
+    """Raise `NonFiniteWeight` if a block's `absmax`, from `quantize`, is NaN or infinity."""
+    _refuse_non_finite(absmax, block_shape(weight_format)[0], offset[0])
 
 
 def _check_absmax(
@@ -244,7 +263,6 @@ def _check_absmax(
             f"absmax is {absmax.dtype} {list(absmax.shape)}; a weight of {list(weight.shape)} "
             f"needs torch.float32 {list(expected)}"
         )
-    _refuse_non_finite(absmax, format_.block[0], offset[0])
 
 
 def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -> Tensor:
@@ -254,8 +272,13 @@ def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -
 
 def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
     """Return `codes * scale` of these rows, `[rows, in]` float32, the values of the engine."""
-    codes, format_ = quantized.codes, _format(quantized.weight_format)
-    return codes[rows].float() * _spread(quantized.scale, format_, quantized.offset, codes, rows)
+    return quantized.codes[rows].float() * spread_scale(quantized, rows)
+
+
+def spread_scale(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
+    """Return the scale of each code of these rows, in a shape that broadcasts to `[rows, in]`."""
+    format_ = _format(quantized.weight_format)
+    return _spread(quantized.scale, format_, quantized.offset, quantized.codes, rows)
 
 
 def code_flips(old_codes: Tensor, new_codes: Tensor) -> Tensor:
@@ -295,7 +318,9 @@ def _spread(
     for dim, (block, start, run) in enumerate(
         zip(format_.block, offset, (rows, slice(None)), strict=True)
     ):
-        if block is not None:
+        if block == 1:
+            values = values[run]
+        elif block is not None:
             index = torch.arange(weight.shape[dim], device=values.device)[run] + start
             values = values.index_select(dim, index // block - start // block)
     return values
@@ -303,9 +328,8 @@ def _spread(
 
 def _row_absmax(weight: Tensor) -> Tensor:
     # This copies each chunk, but the copy stays in cache: six times as fast as aminmax.
-    return torch.cat(
-        [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
-    )
+    chunks = [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
 def _row_blocks(weight: Tensor, rows_of_block: int | None, first_row: int) -> Iterator[Tensor]:

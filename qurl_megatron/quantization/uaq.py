@@ -8,6 +8,8 @@ by s > 1 once, before training, and multiplies their input by s:
 
 The rule: the linear layers fed by a norm (q, k, v, gate, up) are divided by s, and the weight of
 that norm, which produces their input x, is multiplied by s. The model computes the same function.
+In a mixture of experts these are gate and up of every expert, and the router, which reads the same
+input.
 
 Effects:
 - The codes of W / s are those of W, and the scales are 1/s of W's, because scales are relative to
@@ -29,7 +31,8 @@ and multiply the layer that feeds them by s, at the expense of that layer:
 Rounding: W / 1.5 is not a BF16 number even if W is, so weights are scaled once, at load, as FP32
 masters. A BF16 learner then computes with W / 1.5 rounded to BF16. For a Gaussian matrix, 5 % of
 the INT8 codes then differ by one step from those of W in BF16 (2 % of the FP8 codes), and none if
-both are FP32. Scaling by a power of two is exact.
+both are FP32. Scaling by a power of two is exact. A router needs that: where its two next experts
+are almost equal, a rounding chooses another one (`config.validate.check_scales`).
 
 Example:
 

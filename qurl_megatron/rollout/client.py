@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 import weakref
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import httpx
+import torch
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.rollout.fleet import (
@@ -34,8 +36,21 @@ KEEP_ALIVE = [
 class RolloutClient:
     """Samples completions from a fleet of servers; a server that dies costs no completion."""
 
-    def __init__(self, fleet: Fleet, tokenizer: Any, stop_token_ids: Sequence[int]):
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        *,
+        routing_shape: tuple[int, int] | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            routing_shape: layers and experts per token, if the servers record routing.
+        """
         self.fleet = fleet
+        self._routing_shape = routing_shape
         self._tokenizer = tokenizer
         self._stop_token_ids = list(stop_token_ids)
         self._https: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
@@ -102,10 +117,11 @@ class RolloutClient:
             "input_ids": prompt.token_ids,
             "sampling_params": sampling,
             "return_logprob": True,
+            "return_routed_experts": self._routing_shape is not None,
         }
         tokens = len(prompt.token_ids) + sampling["n"] * sampling["max_new_tokens"]
         answers = await self.fleet.ask(tokens, partial(self._post, body))
-        return [self._completion(answer) for answer in answers]
+        return [self._completion(answer, len(prompt.token_ids)) for answer in answers]
 
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], answered: Callable[[], None]
@@ -155,9 +171,16 @@ class RolloutClient:
             self._https[loop] = httpx.AsyncClient(timeout=None, transport=transport)
         return self._https[loop]
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
+    def _completion(self, answer: dict[str, Any], prompt_length: int) -> Completion:
         meta = answer["meta_info"]
         token_ids = answer["output_ids"]
+        routed_experts = None
+        if self._routing_shape is not None:
+            numbers = bytearray(b64decode(meta["routed_experts"]))
+            shape = (prompt_length + len(token_ids) - 1, *self._routing_shape)
+            routed_experts = (
+                torch.frombuffer(numbers, dtype=torch.int32).view(shape).to(torch.int16)
+            )
         return Completion(
             token_ids=token_ids,
             behaviour_logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
@@ -166,4 +189,5 @@ class RolloutClient:
             truncated=meta["finish_reason"]["type"] == "length"
             and token_ids[-1] not in self._stop_token_ids,
             token_versions=meta["token_versions"],
+            routed_experts=routed_experts,
         )

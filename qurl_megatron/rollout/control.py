@@ -33,7 +33,7 @@ class ServerControl:
         `pause_mode` is the run's `rollout.pause_mode`.
         """
         self.server = server
-        self._pause_mode = pause_mode
+        self.pause_mode = pause_mode
         self._client = httpx.Client(
             base_url=server.url, headers=server.headers, timeout=timeout_s, limits=CONNECTIONS
         )
@@ -44,7 +44,7 @@ class ServerControl:
         In mode `retract` they give up their keys and values, which `resume` has computed again from
         their tokens. In mode `in_place` they keep them.
         """
-        self._post("/pause_generation", {"mode": self._pause_mode})
+        self._post("/pause_generation", {"mode": self.pause_mode})
 
     def resume(self) -> None:
         """Continue sampling, with the weights of the last update and under its version."""
@@ -82,9 +82,10 @@ class ServerControl:
         group_name: str,
         weight_version: int,
     ) -> None:
-        """Receive one bucket, a flat buffer that rank 0 broadcasts, and load its tensors.
+        """Receive and load what these lists announce, in the form of `weight_sync.stream`.
 
-        The server must be paused. Tokens sampled after it resumes carry `weight_version`.
+        The server must be paused. Tokens sampled after it resumes carry `weight_version`. There is
+        no time limit: the answer comes after all transfers, whose senders have limits.
 
         Raises:
             UpdateRefused: the server could not load it; a delta, because it holds another version.
@@ -98,8 +99,9 @@ class ServerControl:
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
                 "weight_version": str(weight_version),
-                "flush_cache": self._pause_mode == "retract",  # SGLang cannot while requests run
+                "flush_cache": self.pause_mode == "retract",  # SGLang cannot while requests run
             },
+            timeout=None,
         )
 
     def checksums(self) -> list[dict[str, int]]:
@@ -107,13 +109,21 @@ class ServerControl:
         ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
         return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
 
+    def parameters(self) -> list[dict[str, str]]:
+        """Have each tensor-parallel rank hand out its parameters to processes of its machine.
+
+        Return a mapping for each rank, from `checksum.part_key` to `shared_memory.describe_tensor`.
+        """
+        ranks = self._post("/weights_checker", {"action": "parameters"})["ranks"]
+        return [rank["checksums"] for rank in ranks]
+
     def close(self) -> None:
         """Close the connection; the server keeps running."""
         self._client.close()
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         try:
-            response = self._client.post(path, json=body)
+            response = self._client.post(path, json=body, **options)
         except httpx.TimeoutException:
             raise self.server.failed(f"did not answer {path} in time") from None
         except httpx.TransportError as error:

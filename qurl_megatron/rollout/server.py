@@ -32,7 +32,9 @@ import httpx
 import psutil
 
 from qurl_megatron import device
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.preload import Preload, PreloadFailed
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
@@ -122,10 +124,12 @@ def start_server(
     server: ServerConfig,
     weight_format: WeightFormat,
     *,
+    keep: Sequence[str] = (),
     context_length: int,
     log_file: Path,
     seed: int,
     loads: bool = False,
+    records_routing: bool = False,
     host: str = LOOPBACK,
     port: int | None = None,
     api_key: str | None = None,
@@ -138,9 +142,11 @@ def start_server(
 
     Args:
         model_dir: Hugging Face directory with configuration and tokenizer.
+        keep: the layers that stay in BF16, as in `quantization.keep`.
         context_length: maximum prompt plus response length, in tokens.
         loads: load the directory's weights, which are in `weight_format`. Otherwise the server
             has random weights until the first publish.
+        records_routing: answer with the experts that were chosen, if a request asks for them.
         host: address to listen on. Any address other than loopback requires `api_key`, which must
             be the same for all servers of a run.
         port: to listen on; None: a free one.
@@ -162,6 +168,8 @@ def start_server(
         "port": port,
         "nccl_port": free_port(),
         "tensor_parallel_size": server.tensor_parallel_size,
+        "expert_parallel_size": server.expert_parallel_size,
+        "enable_return_routed_experts": records_routing,
         "mem_fraction_static": server.mem_fraction_static,
         "max_running_requests": server.max_running_requests,
         "context_length": context_length + CONTEXT_RESERVE,
@@ -176,7 +184,11 @@ def start_server(
     if server.max_total_tokens is not None:
         options["max_total_tokens"] = server.max_total_tokens
     if weight_format != "bf16" and not loads:  # a quantized directory names its own method
-        options["quantization"] = ENGINE_METHODS[weight_format]
+        method = options["quantization"] = ENGINE_METHODS[weight_format]
+        if keep:
+            layers = kept_layers(keep, Architecture.from_directory(model_dir))
+            config = {"quant_method": method, "modules_to_not_convert": layers}
+            options["json_model_override_args"] = json.dumps({"quantization_config": config})
     scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
     if api_key:
         key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private

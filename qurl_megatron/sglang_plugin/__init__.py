@@ -2,10 +2,10 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds five things:
-the reloadable quantized linear layers `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`; checksums of
-the weights a server holds; receiving weights with a time limit, also from the learner's memory; a
-weight version for every sampled token; weights over HTTP, for a server with a key. Importing this
-package does nothing.
+the reloadable quantized linear layers and experts `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`;
+checksums of the weights a server holds; receiving weights with a time limit, also from the
+learner's memory; a weight version for every sampled token; weights over HTTP, for a server with a
+key. Importing this package does nothing.
 """
 
 
@@ -45,6 +45,7 @@ def register() -> None:
     updater = "model_executor.model_runner_components.weight_updater"
     wrappers = {
         f"{updater}.init_custom_process_group": receive.join_group,
+        "utils.weight_checker.WeightChecker.handle": verify.handle,
         f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,
@@ -54,6 +55,7 @@ def register() -> None:
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,
         f"{scheduler}.flush_cache": versions.flush_cache,
+        "managers.tokenizer_manager.TokenizerManager.record_config_updates": versions.keep_newest,
     }
     for name, function in wrappers.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)

@@ -22,7 +22,7 @@ bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,13 @@ from sglang.srt.layers.parameter import (
     ChannelQuantScaleParameter,
     ModelWeightParameter,
 )
-from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.base_config import (
+    LinearMethodBase,
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.utils import is_layer_skipped
 from torch import Tensor
 
 # A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
@@ -254,7 +260,12 @@ def apply_unquantized(
     Sums are float32. This replaces `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten
     times as slow on a CPU without instructions for them.
     """
-    out = torch.nn.functional.linear(x.float(), layer.weight.float())
+    return multiply_unquantized(x, layer.weight, bias)
+
+
+def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply `x` [..., in] by `weight` [out, in] in float32; return [..., out], rounded as x."""
+    out = torch.nn.functional.linear(x.float(), weight.float())
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
@@ -262,11 +273,16 @@ class QurlConfig(QuantizationConfig):
     """Base class of the quantization configs that SGLang chooses from by name.
 
     The name is given as `--quantization qurl_int8`, or in a model's config.json as
-    `"quantization_config": {"quant_method": "qurl_int8"}`.
+    `"quantization_config": {"quant_method": "qurl_int8"}`. Its `modules_to_not_convert` lists the
+    linear layers that stay in BF16.
     """
 
     linear_method: type[QuantizedLinearMethod]
     min_capability: int
+
+    def __init__(self, kept_layers: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.kept_layers = list(kept_layers)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -282,11 +298,23 @@ class QurlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QurlConfig:
-        return cls()
+        return cls(config.get("modules_to_not_convert") or ())
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizedLinearMethod | None:
-        """Return the method of a linear layer; None for embeddings, norms and lm_head."""
-        return self.linear_method(self) if isinstance(layer, LinearBase) else None
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method of a linear layer or of experts; None for embeddings and lm_head."""
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod
+
+        if isinstance(layer, FusedMoE):
+            if any(name.startswith(f"{prefix}.") for name in self.kept_layers):
+                return None  # all are kept, see `config.keep`
+            return QuantizedExpertsMethod(self.linear_method(self))
+        if not isinstance(layer, LinearBase):
+            return None
+        if is_layer_skipped(prefix, self.kept_layers):
+            return UnquantizedLinearMethod()
+        return self.linear_method(self)
 
     def get_scaled_act_names(self) -> list[str]:
         return []

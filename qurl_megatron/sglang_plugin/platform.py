@@ -27,13 +27,22 @@ class CpuPlatform(SRTPlatform):
         """Replace the slowest operators, and keep NCCL out of tensor parallelism."""
         from sglang.srt.distributed.device_communicators import pynccl
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+        from sglang.srt.layers.moe.token_dispatcher import standard
+        from sglang.srt.layers.quantization.unquant import (
+            UnquantizedFusedMoEMethod,
+            UnquantizedLinearMethod,
+        )
+        from sglang.srt.state_capturer import base
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
         from qurl_megatron.sglang_plugin.linear import apply_unquantized
+        from qurl_megatron.sglang_plugin.moe import RoutingTable, apply_unquantized_experts
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = apply_unquantized
+        UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
+        standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
+        base.BaseHostCache = RoutingTable
         pynccl.NCCLLibrary = refuse_nccl
 
     def get_device_total_memory(self, device_id: int = 0) -> int:

@@ -8,7 +8,7 @@ after SGLang's own loaders have fused and sharded what was sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,13 @@ from sglang.srt.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, checksums, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
+from qurl_megatron.weight_sync.shared_memory import describe_tensor
 
 
 class HeldPart(NamedTuple):
@@ -38,7 +40,7 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
 
     SGLang's own method needs a GPU.
     """
-    parts = list(held_parts(checker._get_model()))
+    parts = held_parts(checker._get_model())
     keys = [part_key(name, row, column) for name, _, row, column in parts]
     values = checksums(Part(values, row, column) for _, values, row, column in parts)
     return {
@@ -48,8 +50,37 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
     }
 
 
-def held_parts(model: torch.nn.Module) -> Iterator[HeldPart]:
-    """Yield this rank's parameters, cut into the Hugging Face tensors they were fused from."""
+def handle(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> Any:
+    """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
+
+    The action `parameters` hands out the parameters to processes of this machine, in the form of
+    `compute_checksum`, with texts of `describe_tensor` for checksums.
+    """
+    if action != "parameters":
+        return original(checker, action=action, **options)
+    return {
+        "checksums": {
+            part_key(part.name, part.row_offset, part.column_offset): describe_tensor(part.values)
+            for part in held_parts(checker._get_model())
+        },
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info().model_dump(),
+    }
+
+
+def held_parts(model: torch.nn.Module) -> list[HeldPart]:
+    """Return this rank's parameters, cut into the Hugging Face tensors they were fused from.
+
+    The list is made once for a model: its parameters stay where they are.
+    """
+    parts: list[HeldPart] | None = getattr(model, "_qurl_held_parts", None)
+    if parts is None:
+        parts = list(_held_parts(model))
+        object.__setattr__(model, "_qurl_held_parts", parts)
+    return parts
+
+
+def _held_parts(model: torch.nn.Module) -> Iterator[HeldPart]:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield from _cut(module, module_name, name, parameter.detach())
@@ -78,6 +109,8 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
             sent_name = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
             yield HeldPart(sent_name, tensor[rows : rows + size], module.tp_rank * size, 0)
             rows += size
+    elif isinstance(module, FusedMoE):
+        yield from _cut_experts(module, path, name, tensor)
     elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
         yield HeldPart(f"{path}.{name}", tensor, 0, module.tp_rank * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
@@ -86,3 +119,19 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
         yield HeldPart(f"{path}.{name}", tensor[:rows], shard.org_vocab_start_index, 0)
     else:
         yield HeldPart(f"{path}.{name}", tensor, 0, 0)
+
+
+def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
+    """Yield the parts of a fused parameter `[experts, ...]` of a layer's experts on this rank."""
+    fused, _, sent_name = name.partition("_")
+    first = layer.moe_ep_rank * layer.num_local_experts
+    for expert, values in enumerate(tensor, start=first):
+        if fused == "w13":
+            for projection, part in zip(("gate_proj", "up_proj"), values.chunk(2), strict=True):
+                row = layer.moe_tp_rank * len(part)
+                yield HeldPart(f"{path}.{expert}.{projection}.{sent_name}", part, row, 0)
+        else:
+            # Ranks share the columns, but each has all scales of whole rows.
+            shared = sent_name != "weight_scale"
+            column = layer.moe_tp_rank * values.shape[1] if shared else 0
+            yield HeldPart(f"{path}.{expert}.down_proj.{sent_name}", values, 0, column)

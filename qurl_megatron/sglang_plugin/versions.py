@@ -12,42 +12,45 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
 - `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled
   finds only the prefixes of requests that began under the same version.
 - `flush_cache` lets a paused scheduler empty its cache although requests wait.
+
+The HTTP process records the version of each bucket, too, and reads the last one only.
+`keep_newest` drops the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
 from qurl_megatron.rollout.wire import file_of_group
-from qurl_megatron.sglang_plugin.receive import receive
+from qurl_megatron.sglang_plugin.receive import leave
 from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.stream import IN_PLACE
 
 STAMP = "token_versions"  # the name in meta_info
 
 
 def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Load a bucket and its version, around SGLang's `update_weights_from_distributed`."""
+    """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
-    # The first bucket of a delta sets the version that the others bring too.
-    if base is not None and held not in (base, int(request.weight_version)):
-        if file_of_group(request.group_name) is None:
-            with contextlib.suppress(RuntimeError):  # the learner may be gone
-                # Its broadcast would otherwise wait for its time limit.
-                receive(
-                    updater.tp_worker.model_runner.weight_updater,
-                    request.shapes,
-                    request.group_name,
-                )
+    # The first bucket of a delta that comes as files sets the version that the others bring too.
+    is_file = file_of_group(request.group_name) is not None
+    bases = (base, int(request.weight_version)) if is_file else (base,)
+    if base is not None and held not in bases:
+        # The senders would otherwise wait for their time limit.
+        leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
-    answer = original(updater, request)
+    if request.names == [IN_PLACE]:
+        updater.flush_cache_after_weight_update(request)
+        answer = UpdateWeightsFromDistributedReqOutput(success=True, message="Written in place.")
+    else:
+        answer = original(updater, request)
     if answer.success:
         scheduler.loaded_version = int(request.weight_version)
         for waiting in scheduler.waiting_queue:
@@ -88,6 +91,17 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *options: Any, **
         return original(scheduler, *options, **named)
     finally:
         scheduler.waiting_queue = queue
+
+
+def keep_newest(original: Callable[..., None], manager: Any, source: str, **fields: Any) -> None:
+    """Drop records that a new one hides, around `TokenizerManager.record_config_updates`.
+
+    SGLang keeps a record of each bucket of every publish for as long as the server runs.
+    """
+    original(manager, source, **fields)
+    *earlier, newest = manager._config_updates
+    kept = [record for record in earlier if not record[1].keys() <= fields.keys()]
+    manager._config_updates = [*kept, newest]
 
 
 def loaded_version(scheduler: Any) -> int:

@@ -14,6 +14,7 @@ the reader takes views of the buffer and copies nothing. This is the layout of S
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Tensors in one flat buffer; entry i of `names`, `dtypes` and `shapes` is the i-th tensor."""
+class Description:
+    """Name, dtype and shape of each tensor of a bucket, widest dtypes first."""
 
     names: Sequence[str]  # Hugging Face names, and scale names from `quantize.scale_name`
-    dtypes: Sequence[torch.dtype]  # widest first
+    dtypes: Sequence[torch.dtype]
     shapes: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Description:
+        """Describe tensors, given as (name, dtype, shape) in any order."""
+        return cls(*zip(*sorted(entries, key=lambda entry: -entry[1].itemsize), strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors, in bytes."""
+        sizes = map(math.prod, self.shapes)
+        return sum(size * dtype.itemsize for size, dtype in zip(sizes, self.dtypes, strict=True))
+
+
+@dataclass(frozen=True)
+class Bucket(Description):
+    """Tensors in one flat buffer; entry i of `names`, `dtypes` and `shapes` is the i-th tensor."""
+
     flat: Tensor  # [bytes] uint8
 
     @classmethod
@@ -36,11 +54,17 @@ class Bucket:
         cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], device: torch.device
     ) -> Bucket:
         """Allocate uninitialized tensors, given as (name, dtype, shape) in any order."""
-        entries = sorted(entries, key=lambda entry: -entry[1].itemsize)
-        names, dtypes, shapes = zip(*entries, strict=True)
-        num_bytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in entries)
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return cls(names, dtypes, shapes, flat)
+        tensors = Description.of(entries)
+        flat = torch.empty(tensors.num_bytes, dtype=torch.uint8, device=device)
+        return cls(tensors.names, tensors.dtypes, tensors.shapes, flat)
+
+    @classmethod
+    def around(
+        cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], flat: Tensor
+    ) -> Bucket:
+        """Return the bucket of these tensors whose values are `flat`."""
+        tensors = Description.of(entries)
+        return cls(tensors.names, tensors.dtypes, tensors.shapes, flat)
 
     @classmethod
     def pack(cls, tensors: Mapping[str, Tensor]) -> Bucket:
@@ -53,10 +77,15 @@ class Bucket:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors, which are views of the buffer."""
-        start = 0
-        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
-            end = start + math.prod(shape) * dtype.itemsize
-            yield name, self.flat[start:end].view(dtype).view(tuple(shape))
+        start = index = 0
+        for dtype, group in itertools.groupby(self.dtypes):
+            shapes = self.shapes[index : index + len(list(group))]
+            sizes = [math.prod(shape) for shape in shapes]
+            end = start + sum(sizes) * dtype.itemsize
+            views = self.flat[start:end].view(dtype).split(sizes)
+            for view, shape in zip(views, shapes, strict=True):
+                yield self.names[index], view.view(tuple(shape))
+                index += 1
             start = end
 
 

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization import checksum, quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
+BATCH_ELEMENTS = 2**20  # of weights that are compared together: 4 MiB in float32
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
@@ -61,31 +62,92 @@ class WeightDrift(NamedTuple):
 
 
 class DriftMeter:
-    """Measures the drift of each weight between passes; keeps the rows it measures."""
+    """Measures the drift of each weight between passes; keeps the rows it measures.
+
+    A pass gives each weight to `measure`, bucket by bucket, and reads all sums from `results`.
+    """
 
     def __init__(self) -> None:
-        self._previous: dict[str, tuple[Tensor, Tensor]] = {}  # name -> rows of weight and codes
+        # Rows of weights and of their codes, by name and by where the weight's part begins.
+        self._previous: dict[tuple[str, tuple[int, int]], tuple[Tensor, Tensor]] = {}
+        self._waiting: list[_Sample] = []
+        self._names: list[str] = []  # of the weights that were added up
+        self._factors: list[list[float]] = []  # codes, and rows for each measured one
+        self._sums: list[Tensor] = []  # [samples, 5]
 
-    def measure(self, name: str, weight: Tensor, quantized: QuantizedTensor) -> WeightDrift:
-        """Return the drift of `weight` [out, in] since the last call with this `name`."""
+    def measure(self, name: str, weight: Tensor, quantized: QuantizedTensor) -> None:
+        """Take rows of a part of a weight, [out, in], to compare with those of the pass before."""
+        key = name, quantized.offset
         num_rows = weight.shape[0]
         step = -(-num_rows // MEASURED_ROWS)
         rows = slice(step // 2, None, step)
-        kept = weight[rows].clone()
-        codes = quantized.codes[rows].clone()
-        exact = kept.float()
-        error = quantize.dequantize(quantized, rows) - exact
-        sums = [_sum_of_squares(error), _sum_of_squares(exact)]
-        flips = torch.zeros_like(sums[0])
-        if name in self._previous:
-            previous_kept, previous_codes = self._previous[name]
-            previous = previous_kept.float()
-            flips = quantize.code_flips(previous_codes, codes)
-            sums += [_sum_of_squares(exact - previous), _sum_of_squares(previous)]
-        self._previous[name] = kept, codes
-        values = torch.stack([flips.double(), *sums]).tolist()  # a GPU is waited for once
-        return WeightDrift(*(value * num_rows / len(kept) for value in [codes.numel(), *values]))
+        kept, codes = weight[rows].clone(), quantized.codes[rows].clone()
+        scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)
+        self._waiting.append(
+            _Sample(name, kept, codes, scale, num_rows / len(kept), self._previous.get(key))
+        )
+        self._previous[key] = kept, codes
+
+    def add_up(self) -> None:
+        """Add up the sums of the weights measured since the last call."""
+        alike: dict[tuple[object, ...], list[_Sample]] = {}
+        for sample in self._waiting:
+            key = sample.kept.shape, sample.scale.shape, sample.previous is None
+            alike.setdefault(key, []).append(sample)
+        self._waiting = []
+        for samples in alike.values():
+            size = max(1, BATCH_ELEMENTS // max(1, samples[0].kept.numel()))
+            for start in range(0, len(samples), size):
+                batch = samples[start : start + size]
+                self._sums.append(_sums(batch))
+                self._names += [sample.name for sample in batch]
+                self._factors += [[s.factor * s.codes.numel(), s.factor] for s in batch]
+
+    def results(self) -> tuple[list[str], Tensor]:
+        """Return the names measured since the last call, and their drift, [names, 6] float64.
+
+        A weight that was measured in parts has a name for each. A row has the fields of
+        `WeightDrift`. No GPU is waited for.
+        """
+        self.add_up()
+        names, factors, sums = self._names, self._factors, self._sums
+        self._names, self._factors, self._sums = [], [], []
+        if not names:
+            return [], torch.zeros(0, 6, dtype=torch.float64)
+        values = torch.cat(sums)
+        scaling = torch.tensor(factors, dtype=torch.float64).to(values.device, non_blocking=True)
+        return names, torch.cat([scaling[:, :1], values * scaling[:, 1:]], dim=1)
 
 
-def _sum_of_squares(tensor: Tensor) -> Tensor:
-    return tensor.square().sum(dtype=torch.float64)
+class _Sample(NamedTuple):
+    """The measured rows of one weight, in this pass and in the one before."""
+
+    name: str
+    kept: Tensor  # [rows, in]
+    codes: Tensor  # [rows, in]
+    scale: Tensor  # [rows, 1] or [rows, in]
+    factor: float  # rows of the weight for each measured one
+    previous: tuple[Tensor, Tensor] | None
+
+
+def _sums(samples: list[_Sample]) -> Tensor:
+    """Return [samples, 5] float64: all fields of `WeightDrift` but the first, of measured rows."""
+    codes = torch.stack([checksum.as_integers(sample.codes) for sample in samples])
+    exact = torch.stack([sample.kept for sample in samples]).float()
+    values = codes.view(samples[0].codes.dtype).float()
+    error = values * torch.stack([sample.scale for sample in samples]) - exact
+    sums = [_sums_of_squares(error), _sums_of_squares(exact)]
+    flips = torch.zeros_like(sums[0])
+    before = [sample.previous for sample in samples if sample.previous is not None]
+    if before:
+        previous = torch.stack([kept for kept, _ in before]).float()
+        previous_codes = torch.stack([checksum.as_integers(codes) for _, codes in before])
+        flips = (previous_codes != codes).sum((1, 2)).double()
+        sums += [_sums_of_squares(exact - previous), _sums_of_squares(previous)]
+    else:
+        sums += [flips, flips]
+    return torch.stack([flips, *sums], dim=1)
+
+
+def _sums_of_squares(tensor: Tensor) -> Tensor:
+    return tensor.square().sum((1, 2), dtype=torch.float64)

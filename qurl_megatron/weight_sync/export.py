@@ -24,6 +24,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights, stored_dtype, write_index
 from qurl_megatron.planning.memory import num_parameters
 from qurl_megatron.quantization import uaq
+from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
 
 FILE_BYTES = 4 * 1024**3  # size in float32; half as much on disk if the source is BF16
@@ -33,13 +34,15 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
     """Write the policy to `destination`, replacing an earlier export.
 
     The dtype, the tokenizer and the other files beside the weights are those of `source`.
-    Collective over all learner ranks; global rank 0 writes.
+    Collective over all learner ranks; every sender writes what it gathers.
     """
     partial = from_rank_zero(lambda: _create_partial(destination))
-    writer = _Writer(source, partial, config)
+    writer = _Writer(source, partial, config, f"-{rank():05}")
     converter = Converter(learner, "masters", FILE_BYTES)
     converter.convert(lambda bucket: writer.write_file(bucket.tensors()))
+    files = to_rank_zero(writer.file_of, converter.senders)
     if rank() == 0:
+        writer.file_of = {name: file for part in files for name, file in part.items()}
         writer.finish()
         shutil.rmtree(destination, ignore_errors=True)
         rename_whole(partial, destination)
@@ -81,12 +84,13 @@ def _create_partial(destination: Path) -> Path:
 class _Writer:
     """Writes the safetensors files of a directory one by one, and then the files beside them."""
 
-    def __init__(self, source: Path, directory: Path, config: UaqConfig) -> None:
+    def __init__(self, source: Path, directory: Path, config: UaqConfig, infix: str = "") -> None:
         self._source = source
         self._directory = directory
         self._unscale = uaq.inverse(config)
+        self._infix = infix  # tells the files of several writers apart
         self._dtype = stored_dtype(source)
-        self._file_of: dict[str, str] = {}
+        self.file_of: dict[str, str] = {}
         self._num_files = 0
 
     def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:
@@ -96,11 +100,11 @@ class _Writer:
             for name, master in masters
         }
         self._num_files += 1
-        file = f"model-{self._num_files:05}.safetensors"
+        file = f"model{self._infix}-{self._num_files:05}.safetensors"
         save_file(tensors, self._directory / file, {"format": "pt"})
-        self._file_of |= dict.fromkeys(tensors, file)
+        self.file_of |= dict.fromkeys(tensors, file)
 
     def finish(self) -> None:
         """Write the index, and copy the files beside the weights from the source."""
-        write_index(self._directory, self._file_of)
+        write_index(self._directory, self.file_of)
         copy_beside_weights(self._source, self._directory)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -45,9 +46,18 @@ class SentTensor:
             index[0] = slice(0, 0)
         return tuple(index)
 
+    def offset_on(self, tp_rank: int) -> tuple[int, int]:
+        """Return the row and column of the full tensor at which a rank's part begins."""
+        row, *columns = self.index_on(tp_rank)
+        return row.start, columns[0].start if columns else 0
+
     def shape_on(self, tp_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
         return tuple(extent.stop - extent.start for extent in self.index_on(tp_rank))
+
+    def part_bytes(self, tp_rank: int) -> int:
+        """Return the size of a rank's part, in bytes."""
+        return math.prod(self.shape_on(tp_rank)) * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +98,28 @@ class SentWeight:
     def is_quantized(self) -> bool:
         """True if the weight is sent as codes and scales."""
         return len(self.tensors) == 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the full tensors, in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A rank's parts of the weights of one bucket."""
+
+    weights: Sequence[SentWeight]
+
+    @cached_property
+    def tensors(self) -> list[SentTensor]:
+        """The bucket's full tensors."""
+        return [tensor for weight in self.weights for tensor in weight.tensors]
+
+    @cached_property
+    def quantized(self) -> list[str]:
+        """The names of the quantized weights."""
+        return [weight.part.name for weight in self.weights if weight.is_quantized]
 
     @property
     def num_bytes(self) -> int:

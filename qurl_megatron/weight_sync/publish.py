@@ -2,6 +2,10 @@
 
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
+Every sender (`gather.py`) sends its own buckets to all servers; global rank 0 coordinates. It
+pauses the servers, tells them in one request what will come from whom (`stream.py`), compares the
+checksums and resumes them.
+
 For each server a publish is all or nothing:
 - Between pause and resume it samples nothing, so every token has one version.
 - A prompt that starts after it uses no attention states of older weights. Nor does a request that
@@ -15,14 +19,20 @@ joins, all servers of a run that resumes, and all after a publish that no server
 server that does not hold the right weights after a delta, or refuses it, gets a key frame in the
 same publish. Whatever was sent, the checksums of all tensors are compared.
 
-Servers fail one by one. The learner has a process group with each of them, so a server that dies,
-hangs or holds other weights is dropped and reported lost, and the others never notice. Whatever is
-asked of a server ends after `PEER_TIMEOUT_S`. If servers were reached and not one of them holds
-what it was sent, the servers are not to blame: the publish raises `PublishError`.
+Servers fail one by one. Each sender has a process group with each of them (`channel.py`), so a
+server that dies, hangs or holds other weights is dropped and reported lost, and the others never
+notice. Whatever a server is sent or asked ends after `PEER_TIMEOUT_S`. If servers were reached and
+not one of them holds what it was sent, the servers are not to blame: the publish raises
+`PublishError`.
 
-A bucket is converted once, and goes to all servers at the same time, one copy to each. A server
-that was started elsewhere gets it over HTTP (`remote.py`). A publish lasts as long as the slowest
-way.
+A bucket is converted once, and goes to all servers at the same time, one copy to each. The next is
+converted meanwhile, and the server loads the one before.
+
+A server that was started elsewhere gets the buckets of each sender over HTTP (`remote.py`), and a
+publish lasts as long as the slowest link.
+
+With transport `direct`, for servers on the learner's machine, nothing is sent: every rank writes
+into the servers' parameters (`direct.py`).
 
 Example, on every learner rank:
 
@@ -34,50 +44,41 @@ Example, on every learner rank:
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Literal, TypeVar
+from functools import cached_property
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from qurl_megatron.config.schema import PauseMode, PublishMode, WeightFormat
-from qurl_megatron.device import SharedError, backend_to, device, from_rank_zero
+from qurl_megatron.config.schema import PauseMode, PublishMode, Transport, WeightFormat
+from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
-from qurl_megatron.quantization import checksum
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import Coder, Courier
-from qurl_megatron.weight_sync.reshard import Conversion, Converter
-from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
+from qurl_megatron.weight_sync.channel import Carrier, Channels, Door
+from qurl_megatron.weight_sync.conversion import Conversion
+from qurl_megatron.weight_sync.direct import Places
+from qurl_megatron.weight_sync.gather import to_rank_zero
+from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
+from qurl_megatron.weight_sync.remote import RemoteDoor
+from qurl_megatron.weight_sync.remote_link import RemoteLink
+from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.stream import (
+    Announcement,
+    announce,
+    announce_delta,
+    announce_in_place,
+)
 
 T = TypeVar("T")
-
-Carrier = Literal["nccl", "gloo", "shared_memory"]
-"""The transport of buckets to the servers.
-
-"nccl" broadcasts from GPU to GPU, "gloo" broadcasts through host memory. With "shared_memory" the
-servers, on the learner's machine, read the buckets in place.
-"""
-
-# A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
-# over 1 Gb/s, and a server compiles its kernels in the first publish.
-PEER_TIMEOUT_S = 60.0
 
 # In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
 # pack that many changes takes longer than to send all tensors.
 LARGEST_DELTA = 0.5
-
-
-class PublishError(SharedError, RuntimeError):
-    """A server does not hold the weights that were sent."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class Published:
 class Publisher:
     """Publishes a learner's weights to a fleet of servers.
 
-    Collective: every learner rank constructs it, publishes and closes it. Only global rank 0 talks
-    to the servers; it is rank 0 of the process group with each of them.
+    Collective: every learner rank constructs it, publishes and closes it.
     """
 
     def __init__(
@@ -107,6 +107,8 @@ class Publisher:
         timeout_s: float = PEER_TIMEOUT_S,
         pause_mode: PauseMode = "retract",
         mode: PublishMode = "full",
+        transport: Transport = "broadcast",
+        keep: Sequence[str] = (),
         has_remote: bool = False,
     ) -> None:
         """Store the settings; send nothing.
@@ -119,10 +121,14 @@ class Publisher:
             timeout_s: time that a server has for each answer and each transfer.
             pause_mode: the run's `rollout.pause_mode`.
             mode: the run's `quantization.publish`.
+            transport: the run's `quantization.transport`.
+            keep: the layers that the servers were started to hold in BF16, as in
+                `quantization.keep`.
             has_remote: some of the servers were started elsewhere; their deltas may be coded.
         """
         self.version = 0
         self._mode = mode
+        self._transport = transport
         self._pause_mode = pause_mode
         self._fleet = fleet
         self._carrier = carrier
@@ -132,10 +138,12 @@ class Publisher:
             weight_format,
             bucket_bytes,
             keeps_codes=mode != "full",
+            keep=keep,
             with_steps=has_remote,
         )
-        self._coder = Coder()
-        self._links: dict[Member, _Link] = {}
+        self._links: dict[Member, Link] = {}  # on global rank 0
+        self._channels = Channels()
+        self._places = Places()
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
         self._base: int | None = None
@@ -197,40 +205,39 @@ class Publisher:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._channels.keep([], 0, {})
 
-    def _link(self, members: list[Member]) -> list[_Link]:
+    @cached_property
+    def _key_frame(self) -> Announcement:
+        """What announces all tensors; empty on all ranks but global rank 0. Collective."""
+        return announce(to_rank_zero(self._converter.descriptions(), self._converter.senders))
+
+    @cached_property
+    def _is_on_one_machine(self) -> bool:
+        """Whether all learner ranks are on one machine. Collective."""
+        machines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(machines, socket.gethostname())
+        return len(set(machines)) == 1
+
+    def _link(self, members: list[Member]) -> list[Link]:
         """Return the connections to these servers, and close those to lost ones."""
         for member in [member for member in self._links if member.state == "lost"]:
             self._links.pop(member).close()
         for member in members:
             if member not in self._links:
-                link = _Link(self._fleet, member, self._carrier, self._timeout_s, self._pause_mode)
-                if member.server.is_remote:
-                    link.courier = Courier(
-                        member.server,
-                        self._coder,
-                        self._timeout_s,
-                        flush_cache=self._pause_mode == "retract",
-                    )
-                self._links[member] = link
+                kind = RemoteLink if member.server.is_remote else Link
+                self._links[member] = kind(
+                    self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
+                )
         return [self._links[member] for member in members]
 
-    def _send_to(self, links: list[_Link], base: int | None = None) -> Published:
+    def _send_to(self, links: list[Link], base: int | None = None) -> Published:
         """Convert the weights once, and send them, or what changed since version `base`."""
         self._base = None
-        for link in links:
-            link.begin(is_delta=base is not None)
-        sent_bytes = 0
-
-        def send(bucket: Bucket) -> None:
-            nonlocal sent_bytes
-            sent_bytes += bucket.flat.numel()
-            shared = self._carrier == "shared_memory"
-            message = describe(bucket.flat) if shared else bucket.flat
-            # All links read the bucket until they are done, so it must not be released before.
-            _wait([link.send(bucket, message, self.version) for link in links])
-
-        conversion = self._converter.convert(send, base=base)
+        if self._writes_to(links):
+            sent_bytes, conversion = 0, self._write(links)
+        else:
+            sent_bytes, conversion = self._broadcast(links, base)
 
         def commit() -> tuple[int, bool]:
             num_servers = self._commit(links, conversion)
@@ -244,7 +251,93 @@ class Publisher:
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 
-    def _commit(self, links: list[_Link], conversion: Conversion) -> int:
+    def _writes_to(self, links: list[Link]) -> bool:
+        """Return whether weights are written into the parameters of these servers.
+
+        Raises:
+            PublishError: the transport is `direct`, and a server is on another machine.
+        """
+        if self._transport == "broadcast" or self._mode != "full":
+            return False
+        one_machine = self._is_on_one_machine
+
+        def is_possible() -> bool:
+            remote = [link.url for link in links if not (link.is_local and one_machine)]
+            if remote and self._transport == "direct":
+                raise PublishError(
+                    f"quantization.transport=direct: server {remote[0]} and the learner are not "
+                    "all on one machine; set it to broadcast or auto"
+                )
+            return bool(links) and not remote
+
+        return from_rank_zero(is_possible)
+
+    def _broadcast(self, links: list[Link], base: int | None) -> tuple[int, Conversion]:
+        """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
+        senders = self._converter.senders
+        if dist.get_rank() in senders:
+            self._channels.prepare()
+        # The first request is a key frame: it is complete when all senders are prepared.
+        request = self._key_frame if base is None else announce_delta(base, len(senders))
+        paused = []
+        for link in links:
+            link.begin(takes_delta=base is not None, num_senders=len(senders))
+            receiving = link.receive(request, self.version)
+            paused += [receiving] if isinstance(link, RemoteLink) else []
+
+        def open_doors() -> tuple[list[Door | RemoteDoor], list[str]]:
+            _wait(paused)  # nothing else keeps the senders until these servers are
+            doors = [door for link in self._links.values() if (door := link.door)]
+            return doors, [door.token for link in links if (door := link.door)]
+
+        doors, tokens = from_rank_zero(open_doors)
+        stores = {
+            door.token: store
+            for link in self._links.values()
+            if (door := link.door) and (store := link.store)
+        }
+        sent_bytes, failed = 0, dict[str, str]()
+        if dist.get_rank() in senders:
+            self._channels.keep(doors, senders.index(dist.get_rank()), stores)
+            self._channels.begin(self.version, base)
+
+        def send(bucket: Bucket) -> Callable[[], None]:
+            nonlocal sent_bytes
+            sent_bytes += bucket.flat.numel()
+            return self._channels.send(tokens, bucket, announced=base is None)
+
+        conversion = self._converter.convert(send, base=base)
+        if dist.get_rank() in senders:
+            if base is not None:
+                self._channels.end(tokens)
+            failed = self._channels.failed()
+        for number, broken in to_rank_zero((sent_bytes, failed), senders):
+            sent_bytes += number
+            failed |= broken
+        for link in links:
+            link.sent(failed)
+        return sent_bytes, conversion
+
+    def _write(self, links: list[Link]) -> Conversion:
+        """Write the weights into the servers' parameters."""
+        for link in links:
+            link.begin()
+        _wait([link.hand_out() for link in links])
+        places, paused = from_rank_zero(
+            lambda: (
+                {link.token: link.new_parameters() for link in self._links.values() if link.token},
+                [link.token for link in links if link.token],
+            )
+        )
+        self._places.attach({name: new for name, new in places.items() if new is not None})
+        self._places.keep(places, paused)
+        conversion = self._converter.write(self._places)
+        for link in links:
+            link.receive(announce_in_place(), self.version)
+            link.sent({})
+        return conversion
+
+    def _commit(self, links: list[Link], conversion: Conversion) -> int:
         """Let each server serve that holds what was sent; return how many servers hold it."""
         if conversion.non_finite:
             raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
@@ -259,190 +352,6 @@ class Publisher:
         return num_servers
 
 
-class _Link:
-    """The connection to one server, which does its work in order in a thread of its own.
-
-    After a failure it does nothing more until it begins again. The server is lost, unless it has
-    answered that it cannot take a delta, or has not become what the delta should make of it.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        member: Member,
-        carrier: Carrier | None,
-        timeout_s: float,
-        pause_mode: PauseMode,
-    ) -> None:
-        self.failure: RuntimeError | None = None
-        self.courier: Courier | None = None  # in place of a process group, to a server elsewhere
-        self._version: int | None = None  # that the server was verified to hold
-        self._takes_delta = False
-        self._is_paused = False
-        self._fleet = fleet
-        self._member = member
-        server = member.server
-        self._carrier = carrier or backend_to(server.gpus if server.is_local else [])
-        self._timeout_s = timeout_s
-        self._control = ServerControl(server, pause_mode, timeout_s)
-        self._thread = ThreadPoolExecutor(1)
-        self._requests = ThreadPoolExecutor(1)  # a request that is answered after a transfer
-        self._suffix = GROUP_SUFFIX if self._carrier == "shared_memory" else ""
-        self._group: dist.ProcessGroup | None = None
-        self._group_name = ""
-        self._pause = contextlib.ExitStack()
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the server is lost to the fleet."""
-        return self._member.state == "lost"
-
-    def holds(self, version: int) -> bool:
-        """Return True if the server was verified to hold this version, and is not lost."""
-        return self._version == version and not self.is_lost
-
-    def begin(self, *, is_delta: bool) -> None:
-        """Pause the server, after forming the process group if there is none."""
-        self.failure, self._version, self._takes_delta = None, None, is_delta
-        if not self._is_paused:
-            self._pause.enter_context(self._fleet.pausing(self._member))
-
-        def work() -> None:
-            if self._group is None and self.courier is None:
-                self._join()
-            if not self._is_paused:
-                self._control.pause()
-                self._is_paused = True
-
-        self._do(work)
-
-    def send(self, bucket: Bucket, message: Tensor, version: int) -> Future[None]:
-        """Broadcast a bucket's `message`; done when the server has loaded the bucket or failed."""
-        return self._do(lambda: self._transfer(bucket, message, version))
-
-    def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
-        """Resume the server if it holds what was sent."""
-
-        def work() -> None:
-            verify(self._control, checksums)
-            self._control.resume()
-            self._is_paused, self._version = False, version
-            self._pause.close()
-            self._fleet.joined(self._member)
-
-        return self._do(work)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._thread.submit(self._leave).result()
-        self._thread.shutdown()
-        self._requests.shutdown()
-        self._control.close()
-        if self.courier is not None:
-            self.courier.close()
-        self._pause.close()
-
-    def _do(self, work: Callable[[], None]) -> Future[None]:
-        """Do work after all earlier work, unless that has failed."""
-
-        def guarded() -> None:
-            if self.failure is not None:
-                return
-            try:
-                work()
-            except RuntimeError as error:  # torch's errors of process groups among them
-                self.failure = error
-                if self._takes_delta and isinstance(error, (PublishError, UpdateRefused)):
-                    self._fleet.note(self._member, f"gets all tensors, not a delta: {error}")
-                else:
-                    self._fleet.lose(self._member, str(error))
-                self._leave()
-
-        return self._thread.submit(guarded)
-
-    def _join(self) -> None:
-        """Form a process group with the server, under a new name: old names are refused."""
-        from sglang.srt.utils import init_custom_process_group  # takes seconds; rank 0 only
-
-        server = self._member.server
-        self._group_name = f"weights-{secrets.token_hex(8)}{self._suffix}"
-        address = address_towards(server)
-        world_size = 1 + server.tensor_parallel_size
-        timeout = timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore(
-            address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        backend = "gloo" if self._carrier == "shared_memory" else self._carrier
-        joining = self._requests.submit(
-            self._control.init_weights_group,
-            address,
-            store.port,
-            rank_offset=1,
-            world_size=world_size,
-            group_name=self._group_name,
-            backend=backend,
-        )
-        try:
-            self._group = init_custom_process_group(
-                backend=backend,
-                store=dist.PrefixStore(self._group_name, store),  # the server's side does the same
-                timeout=timeout,
-                world_size=world_size,
-                rank=0,
-                group_name=self._group_name,
-            )
-        except RuntimeError:
-            if joining.done():
-                joining.result()  # raises the server's answer, which says more
-            raise
-        joining.result()
-
-    def _transfer(self, bucket: Bucket, message: Tensor, version: int) -> None:
-        if self.courier is not None:
-            self.courier.deliver(bucket, version)
-            return
-        receiving = self._requests.submit(
-            self._control.update_weights,
-            bucket.names,
-            bucket.dtypes,
-            bucket.shapes,
-            group_name=self._group_name,
-            weight_version=version,
-        )
-        sending = dist.broadcast(message, src=0, group=self._group, async_op=True)
-        # The answer comes first. A server that refuses the request, or is dead, never receives; the
-        # broadcast then ends only when the group is aborted.
-        receiving.result()
-        sending.wait()
-
-    def _leave(self) -> None:
-        """Abort the group, so that neither side waits for the other any longer."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        # Destroying a group closes no connection while an operation is under way.
-        group._get_backend(device() if self._carrier == "nccl" else torch.device("cpu")).abort()
-        dist.destroy_process_group(group)
-
-
 def _wait(futures: list[Future[None]]) -> None:
     for future in futures:
         future.result()
-
-
-def verify(control: ServerControl, sent: dict[str, int]) -> None:
-    """Compare the checksums of a server's tensors with those of the tensors `sent`, by name.
-
-    Raises:
-        PublishError: a checksum differs; the message names the first such tensor.
-    """
-    try:
-        held = checksum.combine(control.checksums())
-    except ValueError as error:
-        raise PublishError(f"{control.server.url}: {error}") from None
-    wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
-    if wrong:
-        raise PublishError(
-            f"{control.server.url} does not hold the weights it was sent: {len(wrong)} of "
-            f"{len(sent)} checksums differ, first {wrong[0]}"
-        )

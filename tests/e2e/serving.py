@@ -18,6 +18,7 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
+from qurl_megatron.weight_sync.stream import announce, channel_name
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 Weights = dict[str, Tensor]
@@ -38,7 +39,7 @@ class Sender:
         self.control = ServerControl(server, pause_mode)
         self._shared = shared
         # The name must be unique among the groups of this process.
-        self._group_name = server.url + (GROUP_SUFFIX if shared else "")
+        self._group_name = channel_name(server.url, 0, GROUP_SUFFIX if shared else "")
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         world_size = 1 + server.tensor_parallel_size
@@ -63,17 +64,18 @@ class Sender:
     def send(self, weights: Weights, version: int = 1) -> None:
         """Pause the server, replace these tensors, and resume under `version`."""
         bucket = Bucket.pack(weights)
+        request = announce([[bucket]])
         self.control.pause()
         receiving = self._thread.submit(
             self.control.update_weights,
-            bucket.names,
-            bucket.dtypes,
-            bucket.shapes,
+            *request,
             group_name=self._group_name,
             weight_version=version,
         )
         message = describe(bucket.flat) if self._shared else bucket.flat
         torch.distributed.broadcast(message, src=0, group=self._group)
+        if self._shared:
+            torch.distributed.barrier(group=self._group)  # the server has read it
         receiving.result()
         self.control.resume()
 
@@ -85,7 +87,7 @@ class Sender:
 
 
 class Reference:
-    """A Qwen2 in plain PyTorch that computes with the tensors that a server was sent.
+    """A Qwen2, or Qwen3-MoE, in plain PyTorch that computes with the tensors a server was sent.
 
     Activations are rounded to bfloat16 where the server rounds them. A difference there could flip
     an activation's code, which changes the log-probs as much as quantization itself.
@@ -97,11 +99,14 @@ class Reference:
         weights: Weights,
         tensor_parallel_size: int = 1,
         kv_cache_dtype: torch.dtype = torch.bfloat16,
+        expert_parallel_size: int = 1,
     ) -> None:
         self._config = json.loads((model_dir / "config.json").read_text())
         self._weights = weights
         self._ranks = tensor_parallel_size
         self._kv_cache_dtype = kv_cache_dtype
+        self._expert_groups = expert_parallel_size
+        self.routed_experts: list[Tensor] = []  # by layer, of the last call: [time, top_k] int64
 
     def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
         """Return the natural log-probs of the response's tokens: float32 `[response]`."""
@@ -113,11 +118,15 @@ class Reference:
         """Return the logits of tokens `[time]`: float32 `[time, vocabulary]`."""
         branch = self._embed(tokens)
         stream = torch.zeros_like(branch)
+        self.routed_experts = []
         for layer in range(self._config["num_hidden_layers"]):
             path = f"model.layers.{layer}"
             hidden, stream = self._add_and_norm(stream, branch, f"{path}.input_layernorm")
             branch = self._attention(hidden, f"{path}.self_attn")
             hidden, stream = self._add_and_norm(stream, branch, f"{path}.post_attention_layernorm")
+            if f"{path}.mlp.gate.weight" in self._weights:
+                branch = self._experts(hidden, f"{path}.mlp")
+                continue
             gate = silu(self._linear(hidden, f"{path}.mlp.gate_proj"))
             up = self._linear(hidden, f"{path}.mlp.up_proj")
             branch = self._row_parallel(gate * up, f"{path}.mlp.down_proj")
@@ -133,9 +142,12 @@ class Reference:
 
     def _add_and_norm(self, stream: Tensor, branch: Tensor, name: str) -> tuple[Tensor, Tensor]:
         total = stream.float() + branch.float()
-        variance = total.pow(2).mean(-1, keepdim=True)
-        normed = total * torch.rsqrt(variance + self._config["rms_norm_eps"])
-        return (normed * self._weights[f"{name}.weight"]).bfloat16(), total.bfloat16()
+        return self._norm(total, name), total.bfloat16()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        x = x.float()
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._config["rms_norm_eps"])
+        return (normed * self._weights[f"{name}.weight"]).bfloat16()
 
     def _attention(self, hidden: Tensor, path: str) -> Tensor:
         size = self._config["head_dim"]
@@ -143,6 +155,8 @@ class Reference:
             self._linear(hidden, f"{path}.{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1)
             for name in "qkv"
         )
+        if f"{path}.q_norm.weight" in self._weights:
+            query, key = self._norm(query, f"{path}.q_norm"), self._norm(key, f"{path}.k_norm")
         out = scaled_dot_product_attention(
             self._rotate(query).float(),
             self._rotate(key).to(self._kv_cache_dtype).float(),
@@ -151,6 +165,33 @@ class Reference:
             enable_gqa=True,
         )
         return self._row_parallel(out.transpose(0, 1).flatten(1).bfloat16(), f"{path}.o_proj")
+
+    def _experts(self, hidden: Tensor, path: str) -> Tensor:
+        """Sum over each token's experts; each group of ranks has a part of all experts.
+
+        The ranks of a group share each expert's channels, and round their sums to bfloat16.
+        """
+        scores = self._linear(hidden, f"{path}.gate").float().softmax(-1)
+        weights, chosen = scores.topk(self._config["num_experts_per_tok"])
+        weights /= weights.sum(-1, keepdim=True)
+        self.routed_experts.append(chosen)
+        num_experts = scores.shape[-1]
+        per_group = num_experts // self._expert_groups
+        sharing = self._ranks // self._expert_groups
+        width = self._config["moe_intermediate_size"] // sharing
+        sums = []
+        for first in range(0, num_experts, per_group):
+            sums += [torch.zeros(hidden.shape, dtype=torch.float64) for _ in range(sharing)]
+            for expert in range(first, first + per_group):
+                tokens, place = torch.where(chosen == expert)
+                x, name = hidden[tokens], f"{path}.experts.{expert}"
+                gate = silu(self._linear(x, f"{name}.gate_proj").float())
+                product = (gate * self._linear(x, f"{name}.up_proj").float()).bfloat16()
+                for rank, total in enumerate(sums[-sharing:]):
+                    part = slice(rank * width, (rank + 1) * width)
+                    down = self._linear(product[:, part], f"{name}.down_proj", part).double()
+                    total.index_add_(0, tokens, down * weights[tokens, place, None])
+        return torch.stack([total.bfloat16() for total in sums]).sum(dim=0)
 
     def _rotate(self, heads: Tensor) -> Tensor:
         """Apply rotary position embeddings to `[heads, time, head_dim]`."""
@@ -171,7 +212,8 @@ class Reference:
             codes, x_scale = self._codes(x, weight.dtype)
             out = codes.double() @ weight.double().t() * x_scale * scale.t()
         elif block_scale is not None:
-            out = self._block_product(x, weight, block_scale)
+            first, *_ = columns.indices(block_scale.shape[1] * 128)
+            out = self._block_product(x, weight, block_scale[:, first // 128 :])
         else:
             out = x.double() @ weight.double().t()
         return (out if bias is None else out + bias.double()).bfloat16()

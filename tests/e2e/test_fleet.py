@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -28,7 +28,9 @@ from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
-from qurl_megatron.weight_sync.publish import PublishError
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.channel import Channel
+from qurl_megatron.weight_sync.link import PublishError
 
 PROMPTS = [
     Prompt(id=str(row), question="", answer="", token_ids=[3 + row, 4, 5, 6]) for row in range(48)
@@ -144,21 +146,27 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     both: Deployment, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = both.roster[0]
-    sent: list[int] = []
+    both.publisher.publish()  # there are channels to both
+    link = next(
+        link for member, link in both.publisher._links.items() if member.server.pid == lost.pid
+    )
+    assert link.door is not None
+    its_channel = both.publisher._channels._open[link.door.token]
+    sent: list[Channel] = []
 
-    def update_weights(control: ServerControl, *args: object, **options: object) -> None:
-        if control.server == lost and sent.count(lost.pid) == 1:
+    def send(channel: Channel, bucket: Bucket, *, announced: bool) -> Future[None]:
+        sent.append(channel)
+        if channel is its_channel and sent.count(channel) == 2:
             send_signal(lost, number)
-        sent.append(control.server.pid)
-        original(control, *args, **options)  # type: ignore[arg-type]
+        return original(channel, bucket, announced=announced)
 
-    original = ServerControl.update_weights
-    monkeypatch.setattr(ServerControl, "update_weights", update_weights)
+    original = Channel.send
+    monkeypatch.setattr(Channel, "send", send)
     both.change_weights()
     begin = time.monotonic()
     published = both.publisher.publish()
     assert time.monotonic() - begin < PEER_TIMEOUT_S + 15
-    assert sent.count(lost.pid) < sent.count(both.roster[1].pid)  # it drops out of the rest
+    assert sent.count(its_channel) > 2 and its_channel.failure is not None
     assert published.num_servers == 1 and both.serving() == [1]
     assert both.checksums(1) == published.conversion.checksums
     if number == signal.SIGSTOP:

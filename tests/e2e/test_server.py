@@ -26,7 +26,7 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.server import Server, ServerFailed, start_server, wait_ready
-from qurl_megatron.weight_sync.publish import PublishError, verify
+from qurl_megatron.weight_sync.link import PublishError, verify
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -90,6 +90,8 @@ def launched(
     weight_format: WeightFormat,
     preload: Preload | None,
     tensor_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    records_routing: bool = False,
     **model: Any,
 ) -> Iterator[tuple[Server, list[Path]]]:
     """Start a server; yield it before it is ready, with two models of its shape."""
@@ -98,6 +100,7 @@ def launched(
     ]
     config = ServerConfig(
         tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
         threads=1,
         mem_fraction_static=0.3,
         max_total_tokens=8192,
@@ -109,6 +112,7 @@ def launched(
         context_length=CONTEXT_LENGTH,
         log_file=directory / "server.log",
         seed=0,
+        records_routing=records_routing,
         preload=preload,
     )
     try:
@@ -119,7 +123,10 @@ def launched(
 
 @contextmanager
 def joined(
-    server: Server, model_dirs: list[Path], weight_format: WeightFormat
+    server: Server,
+    model_dirs: list[Path],
+    weight_format: WeightFormat,
+    routing_shape: tuple[int, int] | None = None,
 ) -> Iterator[Deployment]:
     """Wait until a server is ready; yield it with a sender of weights."""
     wait_ready([server], START_TIMEOUT_S)
@@ -129,7 +136,12 @@ def joined(
         weight_format,
         server,
         sender,
-        RolloutClient(fleet, AutoTokenizer.from_pretrained(model_dirs[0]), [EOS_TOKEN_ID]),
+        RolloutClient(
+            fleet,
+            AutoTokenizer.from_pretrained(model_dirs[0]),
+            [EOS_TOKEN_ID],
+            routing_shape=routing_shape,
+        ),
         model_dirs,
         [quantized(path, weight_format) for path in model_dirs],
     )

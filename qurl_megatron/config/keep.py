@@ -1,0 +1,76 @@
+"""Which quantized layers stay in BF16: the names and patterns of `quantization.keep`.
+
+A name is that of a module in a Hugging Face checkpoint, whole or in part, cut at its dots. It means
+all linear layers in the module. `*`, `?` and `[abc]` match as in a shell.
+
+    model.layers.0.mlp.down_proj     one layer
+    model.layers.0                   all linear layers of a block
+    down_proj, *.down_proj           that layer of every block
+    self_attn.[qkv]_proj             the three layers that a server holds as one
+    mlp.experts                      all experts of every block, which a server holds as one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
+
+
+def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
+    """Return the names of the model's linear layers, block by block.
+
+    Layers that a server holds as one are in one tuple: q, k and v, or all experts of a block.
+    """
+    groups = []
+    for layer in range(architecture.num_layers):
+        experts: list[str] = []
+        for rule in weight_map.rules(architecture):
+            if rule.quantized:
+                names = [name.removesuffix(".weight") for name in rule.hugging_face_names(layer)]
+                if rule.of_experts:
+                    experts += names
+                else:
+                    groups.append(tuple(names))
+        if experts:
+            groups.append(tuple(experts))
+    return groups
+
+
+def kept_layers(keep: Iterable[str], architecture: Architecture) -> list[str]:
+    """Return the names of the linear layers that the patterns of `quantization.keep` match.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer, or the patterns match only some of the
+            layers that a server holds as one.
+    """
+    groups = fused_layers(architecture)
+    kept: set[str] = set()
+    for pattern in keep:
+        matches = {name for group in groups for name in group if _matches(pattern, name)}
+        if not matches:
+            raise ConfigError(
+                f"quantization.keep={pattern}: matches no quantized layer (embeddings, norms and "
+                f"lm_head are BF16 anyway); names are such as {groups[0][0]} or *.down_proj"
+            )
+        kept |= matches
+    for group in groups:
+        missing = [name for name in group if name not in kept]
+        if missing and len(missing) < len(group):
+            raise ConfigError(
+                f"quantization.keep: has {_listed(sorted(kept & {*group}))} without "
+                f"{_listed(missing)}; a server holds them as one layer, so keep all or none"
+            )
+    return [name for group in groups for name in group if name in kept]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def _listed(names: list[str]) -> str:
+    """Return the names, or the first of many and their number."""
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others"

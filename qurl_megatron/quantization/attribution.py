@@ -1,0 +1,187 @@
+"""What causes the difference between a quantized and the full-precision model.
+
+The difference is KL(quantized || exact) of the next token, in nats, over tokens that the quantized
+model sampled. Its mean is what `noise.json` of a run estimates. This file splits it three ways:
+
+    tokens        by entropy, position and rank of the sampled token: `split`
+    layers        by how far it falls if one layer stays in BF16: `gain`
+    activations   by how coarse the codes of a layer's input are: `ActivationMeter`
+
+`choose` picks the layers to keep in BF16. It must see other completions than those that its effect
+is measured on: the largest of many noisy gains is larger than it will be again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # channels that share a scale in `fp8-block`
+SIGNIFICANT = 2.0  # standard errors above 0 from which a gain counts
+
+EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
+    "entropy": [0, 0.01, 0.1, 0.5, 1.0, 2.0],
+    "position": [0, 1, 4, 16, 64, 256],
+    "rank": [1, 2, 3, 11, 101],
+}
+
+
+@dataclass(frozen=True)
+class TokenNoise:
+    """What is measured of each token; all tensors are `[tokens]`."""
+
+    kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
+    entropy: Tensor  # of the exact distribution there: float32, nats
+    rank: Tensor  # of the sampled token in the exact distribution: int64, 1 for the likeliest
+
+
+def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> TokenNoise:
+    """Compare two models where tokens were sampled.
+
+    Args:
+        quantized_logits, exact_logits: [tokens, vocabulary] float32.
+        sampled: [tokens] int64.
+    """
+    exact = exact_logits.log_softmax(-1)
+    chosen = exact.gather(1, sampled[:, None])
+    return TokenNoise(
+        divergence(quantized_logits, exact_logits),
+        -(exact.exp() * exact).sum(-1),
+        (exact > chosen).sum(-1) + 1,
+    )
+
+
+def divergence(quantized_logits: Tensor, exact_logits: Tensor) -> Tensor:
+    """Return KL(quantized || exact) of `[..., vocabulary]` float32 logits, in nats."""
+    quantized = quantized_logits.log_softmax(-1)
+    return (quantized.exp() * (quantized - exact_logits.log_softmax(-1))).sum(-1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The tokens whose value is from `first` up to the next row's, and their part of the KL."""
+
+    first: float
+    tokens: float  # fraction of all tokens
+    kl: float  # mean over these tokens, in nats
+    of_kl: float  # fraction of the KL of all tokens
+
+
+def split(kl: Tensor, values: Tensor, edges: Sequence[float]) -> list[Share]:
+    """Split tokens by `values` [tokens] at `edges`; rows without a token are left out."""
+    row = torch.bucketize(values.double(), torch.tensor(edges, dtype=torch.float64), right=True)
+    shares = []
+    for index, first in enumerate(edges, start=1):
+        chosen = kl[row == index].double()
+        if len(chosen):
+            of_kl = float(chosen.sum() / kl.double().sum().clamp(min=1e-300))
+            shares.append(Share(first, len(chosen) / len(kl), float(chosen.mean()), of_kl))
+    return shares
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How far the KL falls, in nats per token, and the standard error of that."""
+
+    mean: float
+    error: float
+
+    @property
+    def is_significant(self) -> bool:
+        """True if it is above 0 by more than `SIGNIFICANT` standard errors."""
+        return self.mean > SIGNIFICANT * self.error
+
+
+def gain(before: Tensor, after: Tensor, tokens: Tensor) -> Gain:
+    """Return how far the mean KL falls from `before` to `after`.
+
+    Args:
+        before, after: KL summed over each completion, in nats: [completions].
+        tokens: number of tokens of each completion.
+    """
+    fallen, tokens = (before - after).double(), tokens.double()
+    mean = float(fallen.sum() / tokens.sum())
+    count = len(fallen)
+    if count < 2:
+        return Gain(mean, math.inf)
+    # Tokens of one completion are not independent of each other, so completions are counted.
+    variance = float((fallen - mean * tokens).square().sum()) * count / (count - 1)
+    return Gain(mean, math.sqrt(variance) / float(tokens.sum()))
+
+
+@dataclass(frozen=True)
+class LayerNoise:
+    """What it would bring to keep one layer of a server in BF16."""
+
+    names: tuple[str, ...]  # its parts in a Hugging Face checkpoint
+    gain: Gain
+    added_bytes: int  # of a server's weights
+
+
+def choose(layers: Sequence[LayerNoise], budget_bytes: float) -> list[LayerNoise]:
+    """Return the layers to keep: the largest gains per byte, as long as they fit the budget.
+
+    Layers whose gain is not significant are never chosen.
+    """
+    best = sorted(layers, key=lambda layer: layer.gain.mean / layer.added_bytes, reverse=True)
+    chosen: list[LayerNoise] = []
+    for layer in best:
+        fits = sum(other.added_bytes for other in [*chosen, layer]) <= budget_bytes
+        if layer.gain.is_significant and fits:
+            chosen.append(layer)
+    return chosen
+
+
+def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """Return `quantization.keep` for layers of these names.
+
+    A layer that is chosen in every block is written `*.down_proj`, the others are written out.
+    """
+    patterns = []
+    for name in names:
+        last = name.rpartition(".")[2]
+        everywhere = {other for other in all_names if other.endswith(f".{last}")}
+        patterns.append(f"*.{last}" if len(everywhere) > 1 and everywhere <= {*names} else name)
+    return list(dict.fromkeys(patterns))
+
+
+Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""x [tokens, channels] -> values of its codes, and one scale per row [tokens, 1]."""
+
+
+class ActivationMeter:
+    """Measures the inputs of one layer over any number of calls."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        """Store how the engine quantizes the rows of activations."""
+        self._quantizer = quantizer
+        self._largest = torch.zeros(())
+        self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
+
+    def add(self, x: Tensor) -> None:
+        """Measure `x` [tokens, channels]."""
+        x = x.float()
+        self._largest = torch.maximum(x.abs().amax(0).cpu(), self._largest)
+        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
+        errors = (self._error(x), self._error(groups))
+        self._sums += torch.tensor([float(x.double().square().sum()), *errors]).double()
+
+    def _error(self, rows: Tensor) -> float:
+        codes, scale = self._quantizer(rows)
+        return float((codes * scale - rows).double().square().sum())
+
+    @property
+    def outlier(self) -> tuple[int, float]:
+        """The channel with the largest activation, and that over the median channel's largest."""
+        channel = int(self._largest.argmax())
+        return channel, float(self._largest[channel] / self._largest.median().clamp(min=1e-30))
+
+    @property
+    def relative_errors(self) -> tuple[float, float]:
+        """Norm of the error over the norm of the values: a scale per token, per 128 channels."""
+        squares, per_token, per_block = self._sums.tolist()
+        return math.sqrt(per_token / squares), math.sqrt(per_block / squares)

@@ -1,0 +1,258 @@
+"""Channels: the process groups through which a sender's buckets reach the servers.
+
+Each sender has one channel to each server, or a courier (`remote.py`) to one that was started
+elsewhere. Global rank 0 opens them: it sends all senders the
+`Door` of each, and asks the server to come in. A channel works in order in a thread of its own.
+After a failure it sends nothing more, and the server, whose side of the channel then ends too, says
+so to rank 0. Rank 0 gives a channel up through the store in which its ranks have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl_megatron.device import device, rank
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.remote import Coder, Courier, RemoteDoor
+from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
+from qurl_megatron.weight_sync.stream import channel_name
+
+Carrier = Literal["nccl", "gloo", "shared_memory"]
+"""The transport of buckets to the servers.
+
+"nccl" broadcasts from GPU to GPU, "gloo" broadcasts through host memory. With "shared_memory" the
+servers, on the learner's machine, read the buckets in place.
+"""
+
+_GIVEN_UP = "given up"  # a key of the store
+_POLL_S = 0.001
+_STORE_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the senders meet a server."""
+
+    token: str  # names the channels; a new one for each attempt, because servers refuse old names
+    address: str  # of the store, as server and senders reach it
+    port: int
+    carrier: Carrier
+    num_ranks: int  # of the server
+    timeout_s: float
+
+    @property
+    def backend(self) -> str:
+        """The backend of the process groups."""
+        return "gloo" if self.carrier == "shared_memory" else self.carrier
+
+    @property
+    def suffix(self) -> str:
+        """What the names of the channels end with."""
+        return GROUP_SUFFIX if self.carrier == "shared_memory" else ""
+
+    def channel(self, sender: int) -> str:
+        """Return the name of a sender's channel."""
+        return channel_name(self.token, sender, self.suffix)
+
+    def open(self) -> dist.TCPStore:
+        """Return the store, which this process keeps."""
+        return self._store(is_master=True)
+
+    def come(self) -> dist.TCPStore:
+        """Return the store, which another process keeps."""
+        return self._store(is_master=False)
+
+    def _store(self, *, is_master: bool) -> dist.TCPStore:
+        return dist.TCPStore(
+            self.address,
+            self.port,
+            1 + self.num_ranks,
+            is_master=is_master,
+            timeout=timedelta(seconds=self.timeout_s),
+            wait_for_workers=False,
+        )
+
+
+def give_up(store: dist.TCPStore, why: str) -> None:
+    """End the channels that met in this store."""
+    with contextlib.suppress(RuntimeError):
+        store.set(_GIVEN_UP, why)
+
+
+def is_given_up(store: dist.TCPStore) -> str:
+    """Return why the channels that met in this store were given up; empty if they were not."""
+    return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else ""
+
+
+class Channel:
+    """This sender's process group with one server."""
+
+    def __init__(self, door: Door, sender: int, store: dist.TCPStore | None = None) -> None:
+        """Begin to form the group.
+
+        Args:
+            sender: number of this rank among the senders.
+            store: the door's, if this process keeps it.
+        """
+        self.failure: RuntimeError | None = None
+        self._door = door
+        self._sender = sender
+        self._store = store
+        self._group: dist.ProcessGroup | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.channel(sender))
+        self._do(self._join)
+
+    def send(self, bucket: Bucket, *, announced: bool) -> Future[None]:
+        """Broadcast a bucket's values; done when they may be released, or the channel has failed.
+
+        Args:
+            announced: the request told the server the bucket's size.
+        """
+        return self._do(lambda: self._send(bucket.flat, announced))
+
+    def end(self) -> Future[None]:
+        """Tell the server that no more buckets come, which were not announced."""
+        return self._do(lambda: self._send_size(0))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._thread.submit(self._leave).result()
+        self._thread.shutdown()
+
+    def _do(self, work: Callable[[], None]) -> Future[None]:
+        def guarded() -> None:
+            if self.failure is not None:
+                return
+            try:
+                work()
+            except RuntimeError as error:  # torch's errors of process groups among them
+                self.failure = error
+                if self._store is not None:
+                    give_up(self._store, f"learner rank {rank()}: {error}")
+                self._leave()
+
+        return self._thread.submit(guarded)
+
+    def _join(self) -> None:
+        from sglang.srt.utils import init_custom_process_group  # takes seconds; senders only
+
+        door, name = self._door, self._door.channel(self._sender)
+        if self._store is None:
+            self._store = door.come()
+        self._group = init_custom_process_group(
+            backend=door.backend,
+            store=dist.PrefixStore(name, self._store),  # the server's side does the same
+            timeout=timedelta(seconds=door.timeout_s),
+            world_size=1 + door.num_ranks,
+            rank=0,
+            group_name=name,
+        )
+
+    def _send(self, flat: Tensor, announced: bool) -> None:
+        if not announced:
+            self._send_size(len(flat))
+        if self._door.carrier != "shared_memory":
+            self._broadcast(flat)
+            return
+        self._broadcast(describe(flat))
+        self._wait(dist.barrier(group=self._group, async_op=True))  # the server has read it
+
+    @property
+    def _place(self) -> torch.device:
+        """The device on which the group exchanges sizes."""
+        return device() if self._door.carrier == "nccl" else torch.device("cpu")
+
+    def _send_size(self, num_bytes: int) -> None:
+        self._broadcast(torch.tensor([num_bytes], device=self._place))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._wait(dist.broadcast(tensor, src=0, group=self._group, async_op=True))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for an operation, unless rank 0 gives the channel up."""
+        assert self._store is not None
+        looked = time.monotonic()
+        while not work.is_completed():
+            time.sleep(_POLL_S)
+            if time.monotonic() - looked > _STORE_POLL_S:
+                looked = time.monotonic()
+                if why := is_given_up(self._store):
+                    raise RuntimeError(why)
+        work.wait()
+
+    def _leave(self) -> None:
+        """Abort the group, so that neither side waits for the other any longer."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # Destroying a group closes no connection while an operation is under way.
+        group._get_backend(self._place).abort()
+        dist.destroy_process_group(group)
+
+
+class Channels:
+    """This sender's channels to all servers; those of a rank that sends nothing are none."""
+
+    def __init__(self) -> None:
+        """Open none."""
+        self._open: dict[str, Channel | Courier] = {}  # by token
+        self._coder = Coder()
+
+    def keep(
+        self, doors: Sequence[Door | RemoteDoor], sender: int, stores: dict[str, dist.TCPStore]
+    ) -> None:
+        """Have a channel through each of these doors, and no other.
+
+        Args:
+            sender: number of this rank among the senders.
+            stores: of the doors, by token, that this process keeps.
+        """
+        tokens = {door.token for door in doors}
+        for token in [token for token in self._open if token not in tokens]:
+            self._open.pop(token).close()
+        for door in doors:
+            if door.token in self._open:
+                continue
+            if isinstance(door, RemoteDoor):
+                self._open[door.token] = Courier(door, self._coder)
+            else:
+                self._open[door.token] = Channel(door, sender, stores.get(door.token))
+
+    def begin(self, version: int, base: int | None) -> None:
+        """Begin to send a version; a delta of version `base` if there is one."""
+        for channel in self._open.values():
+            if isinstance(channel, Courier):
+                channel.begin(version, base)
+
+    def send(self, tokens: list[str], bucket: Bucket, *, announced: bool) -> Callable[[], None]:
+        """Broadcast a bucket to these servers; return a function that waits until it is sent."""
+        sending = [self._open[token].send(bucket, announced=announced) for token in tokens]
+
+        def wait() -> None:
+            for future in sending:
+                future.result()
+
+        return wait
+
+    def end(self, tokens: list[str]) -> None:
+        """Tell these servers that no more buckets come."""
+        for future in [self._open[token].end() for token in tokens]:
+            future.result()
+
+    def failed(self) -> dict[str, str]:
+        """Return why channels have failed, by token."""
+        return {
+            token: str(channel.failure)
+            for token, channel in self._open.items()
+            if channel.failure is not None
+        }

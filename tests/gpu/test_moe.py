@@ -1,0 +1,30 @@
+"""SGLang's fused kernels compute on a GPU what the CPU's loop over experts computes."""
+
+from __future__ import annotations
+
+import pytest
+from sglang.srt.layers.moe import MoeRunnerConfig
+
+from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, routed
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("weight_format", CONFIGS)
+def test_fused_experts_are_those_of_the_cpu(weight_format: str) -> None:
+    layer, method, _ = build_layer(weight_format)
+    dispatched = routed()
+    expected = method.apply(layer, dispatched).hidden_states.float()
+    sizes = {"hidden_size": HIDDEN, "intermediate_size_per_partition": INTERMEDIATE}
+    experts = {"num_experts": 2 * EXPERTS, "num_local_experts": EXPERTS, "top_k": 2}
+    method.create_moe_runner(layer, MoeRunnerConfig(**sizes, **experts, inplace=False))
+    layer.cuda()
+    topk = dispatched.topk_output
+    on_gpu = dispatched._replace(
+        hidden_states=dispatched.hidden_states.cuda(),
+        topk_output=topk._replace(
+            topk_weights=topk.topk_weights.cuda(), topk_ids=topk.topk_ids.cuda()
+        ),
+    )
+    out = method.apply(layer, on_gpu).hidden_states.cpu().float()
+    # As in test_linear.py; here activations are rounded to codes twice.
+    assert (out - expected).norm() / expected.norm() < 1e-2

@@ -1,0 +1,205 @@
+"""What `qurl noise` says of tokens, layers and activations, by hand and of a planted bad layer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from launch.quantized_model import QuantizedModel
+from qurl_megatron.cli import app
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.memory import published_bytes
+from qurl_megatron.quantization.attribution import (
+    ActivationMeter,
+    Gain,
+    LayerNoise,
+    choose,
+    compare,
+    gain,
+    shortened,
+    split,
+)
+from qurl_megatron.quantization.quantize import dequantize, quantize
+from qurl_megatron.sglang_plugin.linear import quantize_tokens
+from tiny import build_tiny_model
+
+torch.set_num_threads(1)
+BAD = "model.layers.1.mlp.down_proj"
+OUTLIER = 5
+
+
+def test_divergence_entropy_and_rank_of_two_distributions() -> None:
+    exact = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
+    quantized = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log()
+    noise = compare(quantized, exact, torch.tensor([1, 0]))
+    kl = 0.25 * math.log(0.5) + 0.5 * math.log(2)  # of quantized to exact, not the other way round
+    torch.testing.assert_close(noise.kl, torch.tensor([kl, 0.0]), atol=1e-7, rtol=1e-6)
+    assert noise.entropy[0].item() == pytest.approx(1.5 * math.log(2))
+    assert noise.rank.tolist() == [2, 1]
+
+
+def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
+    shares = split(torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 1, 4, 5]), [0, 1, 4, 16])
+    assert [(s.first, s.tokens, s.kl, s.of_kl) for s in shares] == [
+        (0, 0.25, 1, 0.125),
+        (1, 0.25, 2, 0.25),
+        (4, 0.5, 2.5, 0.625),
+    ]
+
+
+def test_a_gain_is_per_token_and_its_error_counts_completions() -> None:
+    """Completions of 1 and 3 tokens fall by 2 and 2 nats: 1 per token, off by 1 and -1."""
+    before, after = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])
+    measured = gain(before, after, torch.tensor([1, 3]))
+    assert measured.mean == 1.0
+    assert measured.error == pytest.approx(math.sqrt((1 + 1) * 2) / 4)
+    assert not gain(before[:1], after[:1], torch.tensor([1])).is_significant
+
+
+def test_the_best_gains_per_byte_are_chosen_within_the_budget() -> None:
+    layers = [
+        LayerNoise(("large",), Gain(10.0, 1.0), 100),
+        LayerNoise(("small",), Gain(4.0, 1.0), 20),
+        LayerNoise(("noisy",), Gain(9.0, 5.0), 1),
+        LayerNoise(("tiny",), Gain(0.5, 0.1), 10),
+    ]
+    names = {budget: [x.names[0] for x in choose(layers, budget)] for budget in (130, 110, 20, 9)}
+    assert names == {
+        130: ["small", "large", "tiny"],
+        110: ["small", "tiny"],
+        20: ["small"],
+        9: [],
+    }
+
+
+def test_a_layer_chosen_in_every_block_is_written_as_a_pattern() -> None:
+    every = [f"model.layers.{n}.mlp.{x}_proj" for n in range(2) for x in ("up", "down")]
+    assert shortened([every[1], every[2], every[3]], every) == [
+        "*.down_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+
+
+def test_an_outlier_spoils_its_tokens_scale_but_only_its_own_block_of_128_channels() -> None:
+    x = torch.ones(2, 300)
+    x[0, 200] = 127.0 * 50
+    x[:, :3] = -1.25
+    meter = ActivationMeter(lambda rows: quantize_tokens(rows, torch.int8))
+    meter.add(x[:1])
+    meter.add(x[1:])
+    assert meter.outlier == (200, 6350.0)
+    per_token, per_block = meter.relative_errors
+    codes, scale = quantize_tokens(x, torch.int8)
+    assert per_token == pytest.approx(float((codes * scale - x).norm() / x.norm()))
+    assert per_block < 0.8 * per_token  # of 300 channels, 127 share a scale with the outlier
+
+
+def plant(directory: Path) -> Path:
+    """Build a model that INT8 hardly changes but for one layer, whose rows have one large weight.
+
+    That weight meets a channel that is almost always 0, so only its scale matters.
+    """
+    build_tiny_model(directory, num_hidden_layers=3)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            rounded = dequantize(quantize(tensor, "int8"))
+            tensors[name] = rounded.bfloat16()
+    tensors[f"{BAD}.weight"][:, OUTLIER] = 30.0
+    tensors["model.layers.1.mlp.up_proj.weight"][OUTLIER] *= 1e-4
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def write_questions(path: Path, count: int) -> Path:
+    texts = [chr(97 + n % 26) * (3 + n % 4) + chr(65 + n % 25) for n in range(count)]
+    path.write_text("".join(json.dumps({"question": t, "answer": "1"}) + "\n" for t in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the command on the model with a bad layer."""
+    directory = tmp_path_factory.mktemp("noise")
+    model = plant(directory / "model")
+    data = write_questions(directory / "questions.jsonl", 24)
+    words = ["noise", str(model), str(data), "--prompts", "20", "--max-response", "12"]
+    output = directory / "noise.json"
+    result = CliRunner().invoke(app, [*words, "--budget", "0.2", "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    return {"printed": result.output, "model": model, **json.loads(output.read_text())}
+
+
+def test_the_bad_layer_is_found_and_recommended(measured: dict[str, Any]) -> None:
+    best = max(measured["by_layer"], key=lambda row: row["gain"])
+    assert best["names"] == [BAD]
+    assert measured["keep"][0] == BAD
+    assert measured["kl_after"] < measured["kl_before"] / 3
+    assert f"quantization.keep=[{BAD}" in measured["printed"].replace("\n", "")
+
+
+def test_recommended_bytes_are_those_that_a_plan_counts(measured: dict[str, Any]) -> None:
+    architecture = Architecture.from_directory(measured["model"])
+    before = published_bytes(architecture, "int8")
+    after = published_bytes(architecture, "int8", tuple(measured["keep"]))
+    assert measured["server_bytes"] == before
+    assert measured["added_bytes"] == after - before <= 0.2 * before
+
+
+def test_tables_cover_all_tokens(measured: dict[str, Any]) -> None:
+    assert measured["completions"] == 20
+    for shares in measured["by_token"].values():
+        assert sum(share["tokens"] for share in shares) == pytest.approx(1)
+        assert sum(share["of_kl"] for share in shares) == pytest.approx(1)
+        total = sum(share["tokens"] * share["kl"] for share in shares)
+        assert total == pytest.approx(measured["kl"])
+
+
+def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
+    measured: dict[str, Any],
+) -> None:
+    """Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding."""
+    from transformers import AutoModelForCausalLM
+
+    model = QuantizedModel(measured["model"], "int8")
+    sequences = [([5, 6, 7], [8, 9, 10, 11])]
+    with model.keeping([name for group in model.groups for name in group]):
+        kept = model.logits(sequences)
+    plain = AutoModelForCausalLM.from_pretrained(measured["model"], dtype=torch.float32)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1]
+    codes = model.logits(sequences)
+    assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["MODEL", "DATA", "--format", "bf16"], "--format bf16: is not quantized; choose int8"),
+        (["MODEL", "DATA", "--format", "int3"], "--format int3: formats are bf16, int8"),
+        (["nowhere", "DATA"], "nowhere"),
+        (["MODEL", "nothing.jsonl"], "nothing.jsonl"),
+        (["MODEL", "FEW"], "3 prompts; it takes at least 4"),
+        (["MODEL", "DATA", "--max-response", "512"], "--max-response 512: the model has 512"),
+        (["MODEL", "DATA", "--format", "fp8-block"], "128"),
+        (["MODEL", "DATA", "--output", "MODEL"], "exists; choose another file"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    measured: dict[str, Any], tmp_path: Path, words: list[str], message: str
+) -> None:
+    paths = {
+        "MODEL": str(measured["model"]),
+        "DATA": str(write_questions(tmp_path / "questions.jsonl", 8)),
+        "FEW": str(write_questions(tmp_path / "few.jsonl", 3)),
+    }
+    result = CliRunner().invoke(app, ["noise", *(paths.get(word, word) for word in words)])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr
