@@ -21,8 +21,8 @@ from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.coding import encode
 from qurl_megatron.weight_sync.delta import base_version, bucket_name
 
-# To code and to decode a delta of a 32B model takes a core about as long as a link of 200 to 300 Mb/s
-# takes for the bytes that it saves, in every format (`python -m benchmarks.delta`).
+# To code and to decode a delta of a 32B model takes a core about as long as a link of 200 to
+# 300 Mb/s takes for the bytes that it saves, in every format (`python -m benchmarks.delta`).
 CODING_PAYS_BELOW_BYTES_PER_S = 25e6
 MEASURED_BYTES = 2**16  # smaller buckets say more of the latency than of the rate
 
