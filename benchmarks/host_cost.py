@@ -35,7 +35,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 LAYERS = 64
-DIMENSIONS = {
+DIMENSIONS: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -113,8 +113,13 @@ def _steps_of_today(model: Any, converter: Any, sent: list[Any]) -> dict[str, Ca
     places = Places()
     places.attach({"server": hand_out([model])})
     places.keep(["server"], ["server"])
+
+    def load() -> None:
+        for number, bucket in enumerate(sent):
+            plan.write(number, bucket.flat)
+
     return {
-        "load": lambda: [plan.write(number, bucket.flat) for number, bucket in enumerate(sent)],
+        "load": load,
         "write": lambda: converter.write(places),
     }
 

@@ -122,9 +122,8 @@ def main() -> None:
         seed, name = key
         run_dir = run_directory(output_dir, arguments.setting, name, seed)
         start = start_directory(output_dir, setting, seed) / "final_model"
-        overrides = [f"model={start}", "warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}"]
-        overrides += [*COMMON_OVERRIDES, *setting.overrides, *setting.arms[name]]
-        complete_run(run_dir, [*recipe(output_dir, setting), *overrides])
+        words = [*recipe(output_dir, setting), *overrides(setting, name, seed)]
+        complete_run(run_dir, [*words, f"model={start}"])
         results.add(name, seed, summarize(run_dir))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -241,6 +240,12 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
     return ["grpo", *overrides_between(grpo.recipe(), config)]
 
 
+def overrides(setting: Setting, name: str, seed: int) -> list[str]:
+    """Return the overrides of an arm's run, the model aside."""
+    run = ["warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}", *COMMON_OVERRIDES]
+    return [*run, *setting.overrides, *setting.arms[name]]
+
+
 def rows_of_digits() -> Iterator[dict[str, str]]:
     """Yield four digits as a question and the next 64 as its answer, for all four digits."""
     for start in itertools.product(range(10), repeat=4):
@@ -254,12 +259,12 @@ def rows_of_digits() -> Iterator[dict[str, str]]:
 def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
     """Write the model after its warm-up, with a run of one step at learning rate 0."""
     directory = start_directory(output_dir, setting, seed)
-    overrides = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
+    words = [*recipe(output_dir, setting), f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
     if setting.adds_digits:
         untrained = directory.with_name(f"{directory.name}-untrained")
         quickstart.build_model(untrained, seed)
-        overrides.append(f"model={untrained}")
-    complete_run(directory, [*recipe(output_dir, setting), *overrides])
+        words.append(f"model={untrained}")
+    complete_run(directory, words)
 
 
 def complete_run(run_dir: Path, words: list[str]) -> None:

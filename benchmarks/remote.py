@@ -38,7 +38,7 @@ from qurl_megatron.rollout.remote import remote_server
 from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import Coder, Courier, RemoteDoor
+from qurl_megatron.weight_sync.remote import RemoteDoor
 
 MEGABITS = (100, 1000)
 SHAPES = {"q_proj": (5120, 5120), "down_proj": (5120, 27648)}
@@ -135,10 +135,11 @@ def ways_to_send() -> dict[str, Way]:
 
 def send(link: ShapedLink, way: Way) -> tuple[int, float]:
     """Return the bytes and the seconds of one sending; the delta is coded anew."""
-    courier = Courier(RemoteDoor("link", remote_server(link.url, KEY), True, 60.0), Coder())
+    door = RemoteDoor("weights", remote_server(link.url, KEY), 60.0, flush_cache=True)
+    courier = door.enter(0)
     courier.rate = way.rate
     before, start = link.sent_bytes, time.perf_counter()
-    courier.deliver(way.bucket)
+    courier.deliver(replace(way.bucket), 2)  # else it would be coded once
     spent_s = time.perf_counter() - start
     courier.close()
     return link.sent_bytes - before, spent_s

@@ -282,7 +282,7 @@ def print_noise(result: dict[str, Any]) -> None:
     )
     for row in layers[:SHOWN]:
         fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.0e}"
-        of_kl = f"{row['gain'] / result['kl']:.0%}"
+        of_kl = f"{row['gain'] / result['kl']:.0%}" if result["kl"] else ""
         table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}")
     console.print(table)
     activations = sorted(result["activations"], key=lambda row: -row["outlier_ratio"])

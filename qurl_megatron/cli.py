@@ -583,7 +583,8 @@ def pass_bar(title: str) -> Iterator[Progress]:
 def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, bool]:
     """Return the model's shape, the configuration, and whether the configuration sets a layout.
 
-    A recipe has its own configuration; a model gets that of recipes/scaling_32b.py.
+    A recipe has its own configuration; a model gets that of recipes/scaling_32b.py, or with experts
+    of recipes/qwen3_moe.py.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -591,23 +592,26 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     from qurl_megatron.config.overrides import with_overrides
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.model.architecture import Architecture
-    from recipes.scaling_32b import ARCHITECTURES
+    from recipes import qwen3_moe, scaling_32b
 
-    is_model = subject in ARCHITECTURES or Path(subject).is_dir()
+    known = scaling_32b.ARCHITECTURES | qwen3_moe.ARCHITECTURES
+    is_model = subject in known or Path(subject).is_dir()
     if is_model:
         overrides = [f"model={subject}", *overrides]
     elif subject not in recipe_names():
         raise ConfigError(
-            f"{subject}: no such directory, model ({', '.join(ARCHITECTURES)}) or recipe "
+            f"{subject}: no such directory, model ({', '.join(known)}) or recipe "
             f"({', '.join(recipe_names())})"
         )
-    recipe = load_recipe("scaling_32b" if is_model else subject).recipe()
-    config = with_overrides(recipe, overrides)
+    if is_model:
+        architecture = known.get(subject) or Architecture.from_directory(subject)
+        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
+    config = with_overrides(load_recipe(subject).recipe(), overrides)
     if not config.model:
         raise ConfigError(
-            f"model=: missing; give a directory with config.json, or {' or '.join(ARCHITECTURES)}"
+            f"model=: missing; give a directory with config.json, or {' or '.join(known)}"
         )
-    architecture = ARCHITECTURES.get(config.model) or Architecture.from_directory(config.model)
+    architecture = known.get(config.model) or Architecture.from_directory(config.model)
     layout_fields = ("learner.", "rollout.server.tensor_parallel_size")
     has_layout = not is_model or any(word.startswith(layout_fields) for word in overrides)
     return architecture, config, has_layout

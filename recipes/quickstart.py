@@ -73,9 +73,17 @@ def build_model(directory: Path, seed: int, **dimensions: int) -> None:
 
     `dimensions` override fields of its config.json.
     """
+    write_model(directory, seed, "qwen2", **(_DIMENSIONS | dimensions))
+
+
+def write_model(directory: Path, seed: int, model_type: str, **fields: int | bool) -> None:
+    """Write a randomly initialized model and a tokenizer for the quickstarts' questions.
+
+    `fields` are those of its config.json.
+    """
     import torch
     from tokenizers import AddedToken, pre_tokenizers
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
     special = ["<pad>", "<eos>"]
     byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -90,15 +98,15 @@ def build_model(directory: Path, seed: int, **dimensions: int) -> None:
     tokenizer.save_pretrained(directory)
 
     torch.manual_seed(seed)
-    Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=2048,
-            initializer_range=0.03,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            **(_DIMENSIONS | dimensions),  # type: ignore[arg-type]
-        )
-    ).save_pretrained(directory)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        initializer_range=0.03,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **fields,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

@@ -53,7 +53,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
             (directory / "main").mkdir(exist_ok=True)
             pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
         files = ["main", "main:test"]
-    elif recipe in ("grpo", "scaling_32b"):
+    elif recipe in ("grpo", "scaling_32b", "qwen3_moe"):
         (directory / "train.jsonl").write_text("\n".join(good_problems()))
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
         files = ["train.jsonl", "test.jsonl"]
@@ -66,11 +66,12 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
     """Write a model and data for a recipe that builds none; return their overrides."""
     if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
         return []
-    build_tiny_model(  # its layers and heads divide into the 32B layouts
+    has_experts = recipe == "qwen3_moe"
+    build_tiny_model(  # its layers and heads divide into the layouts
         directory / "model",
-        "qwen2",
+        "qwen3_moe" if has_experts else "qwen2",
         max_position_embeddings=32768,
-        num_hidden_layers=64,
+        num_hidden_layers=48 if has_experts else 64,
         num_attention_heads=8,
         num_key_value_heads=8,
     )

@@ -79,12 +79,12 @@ def test_bf16_rollout_turns_uaq_off_unless_an_override_sets_it(tmp_path: Path) -
 
 
 def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(tmp_path: Path) -> None:
-    model = build_tiny_model(tmp_path / "model", "qwen3_moe")
-    words = [f"output_dir={tmp_path}", f"model={model}"]
-    assert prepare_new("quickstart", [*words, "name=two"]).quantization.uaq.scale == 2
+    model = build_tiny_model(tmp_path / "experts", "qwen3_moe")
+    words = [*grpo_words(tmp_path, good_problems()), f"model={model}"]
+    assert prepare_new("grpo", [*words, "name=two"]).quantization.uaq.scale == 2
     words += ["quantization.uaq.scale=1.5"]
     with pytest.raises(ConfigError, match="scale=1.5: a model with experts needs a power of two"):
-        prepare_new("quickstart", [*words, "name=other"])
+        prepare_new("grpo", [*words, "name=other"])
 
 
 def test_deepscaler_stages_are_those_of_the_paper() -> None:

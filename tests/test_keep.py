@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.utils import is_layer_skipped
 from typer.testing import CliRunner
 
 from launch.placement import server_specs
@@ -114,8 +116,12 @@ def test_a_quantized_directory_has_the_kept_layers_in_bf16_and_names_them(
     for name, tensor in expected.items():
         assert written[name].dtype == tensor.dtype
         assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    config = json.loads((tmp_path / "to" / "config.json").read_text())
-    assert config["quantization_config"]["modules_to_not_convert"] == kept
+    described = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
+    assert described["modules_to_not_convert"] == kept
+    if weight_format == "fp8-block":  # SGLang's own layers serve it
+        ignored = Fp8Config.from_config(described).ignored_layers
+        assert is_layer_skipped("model.layers.1.mlp.gate_up_proj", ignored)
+        assert not is_layer_skipped("model.layers.0.mlp.gate_up_proj", ignored)
 
     result = CliRunner().invoke(app, [*words[:2], str(tmp_path / "no"), "--keep", "lm_head"])
     assert result.exit_code == 2 and not list(tmp_path.glob("no*"))

@@ -25,6 +25,7 @@ from qurl_megatron.learner import packing
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.planning import memory
 from qurl_megatron.weight_sync import drift
+from recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from recipes.scaling_32b import ARCHITECTURES, study
 from tiny import build_tiny_model
 
@@ -304,6 +305,51 @@ def test_a_real_learner_allocates_the_planned_bytes(
                 assert measured["optimizer in passes"] == measured["optimizer"]
 
 
+@pytest.mark.parametrize(
+    "learner",
+    [
+        LearnerConfig(dtype="float32"),
+        LearnerConfig(data_parallel_size=2, expert_parallel_size=2),
+        LearnerConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2),
+    ],
+    ids=["one rank", "EP2", "EP2, each expert on two ranks"],
+)
+def test_a_real_learner_with_experts_allocates_the_planned_bytes(
+    learner: LearnerConfig, tmp_path: Path
+) -> None:
+    """Experts have a buffer of their own, and other copies than the rest of the model."""
+    build_tiny_model(tmp_path, "qwen3_moe")
+    architecture = Architecture.from_directory(tmp_path)
+    config = Config(learner=learner)
+    rows, time = 3, 21
+    by_rank = run_ranks(
+        allocated, learner.world_size, tmp_path, learner, rows * learner.data_parallel_size, time
+    )
+    planned = memory.learner_memory(architecture, config, 0)
+    for measured in by_rank:
+        assert measured["weights"] == planned["weights"]
+        assert measured["gradients"] == planned["gradients"]
+        assert 0.95 * planned["optimizer"] < measured["optimizer"] <= planned["optimizer"]
+    of_experts = 2 * 8 * 3 * 96 * 64  # layers, experts, gate and up and down
+    of_learner = memory.values_by_copies(architecture, learner, 0)
+    assert of_learner[learner.expert_data_parallel_size] >= (
+        of_experts // learner.expert_parallel_size
+    )
+
+
+def test_a_token_passes_through_the_experts_that_it_chooses() -> None:
+    """Qwen3-30B-A3B has 30.5B values, of which 3.3B are active; A22B of 235B, 22B."""
+    for (name, architecture), active in zip(EXPERTS.items(), (3.3e9, 22e9), strict=True):
+        assert memory.num_parameters(architecture) == PARAMETERS[name]
+        vocabulary = 2 * memory.num_output_weights(architecture)
+        total = memory.num_linear_weights(architecture) + vocabulary
+        assert total == pytest.approx(active, rel=0.03)
+        on_server = memory.server_weight_bytes(architecture, "int8", 1)
+        experts = architecture.num_layers * 128 * 3 * architecture.hidden_size
+        assert on_server["experts"] > experts * architecture.moe_intermediate_size
+        assert on_server["experts"] > 10 * on_server["linear"]
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_further_layer_keeps_the_planned_bytes_in_every_mode(
     family: Family, tmp_path: Path
@@ -353,3 +399,4 @@ def test_constants_copied_from_other_modules_are_equal(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     assert device.logit_chunk_elements(QWEN2.vocab_size) == memory.LOGIT_CHUNK_ELEMENTS
     assert drift.MEASURED_ROWS == memory.MEASURED_ROWS
+    assert drift.EXPERT_ROWS == memory.EXPERT_ROWS

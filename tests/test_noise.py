@@ -37,9 +37,9 @@ OUTLIER = 5
 
 def test_divergence_entropy_and_rank_of_two_distributions() -> None:
     exact = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
-    quantized = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]]).log()
+    quantized = torch.tensor([[0.125, 0.625, 0.25], [0.8, 0.1, 0.1]]).log()
     noise = compare(quantized, exact, torch.tensor([1, 0]))
-    kl = 0.25 * math.log(0.5) + 0.5 * math.log(2)  # of quantized to exact, not the other way round
+    kl = 0.125 * math.log(0.25) + 0.625 * math.log(2.5)  # an expectation over `quantized`
     torch.testing.assert_close(noise.kl, torch.tensor([kl, 0.0]), atol=1e-7, rtol=1e-6)
     assert noise.entropy[0].item() == pytest.approx(1.5 * math.log(2))
     assert noise.rank.tolist() == [2, 1]

@@ -27,8 +27,9 @@ from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
-from qurl_megatron.weight_sync.reshard import Conversion, Converter
+from qurl_megatron.weight_sync.reshard import Converter
 from tiny import build_tiny_model, quantized
 
 DIMENSIONS: dict[str, Any] = {

@@ -341,7 +341,7 @@ class ServerProcess:
 
     def courier(self, key: str = KEY) -> Courier:
         server = remote.remote_server("http://a", key)
-        courier = Courier(RemoteDoor("token", server, True, 1.0), Coder())
+        courier = RemoteDoor("weights", server, timeout_s=1.0, flush_cache=True).enter(0)
         self.http.headers.update(remote.remote_server("http://a", key).headers)
         courier._post._client = self.http  # type: ignore[assignment]
         return courier

@@ -60,11 +60,27 @@ class Dealt:
     numbers: list[list[int]]  # of each share
     lengths: list[list[int]]
     collected: Tensor  # on global rank 0: the tokens that came back
+    routed: Tensor  # on global rank 0: the recorded experts that came back
+    lies_beside_inputs: bool  # whether micro batches have each input's experts, -1 for padding
     scores: Tensor  # [batch, time], of the minibatches' sequences
     padded_scores: Tensor  # the same, of all rows scored as if every row were of full length
     with_pass: list[Any]  # updates with a proximal pass before each
     without_pass: list[Any]
     weights: list[bool]  # whether both ways end with the same weights, bit for bit
+
+
+def routed_experts(num_tokens: int) -> Tensor:
+    """Return experts of two layers, three a token, as a server could have recorded them."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(0, 128, (num_tokens, 2, 3), generator=generator, dtype=torch.int16)
+
+
+def beside_inputs(micro: Any, experts: Tensor) -> bool:
+    """Return whether a micro batch has the experts of each input; `experts` are the replica's."""
+    expected = torch.full((len(micro.index), 2, 3), -1)
+    is_real = micro.index >= 0
+    expected[is_real] = experts[micro.index[is_real] - 1].long()  # the input precedes its target
+    return torch.equal(micro.routed_experts, expected) and micro.rows.routed_experts is None
 
 
 def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
@@ -80,14 +96,20 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
     config.objective.kl_coefficient = 0.1
     rows = make_rows()
     whole = ragged(**vars(rows)) if dist.get_rank() == 0 else TrainBatch.empty()
+    if dist.get_rank() == 0:
+        whole.routed_experts = routed_experts(len(whole.tokens))
 
     learner = Learner(model, config.learner, config.optimizer)
     shares = [learner.share(minibatch) for minibatch in whole.split(PARTS)]
-    scores, tokens = [], []
+    scores, tokens, routed, lies_beside_inputs = [], [], [], []
     for share in shares:
         learner.score(share, ["proximal_logprobs"], temperature=1.0)
         scores += share.collect(share.scores("proximal_logprobs"))
         tokens += share.collect(share.batch.tokens.float().split(share.batch.lengths.tolist()))
+        experts = share.batch.routed_experts
+        assert experts is not None
+        routed += share.collect(experts.split(share.batch.lengths.tolist()))
+        lies_beside_inputs += [beside_inputs(micro, experts) for micro in share.micro_batches]
     padded_scores, _ = score(learner, rows.tokens, loss_mask=rows.loss_mask)
 
     def train(*, proximal_pass: bool) -> tuple[list[Any], list[Tensor]]:
@@ -112,6 +134,8 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
         numbers=[share.numbers for share in shares],
         lengths=[share.batch.lengths.tolist() for share in shares],
         collected=torch.cat(tokens) if tokens else torch.zeros(0),
+        routed=torch.cat(routed) if routed else torch.zeros(0),
+        lies_beside_inputs=all(lies_beside_inputs),
         scores=padded(scores) if scores else torch.zeros(0),
         padded_scores=padded_scores,
         with_pass=with_pass,
@@ -151,6 +175,13 @@ def test_what_comes_back_is_in_the_order_of_the_batch_and_only_on_rank_0(
     is_real = torch.arange(TIME) < rows.lengths[:, None]
     assert torch.equal(first.collected, rows.tokens[is_real].float())
     assert all(len(rank.collected) == len(rank.scores) == 0 for rank in others)
+    assert torch.equal(first.routed, routed_experts(len(first.collected)))
+
+
+def test_micro_batches_have_the_experts_that_were_recorded_for_each_input(
+    ranks: list[Dealt],
+) -> None:
+    assert all(rank.lies_beside_inputs for rank in ranks)
 
 
 def test_scores_of_ragged_minibatches_are_those_of_padded_rows(ranks: list[Dealt]) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from published import PARAMETERS
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning import step_time
+from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
+from recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
@@ -236,6 +237,33 @@ def test_recomputation_and_offload_take_their_own_time() -> None:
     numel = OUTPUT / 2 + 5120 + 16 * ((LAYER + 5120 + 2 * 1024) / 2 + 2 * 5120)
     copies = 2 * 2 * 12 * numel / 64e9  # 12 B there and back, for each minibatch
     assert update_s(offload_optimizer="true") - kept == pytest.approx(copies, rel=1e-6)
+
+
+def test_a_batch_reads_the_experts_that_its_sequences_choose() -> None:
+    """One sequence reads 8 of 128 experts, 512 sequences all; each multiplies by its own 8."""
+    architecture = EXPERTS["Qwen3-30B-A3B"]
+    of_gpu = memory.server_weight_bytes(architecture, "int8", 1)
+    rate = HBM * HBM_EFFICIENCY["weights"]
+
+    one = step_time.decode_s(architecture, "int8", 1, 1, 0)
+    two = step_time.decode_s(architecture, "int8", 1, 2, 0)
+    # The second sequence chooses experts that the first did not with probability 15/16.
+    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / rate
+    assert two - one == pytest.approx(further + step_time.SEQUENCE_S, rel=1e-6)
+
+
+def test_tokens_go_to_their_experts_and_back_over_the_link_of_the_layout() -> None:
+    """Each of 8 choices goes and returns, 7/8 of them to other ranks; 16 ranks are two nodes."""
+    architecture = EXPERTS["Qwen3-30B-A3B"]
+    num_bytes = 2 * 8 * (1000 / 2) * 2 * 2048
+    of_eight = LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, expert_parallel_size=8)
+    seconds = step_time._all_to_all_s(architecture, of_eight, 1000)
+    assert seconds == pytest.approx(num_bytes * 7 / 8 / 450e9)
+    of_two_nodes = dataclasses.replace(of_eight, data_parallel_size=8, expert_parallel_size=16)
+    seconds = step_time._all_to_all_s(architecture, of_two_nodes, 1000)
+    assert seconds == pytest.approx(num_bytes * 15 / 16 / 50e9)
+    whole = dataclasses.replace(of_eight, expert_parallel_size=1)
+    assert step_time._all_to_all_s(architecture, whole, 1000) == 0
 
 
 def test_a_publish_gathers_over_nvlink_and_sends_over_infiniband() -> None:

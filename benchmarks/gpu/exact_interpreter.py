@@ -1,7 +1,7 @@
 """Make Triton's interpreter compute what a GPU computes.
 
-Its multiply-add rounds twice, its cast to FP8 does not round to even, and its sums of integers are
-wider than their type. `install` replaces these three.
+Its multiply-add rounds twice, its casts to FP8 and BF16 do not round to even, and its sums of
+integers are wider than their type. `install` replaces these.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def fused_multiply_add(
 
 
 def install() -> None:
-    """Replace the three operations, if Triton interprets kernels in this process."""
+    """Replace these operations, if Triton interprets kernels in this process."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
     own_cast = InterpreterBuilder.create_fp_to_fp
+    own_truncation = InterpreterBuilder.create_fp_trunc
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
@@ -53,6 +54,12 @@ def install() -> None:
         codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return TensorHandle(codes, target.scalar)
 
+    def create_fp_trunc(self: Any, source: Any, target: Any) -> Any:
+        if target.scalar != tl.bfloat16 or source.data.dtype != np.float32:
+            return own_truncation(self, source, target)
+        values = torch.from_numpy(source.data.copy()).bfloat16()
+        return TensorHandle(values.view(torch.uint16).numpy(), target.scalar)
+
     def sum_in_type(self: Any, values: Any) -> Any:
         data = values.handle.data
         total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype)
@@ -60,4 +67,5 @@ def install() -> None:
 
     InterpreterBuilder.create_fma = create_fma
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    InterpreterBuilder.create_fp_trunc = create_fp_trunc
     ReduceOps.sum = sum_in_type

@@ -155,12 +155,12 @@ def pack(
         rewards[end - 1] = reward
         if version is not None:
             lags[response] = version - torch.tensor(completion.token_versions, dtype=torch.int32)
-    if all(completion.routed_experts is not None for _, completion, _ in sequences):
+    recorded = [completion.routed_experts for _, completion, _ in sequences]
+    known = [experts for experts in recorded if experts is not None]
+    if len(known) == len(sequences):
+        of_last = (0, 0, 0, 0, 0, 1)  # one more row, for the token that no pass has read
         batch.routed_experts = torch.cat(
-            [
-                torch.nn.functional.pad(completion.routed_experts, (0, 0, 0, 0, 0, 1), value=-1)
-                for _, completion, _ in sequences
-            ]
+            [torch.nn.functional.pad(experts, of_last, value=-1) for experts in known]
         )
     if advantages is not None:
         of_sequences = torch.tensor([advantage for group in advantages for advantage in group])

@@ -323,6 +323,8 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     names = ["behaviour_logprobs", "advantages"]
     if config.rollout.max_staleness:
         names.append("token_lags")
+    if batch.routed_experts is not None:
+        names.append("routed_experts")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
             minibatch.loss_mask, minibatch.lengths, config.objective.aggregation

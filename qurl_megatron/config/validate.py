@@ -293,6 +293,16 @@ def _validate_model(config: Config) -> Architecture:
             f"rollout.routing={config.rollout.routing}: the model has no experts; "
             "leave it at ignore"
         )
+    learner = config.learner
+    if (
+        config.rollout.routing == "replay"
+        and learner.recompute == "full"
+        and learner.pipeline_parallel_size > 1
+    ):
+        raise ConfigError(
+            "rollout.routing=replay: with pipeline stages, a layer that is computed again would "
+            "replay another micro batch; set learner.recompute=selective, or leave it out"
+        )
     return architecture
 
 

@@ -12,6 +12,7 @@ the model-parallel groups of its members. Every rank makes the same calls.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,15 +22,16 @@ from torch import Tensor
 
 from qurl_megatron import device
 
-_DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool)
+_DTYPES = (torch.int64, torch.int32, torch.int16, torch.float32, torch.bool)
+_MAX_DIMENSIONS = 3
 
 
 def to_replicas(parts: Iterable[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """Send each data-parallel replica its tensors; return this replica's, on the CPU.
 
     Args:
-        parts: one-dimensional tensors of each replica, on global rank 0, which takes them one after
-            the other; unused on other ranks.
+        parts: tensors of each replica, of up to three dimensions, on global rank 0, which takes one
+            replica's after the other; unused on other ranks.
     """
     replicas = parallel_state.get_data_parallel_group()
     stages = parallel_state.get_model_parallel_group()
@@ -79,31 +81,36 @@ def to_rank_zero(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _encode(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return tensors as bytes, on this rank's device: how many, dtype and length of each, values.
+    """Return tensors as bytes, on this rank's device: how many, dtype and shape of each, values.
 
-    A tensor that is None has the length -1.
+    The shape is filled up with -1; a tensor that is None has nothing else.
     """
     header = [len(tensors)]
     for tensor in tensors:
-        header += [0, -1] if tensor is None else [_DTYPES.index(tensor.dtype), len(tensor)]
+        shape = [] if tensor is None else list(tensor.shape)
+        header.append(0 if tensor is None else _DTYPES.index(tensor.dtype))
+        header += shape + [-1] * (_MAX_DIMENSIONS - len(shape))
     given = [torch.tensor(header), *(tensor.cpu() for tensor in tensors if tensor is not None)]
-    return torch.cat([tensor.view(torch.uint8) for tensor in given]).to(device.device())
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in given]
+    return torch.cat(flat).to(device.device())
 
 
 def _decode(message: Tensor) -> list[Tensor | None]:
     """Return the tensors that `_encode` made `message` of, on the CPU."""
     message = message.cpu()
     number = int(message[:8].view(torch.int64))
-    start = 8 + 16 * number
-    header = message[8:start].view(torch.int64).view(number, 2).tolist()
+    fields = 1 + _MAX_DIMENSIONS
+    start = 8 + 8 * fields * number
+    header = message[8:start].view(torch.int64).view(number, fields).tolist()
     tensors: list[Tensor | None] = []
-    for dtype, length in header:
-        if length < 0:
+    for dtype, *sizes in header:
+        shape = [size for size in sizes if size >= 0]
+        if not shape:
             tensors.append(None)
             continue
-        stop = start + length * _DTYPES[dtype].itemsize
+        stop = start + math.prod(shape) * _DTYPES[dtype].itemsize
         # A copy, because a view must start at a multiple of its dtype's size.
-        tensors.append(message[start:stop].clone().view(_DTYPES[dtype]))
+        tensors.append(message[start:stop].clone().view(_DTYPES[dtype]).view(shape))
         start = stop
     return tensors
 

@@ -46,6 +46,7 @@ from qurl_megatron.learner.model import (
 )
 from qurl_megatron.learner.non_finite import Suspect, refuse
 from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
+from qurl_megatron.learner.routing import Routing
 from qurl_megatron.learner.shares import Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -88,6 +89,7 @@ class Learner:
         *,
         transform: Transform | None = None,
         model: type[Policy] | None = None,
+        replays_routing: bool = False,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
 
@@ -96,6 +98,7 @@ class Learner:
         Args:
             transform: maps the float32 master weights at load.
             model: the class of the model; None for `Policy`.
+            replays_routing: choose the experts that a batch has recorded, as its engine did.
 
         Raises:
             ArchitectureError: the model or the layout does not fit; one line.
@@ -129,6 +132,7 @@ class Learner:
             self.chunks = self._wrap(build_chunks(self.architecture, learner, model or Policy))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
+        self._routing = Routing(self.chunks, replays_routing)
 
     def share(self, batch: TrainBatch) -> Share:
         """Deal a minibatch out to the data-parallel replicas; return this replica's share.
@@ -212,6 +216,7 @@ class Learner:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            self._routing.reset_counts()
             offload = self._config.offload_optimizer
             with self._optimizer_shards.on_host() if offload else nullcontext():
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
@@ -219,31 +224,46 @@ class Learner:
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         stats = self._total(measured)
+        if share.batch.routed_experts is not None:
+            stats["routing_changed"], stats["routing_known"] = self._routing.counts()
         # Both are the same on every rank, so no further exchange is needed while they are finite.
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             losses = [each["loss"] for each in measured]
             refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(losses))
         return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
 
-    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+    def shards(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield this rank's shards: rule, layer number in the whole model, parameter.
 
         The parameters are those of the forward pass, in its dtype; do not write to them. The output
         layer of a tied model is left out, because it is the embedding.
-        """
-        for name, rule, layer, parameter in self._parameters():
-            if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
-                yield rule, layer, parameter.detach()
 
-    def masters(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        Args:
+            of_experts: True for the shards of experts only, False for the others; None for all.
+        """
+        for rule, layer, parameter in self._own_parameters(of_experts):
+            yield rule, layer, parameter.detach()
+
+    def masters(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield what `shards` yields, but with the optimizer's float32 master weights.
 
         Collective over the ranks that hold replicas of the same shards; only the first of them gets
         values, the others empty tensors.
         """
+        for rule, layer, parameter in self._own_parameters(of_experts):
+            yield rule, layer, self._optimizer_shards.gather_master(parameter)
+
+    def _own_parameters(
+        self, of_experts: bool | None
+    ) -> Iterator[tuple[Rule, int | None, torch.nn.Parameter]]:
         for name, rule, layer, parameter in self._parameters():
-            if name != "output_layer.weight" or not self.architecture.tie_word_embeddings:
-                yield rule, layer, self._optimizer_shards.gather_master(parameter)
+            is_copy = name == "output_layer.weight" and self.architecture.tie_word_embeddings
+            if not is_copy and of_experts in (None, rule.of_experts):
+                yield rule, layer, parameter
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replace the optimizer by one with fresh moments and schedule; keep the weights."""
@@ -417,6 +437,7 @@ class Learner:
             remaining: Iterator[MicroBatch], model: DistributedDataParallel
         ) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(remaining)
+            self._routing.expect(model, micro.routed_experts)
             hidden = model(
                 input_ids=micro.inputs,
                 position_ids=None,

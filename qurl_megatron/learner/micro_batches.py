@@ -37,6 +37,9 @@ class MicroBatch:
     rows: TrainBatch  # [1, tokens]
     index: Tensor  # [tokens] int64, positions among the replica's tokens; -1 is padding
     sequences: PackedSeqParams
+    # [tokens, layers, experts per token] int64, the experts that the engine chose for each input;
+    # -1: padding, or an input that the engine did not read; None: not recorded
+    routed_experts: Tensor | None = None
 
 
 def plan(
@@ -90,9 +93,9 @@ def lay_out(batch: TrainBatch, counts: Sequence[int], layout: LearnerConfig) -> 
     ]
 
 
-def take(tensor: Tensor, index: Tensor, *, back: int = 0) -> Tensor:
-    """Return `tensor` [replica's tokens] at `index - back` as a row [1, tokens]; 0 is padding."""
-    row = tensor.new_zeros(len(index))
+def take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> Tensor:
+    """Return `tensor` [replica's tokens, ...] at `index - back` as a row [1, tokens, ...]."""
+    row = tensor.new_full((len(index), *tensor.shape[1:]), padding)
     is_real = index >= 0
     row[is_real] = tensor[index[is_real] - back]
     return row[None]
@@ -147,7 +150,8 @@ def _pack(
     max_length = 1 << (longest - 1).bit_length()
     max_length *= 2 if max_length == total else 1
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device.device())
-    rows = batch.map(lambda tensor: take(tensor, index))
+    routed = batch.routed_experts
+    rows = dataclasses.replace(batch, routed_experts=None).map(lambda tensor: take(tensor, index))
     return MicroBatch(
         inputs=take(batch.tokens, index, back=1).long(),
         rows=dataclasses.replace(rows, lengths=lengths, tokens=rows.tokens.long()),
@@ -159,4 +163,7 @@ def _pack(
             max_seqlen_q=max_length,
             max_seqlen_kv=max_length,
         ),
+        routed_experts=None
+        if routed is None
+        else take(routed, index, back=1, padding=-1)[0].long(),
     )

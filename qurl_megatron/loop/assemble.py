@@ -129,6 +129,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         config.learner,
         config.optimizer,
         transform=uaq.transform(config.quantization.uaq),
+        replays_routing=config.rollout.routing == "replay",
     )
     stack.enter_context(closing(learner))
     if config.objective.kl_coefficient:

@@ -12,8 +12,8 @@ from qurl_megatron.learner.critic import CriticMetrics
 from qurl_megatron.learner.learner import Update
 from qurl_megatron.loop.sampling import SampleSummary
 from qurl_megatron.report.metrics import StepMetrics
+from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.publish import Published
-from qurl_megatron.weight_sync.reshard import Conversion
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         **(asdict(results.critic) if results.critic else {}),
         dual_clip_fraction=sums["dual_clipped"] / tokens,
         publish_full_bytes=published.conversion.num_bytes,
+        routing_changed_fraction=first["routing_changed"] / first["routing_known"]
+        if first.get("routing_known")
+        else None,
     )
 
 

@@ -48,8 +48,9 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  the output layer's shard for its gradient.
     backward     e(3F/t + 2h) per token, and the largest weight's gradient before it is accumulated.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
-                 between publishes. Unless quantization.publish is full, also what the rank sent
-                 last: codes and scales, and the rest in BF16.
+                 between publishes; of an expert's at most 128 / experts, but 4. Unless
+                 quantization.publish is full, also what the rank sent last: codes and scales, and
+                 the rest in BF16.
     buckets      While publishing: two buckets and the largest tensor. They replace activations,
                  logits and backward, which are not in memory then.
     runtime      `RUNTIME_BYTES`.
@@ -85,6 +86,7 @@ RUNTIME_BYTES = 4 * GIB
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
 MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
+EXPERT_ROWS = 4  # `drift.EXPERT_ROWS`
 
 
 @functools.cache
@@ -406,8 +408,9 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     learner, element = config.learner, element_bytes(config.learner)
     total = 0
     for rule, _ in _counted_rules(architecture):
-        size, count = learner.tensor_parallel_size, 1
+        size, count, measured_rows = learner.tensor_parallel_size, 1, MEASURED_ROWS
         if rule.of_experts:
+            measured_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
             size = learner.expert_tensor_parallel_size
             count = architecture.num_experts // learner.expert_parallel_size
         if rule.quantized:
@@ -415,7 +418,7 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
                 shape = list(weight_map.full_shape(hf_tensor, architecture))
                 if hf_tensor.partition_dim is not None:
                     shape[hf_tensor.partition_dim] = -(-shape[hf_tensor.partition_dim] // size)
-                step = -(-shape[0] // MEASURED_ROWS)
+                step = -(-shape[0] // measured_rows)
                 rows = len(range(step // 2, shape[0], step))
                 total += count * rows * shape[1] * (element + 1)
     return total * stage_layers(architecture, config.learner)[stage]

@@ -74,15 +74,17 @@ def checksum_tensor(parts: Sequence[Part]) -> Tensor:
         size = max(1, CHUNK_ELEMENTS // max(1, first.values.numel()))
         for start in range(0, len(numbers), size):
             batch = [parts[number].values for number in numbers[start : start + size]]
-            values = batch[0].unsqueeze(0) if len(batch) == 1 else _stack(batch)
+            values = batch[0].unsqueeze(0) if len(batch) == 1 else stack(batch)
             sums.append(_weighted_sums(values, first.row, first.column))
         order += numbers
     return torch.cat(sums)[torch.tensor(order, device=sums[0].device).argsort()]
 
 
-def _stack(tensors: list[Tensor]) -> Tensor:
-    # As integers, because not every backend copies float8.
-    return torch.stack([as_integers(tensor) for tensor in tensors])
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return `torch.stack` of tensors; of one-byte elements, as int8."""
+    if tensors[0].element_size() == 1:  # not every backend copies float8
+        tensors = [as_integers(tensor) for tensor in tensors]
+    return torch.stack(list(tensors))
 
 
 def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
@@ -119,7 +121,8 @@ def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
 
 def as_integers(tensor: Tensor) -> Tensor:
     """Return a view of a tensor, with 1, 2 or 4 bytes per element, as signed integers."""
-    return tensor.view(INTEGERS[tensor.element_size()])
+    integers = INTEGERS[tensor.element_size()]
+    return tensor if tensor.dtype == integers else tensor.view(integers)
 
 
 def part_key(name: str, row_offset: int, column_offset: int) -> str:

@@ -231,11 +231,13 @@ def quantize(
     scale, factor = _scales(absmax, format_, weight.dtype)
     for rows in _row_chunks(weight):
         spread = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
-        exact = weight[rows].float()  # may be a view of the weight: nothing below writes into it
+        exact = _rows(
+            weight, rows
+        ).float()  # may be a view of the weight: nothing below writes into it
         scaled = exact * spread if format_.multiplies else exact / spread
         # absmax / scale can round to slightly more than the largest code.
         scaled.clamp_(-format_.largest, format_.largest)
-        codes[rows] = (
+        _rows(codes, rows).copy_(
             scaled.round_().to(format_.dtype)
             if format_.dtype == torch.int8
             else scaled.to(format_.dtype)
@@ -244,6 +246,11 @@ def quantize(
     if with_checksum:
         total = checksum.checksum_tensor([checksum.Part(codes, *offset)])[0]
     return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
+
+
+def takes_checksum(weight: Tensor) -> bool:
+    """Return whether `quantize` takes a checksum on the way, without another pass over codes."""
+    return weight.is_cuda
 
 
 def refuse_non_finite(absmax: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> None:
@@ -319,7 +326,7 @@ def _spread(
         zip(format_.block, offset, (rows, slice(None)), strict=True)
     ):
         if block == 1:
-            values = values[run]
+            values = _rows(values, run)
         elif block is not None:
             index = torch.arange(weight.shape[dim], device=values.device)[run] + start
             values = values.index_select(dim, index // block - start // block)
@@ -328,7 +335,9 @@ def _spread(
 
 def _row_absmax(weight: Tensor) -> Tensor:
     # This copies each chunk, but the copy stays in cache: six times as fast as aminmax.
-    chunks = [weight[rows].abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)]
+    chunks = [
+        _rows(weight, rows).abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)
+    ]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
@@ -361,6 +370,11 @@ def _row_chunks(weight: Tensor) -> Iterator[slice]:
     rows = max(1, elements // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         yield slice(start, min(start + rows, weight.shape[0]))
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Return `tensor[rows]`, at no cost if these are all rows."""
+    return tensor if rows == slice(0, tensor.shape[0]) else tensor[rows]
 
 
 def _refuse_non_finite(absmax: Tensor, rows_of_block: int | None, first_row: int) -> None:

@@ -257,6 +257,11 @@ class StepMetrics:
     """Bytes of all tensors that a rollout server holds: what a publish in full
     carries."""
 
+    routing_changed_fraction: float | None = None
+    """Mixture of experts: fraction of tokens and layers for which the learner would choose other
+    experts than the engine did, before any update of the step, over prompts and responses. null
+    without `rollout.routing`."""
+
 
 def count_rewards(rewards: Sequence[float]) -> list[tuple[float, int]]:
     """Return `StepMetrics.reward_counts` of the rewards of a step; rewards are finite."""

@@ -218,10 +218,11 @@ def _load(
     for number, bucket in enumerate(plan.buckets):
         channel = channels[bucket.sender]
         if waiting and group_name.endswith(GROUP_SUFFIX):  # a sender waits for each confirmation
-            waiting = _write(plan, waiting)
+            _write(plan, waiting)
+            waiting = None
         receiving = channel.begin(bucket.num_bytes)
         if waiting:
-            waiting = _write(plan, waiting)
+            _write(plan, waiting)
         waiting = number, channel, channel.finish(*receiving)
     if waiting:
         _write(plan, waiting)

@@ -161,7 +161,10 @@ def whole(name: str, tensor: Tensor) -> Change:
 
 def _read(path: str) -> Tensor:
     """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
-    return torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
+    size = os.path.getsize(path)
+    if size == 0:  # cannot be mapped
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(path, size=size, dtype=torch.uint8)
 
 
 def _tokenizer_manager() -> Any:

@@ -36,12 +36,11 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
-    # The first bucket of a delta that comes as files sets the version that the others bring too.
-    is_file = file_of_group(request.group_name) is not None
-    bases = (base, int(request.weight_version)) if is_file else (base,)
-    if base is not None and held not in bases:
-        # The senders would otherwise wait for their time limit.
-        leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
+    # The first bucket of a delta sets the version that others of the same delta bring too.
+    if base is not None and held not in (base, int(request.weight_version)):
+        if file_of_group(request.group_name) is None:
+            # The senders would otherwise wait for their time limit.
+            leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,36 @@ servers, on the learner's machine, read the buckets in place.
 _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
 _STORE_POLL_S = 0.05
+
+
+class Sending(Protocol):
+    """What carries a sender's buckets to one server, in order."""
+
+    failure: RuntimeError | None  # after which it sends nothing more
+
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+        """Send a bucket of a version; done when it may be released, or sending has failed.
+
+        Args:
+            announced: the request told the server the bucket's size.
+        """
+
+    def end(self) -> Future[None]:
+        """Tell the server that no more buckets come, which were not announced."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class Entrance(Protocol):
+    """How the senders reach a server; global rank 0 hands it to them."""
+
+    @property
+    def token(self) -> str:
+        """A name, new for each attempt."""
+
+    def enter(self, sender: int) -> Sending:
+        """Begin to connect the sender of this number."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +94,16 @@ class Door:
         """Return the name of a sender's channel."""
         return channel_name(self.token, sender, self.suffix)
 
+    def enter(self, sender: int) -> Channel:
+        """Begin to form the group of the sender of this number."""
+        return Channel(self, sender)
+
     def open(self) -> dist.TCPStore:
         """Return the store, which this process keeps."""
         return self._store(is_master=True)
 
     def come(self) -> dist.TCPStore:
-        """Return the store, which another process keeps."""
+        """Return a connection to the store."""
         return self._store(is_master=False)
 
     def _store(self, *, is_master: bool) -> dist.TCPStore:
@@ -97,27 +131,18 @@ def is_given_up(store: dist.TCPStore) -> str:
 class Channel:
     """This sender's process group with one server."""
 
-    def __init__(self, door: Door, sender: int, store: dist.TCPStore | None = None) -> None:
-        """Begin to form the group.
-
-        Args:
-            sender: number of this rank among the senders.
-            store: the door's, if this process keeps it.
-        """
+    def __init__(self, door: Door, sender: int) -> None:
+        """Begin to form the group, as the sender of this number."""
         self.failure: RuntimeError | None = None
         self._door = door
         self._sender = sender
-        self._store = store
+        self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.channel(sender))
         self._do(self._join)
 
-    def send(self, bucket: Bucket, *, announced: bool) -> Future[None]:
-        """Broadcast a bucket's values; done when they may be released, or the channel has failed.
-
-        Args:
-            announced: the request told the server the bucket's size.
-        """
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+        """Broadcast a bucket's values; rank 0 told the server the version."""
         return self._do(lambda: self._send(bucket.flat, announced))
 
     def end(self) -> Future[None]:
@@ -144,11 +169,12 @@ class Channel:
         return self._thread.submit(guarded)
 
     def _join(self) -> None:
-        from sglang.srt.utils import init_custom_process_group  # takes seconds; senders only
+        from sglang.srt.utils import init_custom_process_group
 
         door, name = self._door, self._door.channel(self._sender)
-        if self._store is None:
-            self._store = door.come()
+        # A connection of its own, even where this process keeps the store: one that waits for the
+        # server would block others.
+        self._store = door.come()
         self._group = init_custom_process_group(
             backend=door.backend,
             store=dist.PrefixStore(name, self._store),  # the server's side does the same
@@ -205,38 +231,26 @@ class Channels:
 
     def __init__(self) -> None:
         """Open none."""
-        self._open: dict[str, Channel | Courier] = {}  # by token
-        self._coder = Coder()
+        self._open: dict[str, Sending] = {}  # by token
 
-    def keep(
-        self, doors: Sequence[Door | RemoteDoor], sender: int, stores: dict[str, dist.TCPStore]
-    ) -> None:
-        """Have a channel through each of these doors, and no other.
+    def prepare(self) -> None:
+        """Import what channels need. That takes seconds, which servers would wait for."""
+        import sglang.srt.utils  # noqa: F401
 
-        Args:
-            sender: number of this rank among the senders.
-            stores: of the doors, by token, that this process keeps.
-        """
+    def keep(self, doors: list[Entrance], sender: int) -> None:
+        """Have a channel through each of these doors and no other, as the sender of this number."""
         tokens = {door.token for door in doors}
         for token in [token for token in self._open if token not in tokens]:
             self._open.pop(token).close()
         for door in doors:
-            if door.token in self._open:
-                continue
-            if isinstance(door, RemoteDoor):
-                self._open[door.token] = Courier(door, self._coder)
-            else:
-                self._open[door.token] = Channel(door, sender, stores.get(door.token))
+            if door.token not in self._open:
+                self._open[door.token] = door.enter(sender)
 
-    def begin(self, version: int, base: int | None) -> None:
-        """Begin to send a version; a delta of version `base` if there is one."""
-        for channel in self._open.values():
-            if isinstance(channel, Courier):
-                channel.begin(version, base)
-
-    def send(self, tokens: list[str], bucket: Bucket, *, announced: bool) -> Callable[[], None]:
-        """Broadcast a bucket to these servers; return a function that waits until it is sent."""
-        sending = [self._open[token].send(bucket, announced=announced) for token in tokens]
+    def send(
+        self, tokens: list[str], bucket: Bucket, version: int, *, announced: bool
+    ) -> Callable[[], None]:
+        """Send a bucket to these servers; return a function that waits until it is sent."""
+        sending = [self._open[token].send(bucket, version, announced=announced) for token in tokens]
 
         def wait() -> None:
             for future in sending:
@@ -249,10 +263,10 @@ class Channels:
         for future in [self._open[token].end() for token in tokens]:
             future.result()
 
-    def failed(self) -> dict[str, str]:
+    def failed(self) -> dict[str, RuntimeError]:
         """Return why channels have failed, by token."""
         return {
-            token: str(channel.failure)
+            token: channel.failure
             for token, channel in self._open.items()
             if channel.failure is not None
         }

@@ -23,7 +23,7 @@ class Deltas:
     """Gathers what changed in the ranks' parts of buckets, and sends it in as few buckets."""
 
     def __init__(
-        self, send: Send, base: int, bucket_bytes: int, team: Team, *, with_steps: bool = False
+        self, send: Send, base: int, bucket_bytes: int, team: Team, *, with_steps: bool
     ) -> None:
         self._send = send
         self._base = base

@@ -5,7 +5,7 @@ of tensors that it holds, and where their memory is. From then on every learner 
 own parts into that memory. No bucket is made, nothing is gathered, and nothing is copied, unless
 several servers, or several ranks of one, hold the same codes.
 
-A part is cut into tiles where the servers' ranks divide it:
+A part is cut into tiles wherever a server's rank divides it:
 
     learner, 1 rank       q_proj [0:256]
     server, 2 ranks       [0:128] | [128:256]        two tiles
@@ -15,6 +15,7 @@ The servers must not sample meanwhile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,11 +28,13 @@ from qurl_megatron.weight_sync.conversion import Measures
 from qurl_megatron.weight_sync.layout import PlannedBucket, SentTensor, SentWeight
 from qurl_megatron.weight_sync.shared_memory import attach_tensor
 
+Runs = tuple[tuple[int, int], ...]  # begin and end, in each dimension
+
 
 class Tile(NamedTuple):
     """A rectangle of a rank's part of a tensor, and where servers hold it."""
 
-    index: tuple[slice, ...]  # within the part
+    where: tuple[slice, ...]  # within the part
     views: list[Tensor]  # of the shape of the rectangle
 
 
@@ -62,15 +65,12 @@ class Places:
         """Return the tiles of the part of a tensor that begins at `offset`, of this shape."""
         key = name, offset
         if key not in self._tiles:
-            views: dict[tuple[tuple[int, int], ...], list[Tensor]] = {}
-            for server in sorted(self._paused):
-                for held in self._servers[server].get(name, ()):
-                    runs, view = _overlap(held, offset, shape)
-                    if view.numel():
-                        views.setdefault(runs, []).append(view)
-            self._tiles[key] = [
-                Tile(tuple(slice(*run) for run in runs), same) for runs, same in views.items()
+            overlaps = [
+                _overlap(held, offset, shape)
+                for server in sorted(self._paused)
+                for held in self._servers[server].get(name, ())
             ]
+            self._tiles[key] = _cut([(runs, view) for runs, view in overlaps if view.numel()])
         return self._tiles[key]
 
 
@@ -83,9 +83,7 @@ def _attach(ranks: Sequence[Mapping[str, str]]) -> dict[str, list[Part]]:
     return parts
 
 
-def _overlap(
-    held: Part, offset: tuple[int, int], shape: Sequence[int]
-) -> tuple[tuple[tuple[int, int], ...], Tensor]:
+def _overlap(held: Part, offset: tuple[int, int], shape: Sequence[int]) -> tuple[Runs, Tensor]:
     """Return where a held part lies within a part that begins at `offset`, and a view of that."""
     runs, view = [], held.values
     for dim, (start, size, first) in enumerate(
@@ -95,6 +93,29 @@ def _overlap(
         view = view.narrow(dim, begin - start if end > begin else 0, max(end - begin, 0))
         runs.append((begin - first, end - first))
     return tuple(runs), view
+
+
+def _cut(overlaps: Sequence[tuple[Runs, Tensor]]) -> list[Tile]:
+    """Cut a part at all borders of the views that overlap it; return what they hold of it."""
+    if not overlaps:
+        return []
+    along = zip(*(runs for runs, _ in overlaps), strict=True)  # for each dimension
+    borders = [sorted({end for run in runs for end in run}) for runs in along]
+    tiles = []
+    for cell in itertools.product(*(itertools.pairwise(ends) for ends in borders)):
+        covering = [(view, _within(cell, runs)) for runs, view in overlaps]
+        views = [view[index] for view, index in covering if index is not None]
+        if views:
+            tiles.append(Tile(tuple(slice(*run) for run in cell), views))
+    return tiles
+
+
+def _within(cell: Runs, runs: Runs) -> tuple[slice, ...] | None:
+    """Return where a cell lies within a view that covers `runs`; None if it does not."""
+    pairs = list(zip(cell, runs, strict=True))
+    if any(first < begin or last > end for (first, last), (begin, end) in pairs):
+        return None
+    return tuple(slice(first - begin, last - begin) for (first, last), (begin, _) in pairs)
 
 
 def write(
@@ -115,8 +136,9 @@ def write(
         if weight.is_quantized:
             absmax, scale = shared.get(weight.part.name, (None, None))
             if weight.part.view.numel():
-                own = _write_codes(weight, places, weight_format, absmax, measures)
+                own, codes = _write_codes(weight, places, weight_format, absmax, measures)
                 scale = own if scale is None else scale
+                written += codes
             written += _write_tensor(weight.tensors[1], scale, places, rank)
         else:
             written += _write_tensor(weight.tensors[0], weight.part.tensor, places, rank)
@@ -130,13 +152,16 @@ def _write_codes(
     weight_format: str,
     absmax: Tensor | None,
     measures: Measures,
-) -> Tensor:
-    """Quantize a part into its places; return the scales of the blocks that it touches."""
+) -> tuple[Tensor, list[tuple[str, Part]]]:
+    """Quantize a part into its places.
+
+    Return the scales of the blocks that it touches, and the codes whose checksums are not measured.
+    """
     part, values, shared = weight.part, weight.part.tensor, absmax
     tiles = places.tiles(part.name, part.offset, part.shape)
     if absmax is None and len(tiles) != 1:
         absmax = quantize.block_absmax(values, weight_format, part.offset, refuses=False)
-    scale = None
+    scale, codes = None, list[tuple[str, Part]]()
     if absmax is not None:
         scale = quantize.block_scale(absmax, weight_format, values.dtype)
     for index, (first, *others) in tiles:
@@ -146,20 +171,22 @@ def _write_codes(
             None if absmax is None else absmax[_blocks(index, part.offset, weight_format)],
             offset=_begin(index, part.offset),
             out=first,
-            with_checksum=True,
+            with_checksum=quantize.takes_checksum(values),
             refuses=False,
         )
         for other in others:
             copy_values(other, first)
-        assert quantized.checksum is not None
-        measures.add_sum(part.name, quantized.checksum)
+        if quantized.checksum is not None:
+            measures.add_sum(part.name, quantized.checksum)
+        else:
+            codes.append((part.name, Part(first, *quantized.offset)))
         measures.meter.measure(part.name, values[index], quantized)
         if absmax is None:
             absmax, scale = quantized.absmax, quantized.scale
     assert absmax is not None and scale is not None
     if shared is None:
         measures.add_absmax(part, absmax)
-    return scale
+    return scale, codes
 
 
 def _write_tensor(

@@ -26,6 +26,7 @@ from qurl_megatron.quantization import checksum, quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
+EXPERT_ROWS = 4  # minimum for each shard of an expert's weight, which is one of many
 BATCH_ELEMENTS = 2**20  # of weights that are compared together: 4 MiB in float32
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
@@ -67,7 +68,9 @@ class DriftMeter:
     A pass gives each weight to `measure`, bucket by bucket, and reads all sums from `results`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measured_rows: int = MEASURED_ROWS) -> None:
+        """Measure at most this many rows of a part of a weight."""
+        self._measured_rows = measured_rows
         # Rows of weights and of their codes, by name and by where the weight's part begins.
         self._previous: dict[tuple[str, tuple[int, int]], tuple[Tensor, Tensor]] = {}
         self._waiting: list[_Sample] = []
@@ -79,13 +82,14 @@ class DriftMeter:
         """Take rows of a part of a weight, [out, in], to compare with those of the pass before."""
         key = name, quantized.offset
         num_rows = weight.shape[0]
-        step = -(-num_rows // MEASURED_ROWS)
+        step = -(-num_rows // self._measured_rows)
         rows = slice(step // 2, None, step)
         kept, codes = weight[rows].clone(), quantized.codes[rows].clone()
         scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)
-        self._waiting.append(
-            _Sample(name, kept, codes, scale, num_rows / len(kept), self._previous.get(key))
-        )
+        previous = self._previous.get(key)
+        if previous is not None and previous[0].shape != kept.shape:
+            previous = None  # the weight was measured in other parts
+        self._waiting.append(_Sample(name, kept, codes, scale, num_rows / len(kept), previous))
         self._previous[key] = kept, codes
 
     def add_up(self) -> None:
@@ -132,7 +136,7 @@ class _Sample(NamedTuple):
 
 def _sums(samples: list[_Sample]) -> Tensor:
     """Return [samples, 5] float64: all fields of `WeightDrift` but the first, of measured rows."""
-    codes = torch.stack([checksum.as_integers(sample.codes) for sample in samples])
+    codes = checksum.stack([sample.codes for sample in samples])
     exact = torch.stack([sample.kept for sample in samples]).float()
     values = codes.view(samples[0].codes.dtype).float()
     error = values * torch.stack([sample.scale for sample in samples]) - exact
@@ -141,7 +145,7 @@ def _sums(samples: list[_Sample]) -> Tensor:
     before = [sample.previous for sample in samples if sample.previous is not None]
     if before:
         previous = torch.stack([kept for kept, _ in before]).float()
-        previous_codes = torch.stack([checksum.as_integers(codes) for _, codes in before])
+        previous_codes = checksum.stack([codes for _, codes in before])
         flips = (previous_codes != codes).sum((1, 2)).double()
         sums += [_sums_of_squares(exact - previous), _sums_of_squares(previous)]
     else:

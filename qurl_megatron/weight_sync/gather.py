@@ -31,6 +31,7 @@ class Team:
     rank: int  # of this process in the group; rank 0 sends
     size: int
     converts: bool  # False if the ranks hold copies of another team's parts
+    of_experts: bool = False  # whether its tensors are those of experts, or all the others
 
     @classmethod
     def tensor_parallel(cls) -> Team:
@@ -40,6 +41,20 @@ class Team:
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+        )
+
+    @classmethod
+    def expert_tensor_parallel(cls) -> Team:
+        """Return the ranks that share this rank's experts, which convert on the first copy.
+
+        They are one team for each expert-parallel rank of a stage.
+        """
+        return cls(
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_data_parallel_rank() == 0,
+            of_experts=True,
         )
 
     @property

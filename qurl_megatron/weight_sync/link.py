@@ -16,8 +16,7 @@ from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.weight_sync.channel import Carrier, Door, give_up, is_given_up
-from qurl_megatron.weight_sync.remote import RemoteDoor
+from qurl_megatron.weight_sync.channel import Carrier, Door, Entrance, give_up, is_given_up
 from qurl_megatron.weight_sync.stream import Announcement
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
@@ -50,7 +49,7 @@ class Link:
         pause_mode: PauseMode,
     ) -> None:
         self.failure: RuntimeError | None = None
-        self.door: Door | RemoteDoor | None = None  # of the channels to the server
+        self.door: Entrance | None = None  # of the channels to the server
         self.store: dist.TCPStore | None = None  # of the door
         self.token = ""  # names the parameters that the server has handed out
         self._parameters: list[dict[str, str]] | None = None  # until all ranks have them
@@ -95,7 +94,7 @@ class Link:
             self._pause.enter_context(self._fleet.pausing(self._member))
         is_new = num_senders > 0 and self.door is None
         if is_new:
-            self._open_door()
+            self._do(self._open_door).result()  # all senders are told of the door
 
         def work() -> None:
             if is_new:
@@ -125,11 +124,8 @@ class Link:
         """Have the server load what the request announces."""
         return self._do(lambda: self._await_answer(request, version))
 
-    def sent(self, failed: Mapping[str, str]) -> None:
-        """Limit the time to the answer: all was sent.
-
-        Channels are formed anew if any has failed: `failed` has the reasons by token.
-        """
+    def sent(self, failed: dict[str, RuntimeError]) -> None:
+        """Limit the time to the answer: all was sent. Channels are formed anew if any `failed`."""
         self._answer_by = time.monotonic() + self._timeout_s
         if self.door is not None and self.door.token in failed:
             self._do(self._leave)

@@ -26,7 +26,8 @@ not one of them holds what it was sent, the servers are not to blame: the publis
 `PublishError`.
 
 A bucket is converted once, and goes to all servers at the same time, one copy to each. The next is
-converted meanwhile, and the server loads the one before.
+converted meanwhile, and the server loads the one before. A server that was started elsewhere gets
+it over HTTP (`remote.py`). A publish lasts as long as the slowest way.
 
 A server that was started elsewhere gets the buckets of each sender over HTTP (`remote.py`), and a
 publish lasts as long as the slowest link.
@@ -59,13 +60,12 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Carrier, Channels, Door
+from qurl_megatron.weight_sync.channel import Carrier, Channels
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
-from qurl_megatron.weight_sync.remote import RemoteDoor
-from qurl_megatron.weight_sync.remote_link import RemoteLink
+from qurl_megatron.weight_sync.remote import RemoteLink
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import (
     Announcement,
@@ -205,7 +205,7 @@ class Publisher:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._channels.keep([], 0, {})
+        self._channels.keep([], 0)
 
     @cached_property
     def _key_frame(self) -> Announcement:
@@ -225,10 +225,13 @@ class Publisher:
             self._links.pop(member).close()
         for member in members:
             if member not in self._links:
-                kind = RemoteLink if member.server.is_remote else Link
-                self._links[member] = kind(
-                    self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
-                )
+                if member.server.is_remote:
+                    link: Link = RemoteLink(self._fleet, member, self._timeout_s, self._pause_mode)
+                else:
+                    link = Link(
+                        self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
+                    )
+                self._links[member] = link
         return [self._links[member] for member in members]
 
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
@@ -282,29 +285,21 @@ class Publisher:
         paused = []
         for link in links:
             link.begin(takes_delta=base is not None, num_senders=len(senders))
-            receiving = link.receive(request, self.version)
-            paused += [receiving] if isinstance(link, RemoteLink) else []
-
-        def open_doors() -> tuple[list[Door | RemoteDoor], list[str]]:
-            _wait(paused)  # nothing else keeps the senders until these servers are
-            doors = [door for link in self._links.values() if (door := link.door)]
-            return doors, [door.token for link in links if (door := link.door)]
-
-        doors, tokens = from_rank_zero(open_doors)
-        stores = {
-            door.token: store
-            for link in self._links.values()
-            if (door := link.door) and (store := link.store)
-        }
-        sent_bytes, failed = 0, dict[str, str]()
+            link.receive(request, self.version)
+        doors, tokens = from_rank_zero(
+            lambda: (
+                [door for link in self._links.values() if (door := link.door)],
+                [door.token for link in links if (door := link.door)],
+            )
+        )
+        sent_bytes, failed = 0, dict[str, RuntimeError]()
         if dist.get_rank() in senders:
-            self._channels.keep(doors, senders.index(dist.get_rank()), stores)
-            self._channels.begin(self.version, base)
+            self._channels.keep(doors, senders.index(dist.get_rank()))
 
         def send(bucket: Bucket) -> Callable[[], None]:
             nonlocal sent_bytes
             sent_bytes += bucket.flat.numel()
-            return self._channels.send(tokens, bucket, announced=base is None)
+            return self._channels.send(tokens, bucket, self.version, announced=base is None)
 
         conversion = self._converter.convert(send, base=base)
         if dist.get_rank() in senders:

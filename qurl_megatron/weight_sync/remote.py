@@ -6,20 +6,26 @@ it is, is measured with every bucket that is large enough to tell. The first is 
 
 from __future__ import annotations
 
+import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qurl_megatron.config.schema import PauseMode
+from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.remote import WeightsPost
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import BucketHeader, Coding
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.coding import encode
-from qurl_megatron.weight_sync.delta import base_version, bucket_name
+from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.link import Link
+from qurl_megatron.weight_sync.stream import Announcement
 
 # To code and to decode a delta of a 32B model takes a core about as long as a link of 200 to
 # 300 Mb/s takes for the bytes that it saves, in every format (`python -m benchmarks.delta`).
@@ -42,34 +48,49 @@ class Coder:
             return self._last[1]
 
 
+_CODER = Coder()
+
+
 @dataclass(frozen=True)
 class RemoteDoor:
-    """Where the senders reach a server that was started elsewhere."""
+    """How the senders reach a server that was started elsewhere."""
 
-    token: str  # names it; a new one for each connection to the server
+    token: str
     server: Server
-    flush_cache: bool  # have the server empty its cache of prefixes with each bucket
-    timeout_s: float  # longest time without progress
+    timeout_s: float
+    flush_cache: bool
+
+    def enter(self, sender: int) -> Courier:
+        """Return a connection, which is made with the first bucket."""
+        return Courier(self)
 
 
 class Courier:
-    """Carries this sender's buckets to one server, in order, in a thread of its own.
+    """Carries a sender's buckets to one server, in order, in a thread of its own."""
 
-    After a failure it carries nothing more.
-    """
-
-    def __init__(self, door: RemoteDoor, coder: Coder) -> None:
+    def __init__(self, door: RemoteDoor) -> None:
         """Connect nothing yet."""
         self.failure: RuntimeError | None = None
         self.rate = float("inf")  # of the link, in bytes per second
-        self.sent_bytes = 0  # in all
-        self._door = door
-        self._coder = coder
         self._post = WeightsPost(door.server, door.timeout_s)
-        self._thread = ThreadPoolExecutor(1)
-        self._version = 0
-        self._base: int | None = None
-        self._is_empty = True  # nothing was sent of this version
+        self._flush_cache = door.flush_cache
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.token)
+
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+        """Send a bucket; done when the server has loaded it, or has failed."""
+
+        def work() -> None:
+            if self.failure is None:
+                try:
+                    self.deliver(bucket, version)
+                except RuntimeError as error:
+                    self.failure = error
+
+        return self._thread.submit(work)
+
+    def end(self) -> Future[None]:
+        """Return at once: each request is complete by itself."""
+        return self._thread.submit(lambda: None)
 
     def begin(self, version: int, base: int | None) -> None:
         """Begin to carry a version; a delta of version `base` if there is one."""
@@ -109,15 +130,16 @@ class Courier:
 
         Raises:
             ServerFailed: the server did not take it.
+            UpdateRefused: the server answered that it did not load it.
         """
         is_delta = base_version(bucket.names) is not None
         coding: Coding = "plain"
         payload = bucket.flat
         if is_delta and self.rate < CODING_PAYS_BELOW_BYTES_PER_S:
-            coding, payload = "rice", self._coder.code(bucket)
+            coding, payload = "rice", _CODER.code(bucket)
         header = BucketHeader(
             names=bucket.names,
-            dtypes=[str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+            dtypes=_names(bucket.dtypes),
             shapes=[list(shape) for shape in bucket.shapes],
             version=self._version,
             flush_cache=self._door.flush_cache,
@@ -128,3 +150,60 @@ class Courier:
         self.sent_bytes += len(payload)
         if len(payload) >= MEASURED_BYTES:
             self.rate = len(payload) / send_s
+        return len(payload)
+
+    def close(self) -> None:
+        """Close the connection; the server keeps running."""
+        self._thread.shutdown()
+        self._post.close()
+
+
+class RemoteLink(Link):
+    """Global rank 0's connection to a server that was started elsewhere."""
+
+    def __init__(
+        self, fleet: Fleet, member: Member, timeout_s: float, pause_mode: PauseMode
+    ) -> None:
+        super().__init__(fleet, member, "gloo", timeout_s, pause_mode)
+        self._flush_cache = pause_mode == "retract"
+        self._post = WeightsPost(member.server, timeout_s)
+
+    def sent(self, failed: dict[str, RuntimeError]) -> None:
+        """Fail as the senders' connections did: with each bucket the server answers them."""
+        failure = failed.get(self.door.token) if self.door else None
+        if failure is not None:
+
+            def fail() -> None:
+                raise failure
+
+            self._do(fail)
+
+    def close(self) -> None:
+        """Leave the server as it is."""
+        super().close()
+        self._post.close()
+
+    def _open_door(self) -> None:
+        token = f"weights-{secrets.token_hex(8)}"
+        self.door = RemoteDoor(token, self._member.server, self._timeout_s, self._flush_cache)
+
+    def _let_in(self, num_senders: int) -> None:
+        """Do nothing: the server listens."""
+
+    def _await_answer(self, request: Announcement, version: int) -> None:
+        """Announce a delta, which may change nothing but the version; buckets say the rest."""
+        if base_version(request.names) is not None:
+            header = BucketHeader(
+                request.names,
+                _names(request.dtypes),
+                request.shapes,
+                version,
+                self._flush_cache,
+                coding="plain",
+                num_bytes=0,
+            )
+            self._post.send(header, torch.empty(0, dtype=torch.uint8))
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]

@@ -57,7 +57,7 @@ from qurl_megatron.weight_sync.bucket import Bucket, Description
 from qurl_megatron.weight_sync.conversion import Conversion, Measures
 from qurl_megatron.weight_sync.delta_buckets import Deltas, Release, Send
 from qurl_megatron.weight_sync.direct import Places, write
-from qurl_megatron.weight_sync.drift import DriftMeter
+from qurl_megatron.weight_sync.drift import EXPERT_ROWS, MEASURED_ROWS, DriftMeter
 from qurl_megatron.weight_sync.gather import (
     Team,
     empty_part,
@@ -102,7 +102,12 @@ class Converter:
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
         self._with_steps = with_steps
-        self._meter = DriftMeter()
+        num_experts = learner.architecture.num_experts
+        # The rows of experts that are measured are as many as those of one weight, if possible.
+        self._meters = {
+            False: DriftMeter(),
+            True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
+        }
         self._plans: dict[int, list[PlannedBucket]] = {}  # by number of the team
         self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
         layers = kept_layers(keep, learner.architecture)
@@ -111,7 +116,10 @@ class Converter:
     @cached_property
     def teams(self) -> list[Team]:
         """The teams that this rank belongs to; their tensors are different ones."""
-        return [Team.tensor_parallel()]
+        teams = [Team.tensor_parallel()]
+        if self._learner.architecture.num_experts:
+            teams.append(Team.expert_tensor_parallel())
+        return teams
 
     @cached_property
     def senders(self) -> list[int]:
@@ -143,13 +151,11 @@ class Converter:
         numbers = iter(range(2**31))  # of buckets, over all teams
 
         def convert_team(team: Team, plan: Iterator[PlannedBucket], measures: Measures) -> None:
-            deltas = (
-                None
-                if base is None
-                else Deltas(send, base, self._bucket_bytes, team, with_steps=self._with_steps)
-            )
+            deltas = None
+            if base is not None:
+                deltas = Deltas(send, base, self._bucket_bytes, team, with_steps=self._with_steps)
             release: Release = None
-            for number, planned in zip(numbers, plan, strict=False):
+            for planned, number in zip(plan, numbers, strict=False):  # `plan` ends first
                 own = self._convert_bucket(planned, team, measures)
                 if deltas is not None:
                     deltas.add(planned.tensors, self._kept[number], own)
@@ -188,10 +194,11 @@ class Converter:
         for number, team in enumerate(self.teams):
             if not team.converts:
                 if self._format == "masters":
-                    for _ in self._learner.masters():  # the first replica gathers this rank's part
+                    # The first replica gathers this rank's part.
+                    for _ in self._learner.masters(of_experts=team.of_experts):
                         pass
                 continue
-            measures = Measures(self._meter, self._format)
+            measures = Measures(self._meters[team.of_experts], self._format)
             convert_team(team, measures.noting(self._plan(number)), measures)
             own.append(measures.finish(team))
         conversion = Conversion.merged(own)
@@ -220,7 +227,8 @@ class Converter:
     def _weights(self, team: Team) -> Iterator[SentWeight]:
         masters = self._format == "masters"
         learner = self._learner
-        for rule, layer, shard in learner.masters() if masters else learner.shards():
+        weights = learner.masters if masters else learner.shards
+        for rule, layer, shard in weights(of_experts=team.of_experts):
             for part in weight_map.split(
                 rule, shard, learner.architecture, layer, team.rank, team.size
             ):
@@ -239,7 +247,7 @@ class Converter:
         for weight in planned.weights:
             name = weight.part.name
             if weight.is_quantized:
-                if self._quantize(weight, views, *shared.get(name, (None, None)), measures):
+                if self._quantize(weight, views, shared.get(name), measures):
                     summed.add(name)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
@@ -255,18 +263,20 @@ class Converter:
         self,
         weight: SentWeight,
         views: dict[str, Tensor],
-        absmax: Tensor | None,
-        scale: Tensor | None,
+        shared: tuple[Tensor, Tensor] | None,
         measures: Measures,
     ) -> bool:
-        """Write this rank's codes and scales of a weight into `views`; return whether it has codes.
+        """Write this rank's codes and scales of a weight into `views`.
 
-        `absmax` (of the blocks the part touches) and `scale` (of all blocks) are given for a weight
+        Return whether the codes' checksum was measured on the way.
+
+        `shared` has absmax (of the blocks the part touches) and scale (of all blocks) of a weight
         whose blocks lie on several ranks.
         """
+        absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
         part = weight.part
-        values = part.tensor
+        values, checksum = part.tensor, None
         if values.numel():
             quantized = quantize.quantize(
                 values,
@@ -274,19 +284,21 @@ class Converter:
                 absmax,
                 offset=part.offset,
                 out=codes_view,
-                with_checksum=True,
+                with_checksum=quantize.takes_checksum(values),
                 refuses=False,
             )
-            assert quantized.checksum is not None and quantized.absmax is not None
             if absmax is None:
+                assert quantized.absmax is not None
                 measures.add_absmax(part, quantized.absmax)
-            measures.add_sum(part.name, quantized.checksum)
+            checksum = quantized.checksum
+            if checksum is not None:
+                measures.add_sum(part.name, checksum)
             measures.meter.measure(part.name, values, quantized)
             scale = quantized.scale if scale is None else scale
         if scale_view.numel():
             assert scale is not None
             scale_view.copy_(scale)
-        return bool(values.numel())
+        return checksum is not None
 
     def _share_absmax(
         self, planned: PlannedBucket, team: Team, measures: Measures

@@ -29,7 +29,7 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Channel
+from qurl_megatron.weight_sync.channel import Channel, Sending
 from qurl_megatron.weight_sync.link import PublishError
 
 PROMPTS = [
@@ -152,13 +152,13 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     )
     assert link.door is not None
     its_channel = both.publisher._channels._open[link.door.token]
-    sent: list[Channel] = []
+    sent: list[Sending] = []
 
-    def send(channel: Channel, bucket: Bucket, *, announced: bool) -> Future[None]:
+    def send(channel: Channel, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
         sent.append(channel)
         if channel is its_channel and sent.count(channel) == 2:
             send_signal(lost, number)
-        return original(channel, bucket, announced=announced)
+        return original(channel, bucket, version, announced=announced)
 
     original = Channel.send
     monkeypatch.setattr(Channel, "send", send)

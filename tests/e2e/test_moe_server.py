@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from e2e.serving import Reference
 from e2e.test_server import (
     NEARER,
     PROMPTS,
+    START_TIMEOUT_S,
     Deployment,
     assert_reloads_bit_for_bit,
     corrupt,
@@ -23,11 +26,14 @@ from e2e.test_server import (
     launched,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.preload import Preload
-from qurl_megatron.quantization.checksum import checksum
-from qurl_megatron.weight_sync.publish import PublishError, verify
-from tiny import quantized
+from qurl_megatron.quantization.checksum import checksum, combine
+from qurl_megatron.quantization.offline import quantize_directory
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.server import start_server, wait_ready
+from qurl_megatron.weight_sync.link import PublishError, verify
+from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
 
@@ -175,3 +181,36 @@ def test_the_server_returns_the_checksum_of_every_experts_tensors(experts: Exper
         assert {key for key in sent if held[key] != sent[key]} == {name}
         with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {name}"):
             verify(deployment.sender.control, sent)
+
+
+def test_two_groups_of_ranks_load_a_quantized_directory(
+    tmp_path: Path, preload: Preload | None
+) -> None:
+    """SGLang reads the files itself, and its loaders divide every expert."""
+    if not fits(2):
+        pytest.skip("two ranks need a GPU each; this machine has one")
+    model, written = build_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "int8"
+    quantize_directory(model, written, "int8", lambda *_: None)
+    server = start_server(
+        written,
+        ServerConfig(
+            tensor_parallel_size=2,
+            expert_parallel_size=2,
+            mem_fraction_static=0.3,
+            max_total_tokens=1024,
+        ),
+        "int8",
+        context_length=64,
+        log_file=tmp_path / "server.log",
+        seed=0,
+        loads=True,
+        preload=preload,
+    )
+    try:
+        wait_ready([server], START_TIMEOUT_S)
+        with closing(ServerControl(server, "retract")) as control:
+            held = combine(control.checksums())
+    finally:
+        server.stop()
+    stored = load_file(written / "model.safetensors")
+    assert held == {name: checksum(tensor) for name, tensor in stored.items()}

@@ -1,0 +1,41 @@
+"""The quickstart with experts: a Qwen3-MoE of 3.9M parameters learns to spell words backward.
+
+Task, verifier and settings are those of `quickstart`. A token passes through two of eight experts
+in each layer. The learner divides them over two ranks. Update-aware quantization
+(UAQ) scales by 2, because a router needs a power of two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qurl_megatron.config.schema import Config, UaqConfig
+from recipes import quickstart
+
+_DIMENSIONS: dict[str, int | bool] = {
+    "hidden_size": 192,
+    "intermediate_size": 512,  # of no layer
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+
+
+def recipe() -> Config:
+    config = quickstart.recipe()
+    config.learner.expert_parallel_size = config.learner.tensor_parallel_size
+    config.quantization.uaq = UaqConfig(scale=2)
+    return config
+
+
+def build_model(directory: Path, seed: int, **dimensions: int) -> None:
+    """Write a randomly initialized Qwen3-MoE and its tokenizer as a Hugging Face directory.
+
+    `dimensions` override fields of its config.json.
+    """
+    quickstart.write_model(directory, seed, "qwen3_moe", **(_DIMENSIONS | dimensions))

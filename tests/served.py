@@ -1,0 +1,111 @@
+"""SGLang's models behind SGLang's own receiver of weights, in processes without HTTP.
+
+Each process has one tensor-parallel rank of a server and does what a scheduler does in a publish. A
+`ServerControl` in a learner's process reaches it by a pipe, once `connect` has patched it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import sglang_loader
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+
+REFUSED = "it was told to refuse"
+
+
+@contextmanager
+def serving(ranks: Sequence[Any]) -> Iterator[list[Connection]]:
+    """Yield a pipe to a process for each of a server's models, which they inherit."""
+    context = multiprocessing.get_context("fork")
+    with ExitStack() as stack:
+        pipes = []
+        for rank, model in enumerate(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, model, rank, len(ranks)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            pipes.append(ours)
+        yield pipes
+
+
+def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
+    """Answer requests until the process is killed."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    from qurl_megatron.sglang_plugin import receive, verify
+
+    init = weight_updater.init_custom_process_group
+    weight_updater.init_custom_process_group = partial(receive.join_group, init)  # type: ignore[assignment]
+    nothing: Any = None
+    updater = weight_updater.WeightUpdater(
+        tp_rank=rank,
+        device="cpu",
+        gpu_id=0,
+        model_config=nothing,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=nothing,
+        recapture_cuda_graph=nothing,
+        get_model_runner=nothing,
+    )
+    checker = SimpleNamespace(
+        _get_model=lambda: model,
+        _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
+    )
+    checks = {
+        "checksum": lambda: verify.compute_checksum(checker),
+        "parameters": lambda: verify.handle(nothing, checker, "parameters"),
+    }
+    dies = False
+    with sglang_loader.as_rank(rank, size):
+        while True:
+            path, body = pipe.recv()
+            answer: Any = (True, "")
+            if path == "/init_weights_update_group":
+                answer = updater.init_weights_update_group(**body)
+            elif path == "/weights_checker":
+                answer = (True, checks[body["action"]]())
+            elif path == "/die_in_the_next_update":
+                dies = True
+            elif path == "/update_weights_from_distributed":
+                if dies:
+                    return
+                if body["names"] != ["written in place"]:
+                    answer = receive.update_bucket(
+                        nothing, updater, body["names"], body["dtypes"], body["shapes"],
+                        body["group_name"],
+                    )  # fmt: skip
+            pipe.send(answer)
+
+
+def connect(pipes: Mapping[str, Sequence[Connection]]) -> None:
+    """Have every `ServerControl` of this process use the pipes to the server of its URL."""
+
+    def post(control: ServerControl, path: str, body: dict[str, Any], **_: Any) -> Any:
+        server = control.server
+        try:
+            for pipe in pipes[server.url]:
+                pipe.send((path, body))
+            answers = [pipe.recv() for pipe in pipes[server.url]]
+        except (EOFError, OSError) as error:
+            raise server.failed(f"closed the connection in {path} ({error!r})") from None
+        for succeeded, message in answers:
+            if not succeeded:
+                raise UpdateRefused(str(server.failed(f"refused {path}: {message}")))
+        ranks = [answer for _, answer in answers]
+        if path == "/weights_checker":
+            return {"ranks": ranks}
+        return {"success": True}
+
+    ServerControl._post = post  # type: ignore[method-assign]

@@ -1,0 +1,35 @@
+"""The runs of benchmarks/objectives.py are ones that `qurl train` accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.objectives import DIGITS, SETTINGS, overrides, recipe, rows_of_digits
+from launch.prepare import check_new, load_recipe
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.validate import validate
+from recipes import quickstart
+
+
+def test_a_row_continues_with_sums_of_two_digits_before() -> None:
+    rows = list(rows_of_digits())
+    assert len({row["question"] for row in rows}) == 10_000
+    row = rows[1234]
+    assert row["question"] == "1234"
+    assert row["answer"].startswith("5704")  # 4 + 1, 5 + 2, 7 + 3, 0 + 4
+    assert len(row["answer"]) == DIGITS
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_arm_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    quickstart.build_model(model, seed=0)
+    setting = SETTINGS[name]
+    recipe_name, *words = recipe(tmp_path, setting)
+    words.append(f"model={model}")
+    for arm in setting.arms:
+        config = load_recipe(recipe_name).recipe()
+        validate(with_overrides(config, [*words, *overrides(setting, arm, seed=0)]))
+    check_new(recipe_name, [*words, *overrides(setting, arm, seed=0)])  # also reads the data

@@ -1,0 +1,145 @@
+"""Several senders publish to servers of several ranks, by every transport.
+
+The learner is real, on one and on several ranks. The servers are SGLang's models and its receiver
+of weights, in processes of their own (`served.py`).
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sglang_loader
+from distributed import run_ranks
+from qurl_megatron.config.schema import LearnerConfig
+from served import connect, serving
+from test_fleet import make_server
+from tiny import build_tiny_model
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the models of forked processes are on the CPU"
+)
+
+DIMENSIONS: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 144,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+BUCKET_BYTES = 10_000
+# SGLang is imported where a sender joins its first channel, which takes long on a busy machine.
+TIMEOUT_S = 200.0
+ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"  # nobody listens there
+SIZES = {ONE: 1, TWO: 2}  # ranks of each server
+
+
+def publish_all(
+    model_dir: Path, config: LearnerConfig, pipes: dict[str, list[Connection]]
+) -> dict[str, Any]:
+    """Publish in all ways; return what rank 0 was told, and which ranks sent how many bytes."""
+    from qurl_megatron.config.schema import OptimizerConfig
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.rollout.fleet import Fleet
+    from qurl_megatron.weight_sync import channel
+    from qurl_megatron.weight_sync.publish import Publisher
+
+    learner = Learner(model_dir, config, OptimizerConfig())
+    rank = dist.get_rank()
+    servers = {
+        index: make_server(index, model_dir, url=url, tensor_parallel_size=SIZES[url])
+        for index, url in enumerate(pipes)
+    }
+    said: list[str] = []
+    fleet = Fleet("rollout", servers if rank == 0 else {}, say=said.append)
+    connect(pipes if rank == 0 else {})
+    sent = 0
+    original = channel.Channel.send
+
+    def send(each: Any, bucket: Any, version: int, *, announced: bool) -> Any:
+        nonlocal sent
+        sent += bucket.flat.numel()
+        return original(each, bucket, version, announced=announced)
+
+    channel.Channel.send = send  # type: ignore[method-assign]
+    results: dict[str, Any] = {"sent": {}}
+    generator = torch.Generator().manual_seed(rank)
+
+    def publish(name: str, publisher: Publisher) -> None:
+        nonlocal sent
+        for *_, shard in learner.shards():
+            shard.mul_(1 + 0.1 * (torch.rand(shard.shape, generator=generator) < 0.001))
+        sent = 0
+        published = publisher.publish()
+        results["sent"][name] = sent
+        results[name] = (published.num_servers, published.sent_bytes, published.conversion)
+
+    def publisher(**options: Any) -> Publisher:
+        return Publisher(learner, fleet, "int8", BUCKET_BYTES, timeout_s=TIMEOUT_S, **options)
+
+    broadcast = publisher(mode="delta")
+    publish("key frame", broadcast)
+    publish("delta", broadcast)
+    broadcast.close()
+    shared = publisher(carrier="shared_memory")
+    publish("shared memory", shared)
+    shared.close()
+    direct = publisher(transport="direct")
+    publish("direct", direct)
+    publish("direct again", direct)
+    direct.close()
+    last = publisher()
+    publish("before a death", last)
+    if rank == 0:
+        pipes[ONE][0].send(("/die_in_the_next_update", {}))
+        pipes[ONE][0].recv()
+    publish("after a death", last)
+    last.close()
+    results["said"] = said
+    learner.close()
+    return results
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    "config",
+    [
+        LearnerConfig(dtype="float32"),
+        LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2, dtype="float32"),
+    ],
+    ids=["one rank", "TP2xPP2"],
+)
+def test_every_stage_sends_its_own_and_a_lost_server_costs_nothing(
+    config: LearnerConfig, tmp_path: Path
+) -> None:
+    build_tiny_model(tmp_path, "qwen2", tied=True, **DIMENSIONS)
+    models = {url: sglang_loader.build_ranks(tmp_path, "int8", size) for url, size in SIZES.items()}
+    with serving(models[ONE]) as one, serving(models[TWO]) as two:
+        pipes = {ONE: one, TWO: two}
+        leader, *others = run_ranks(
+            publish_all, config.world_size, tmp_path, config, pipes, timeout_s=500
+        )
+    for name in ("key frame", "delta", "shared memory", "direct", "direct again", "before a death"):
+        assert leader[name][0] == len(SIZES), (name, leader["said"])
+    num_servers, _, conversion = leader["after a death"]
+    assert num_servers == 1
+    assert any("server rollout_0 is lost" in line for line in leader["said"])
+
+    # Each stage's first rank sends, to both servers, and no other.
+    for rank, results in enumerate([leader, *others]):
+        is_sender = rank % config.tensor_parallel_size == 0
+        assert bool(results["sent"]["key frame"]) == is_sender, rank
+        assert results["sent"]["direct"] == 0
+    for name in ("key frame", "delta", "shared memory"):
+        total = sum(results["sent"][name] for results in [leader, *others])
+        assert total == len(SIZES) * leader[name][1]
+    whole = conversion.num_bytes
+    assert leader["key frame"][1] == leader["shared memory"][1] == whole
+    assert 0 < leader["delta"][1] < whole / 5
+    assert leader["direct"][1] == 0
