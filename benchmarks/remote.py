@@ -22,6 +22,7 @@ import os
 import platform
 import threading
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from statistics import median
 from types import SimpleNamespace
@@ -73,7 +74,8 @@ class Receiver:
         self._thread.join()
 
     async def _update(self, request: Any) -> tuple[bool, str]:
-        updater = SimpleNamespace(get_model=lambda: None, device="cpu")
+        model = SimpleNamespace(load_weights=self._load)
+        updater = SimpleNamespace(get_model=lambda: model, device="cpu")
         return plugin.load_file(
             _refuse,
             updater,
@@ -83,6 +85,10 @@ class Receiver:
             request.group_name,
             request.load_format,
         )
+
+    def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.held[name].copy_(tensor)
 
     def write_changes(self, model: Any, changes: Any) -> None:
         """Write a delta into the tensors, as `receive.write_changes` does into a model's."""

@@ -27,12 +27,13 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
+from qurl_megatron.rollout.remote import WeightsPost
+from qurl_megatron.rollout.wire import BucketHeader
 from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
 from qurl_megatron.weight_sync import coding, delta
 from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
-from qurl_megatron.weight_sync.remote import Courier
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import announce
 from test_fleet import make_server
@@ -277,8 +278,9 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
         send(int(control.server.url[-1]), names)
 
-    def deliver(courier: Courier, bucket: Bucket) -> None:
-        send(int(courier._door.server.url[-1]), bucket.names)
+    def send_over_http(post: WeightsPost, header: BucketHeader, payload: Tensor) -> float:
+        send(int(post._server.url[-1]), header.names)
+        return 1.0
 
     def verify(control: ServerControl, checksums: dict[str, int]) -> None:
         index = int(control.server.url[-1])
@@ -291,8 +293,8 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     network.Link._let_in = lambda link, num_senders: None
     network.verify = verify
     network.ServerControl.update_weights = update_weights
-    couriers: Any = Courier
-    couriers.deliver = deliver
+    post: Any = WeightsPost
+    post.send = send_over_http
     network.ServerControl.pause = network.ServerControl.resume = lambda control: None
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]

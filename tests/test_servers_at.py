@@ -369,9 +369,7 @@ def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
     monkeypatch.setattr(couriers, "MEASURED_BYTES", 1)
     weights = quantized(model_dir, "int8")
     courier = process.courier()
-    courier.begin(1, None)
-    courier.send(Bucket.pack(weights), announced=True).result()
-    assert courier.sent_bytes == sum(tensor.nbytes for tensor in weights.values())
+    assert courier.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
     assert 0 < courier.rate < float("inf")
     num_bytes = []
     for version, rate in ((2, CODING_PAYS_BELOW_BYTES_PER_S), (3, 1.0)):
@@ -380,22 +378,15 @@ def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
             if tensor.dtype == torch.int8:
                 tensor.view(-1)[version::50] += 1
         courier.rate = rate
-        before = courier.sent_bytes
-        courier.begin(version, version - 1)
-        courier.send(bucket_of_delta(weights, new, version - 1), announced=False).result()
-        courier.end().result()
-        num_bytes.append(courier.sent_bytes - before)
+        num_bytes.append(courier.deliver(bucket_of_delta(weights, new, version - 1), version))
         weights = new
         held = sglang_loader.whole_tensors(process.ranks, weights)
         for name, tensor in weights.items():
             assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
     plain, coded = num_bytes
     assert coded < plain / 2
-    courier.begin(4, 3)
-    courier.end().result()  # nothing has changed, and the server learns of the version
-    assert process.versions == [(str(version), True) for version in (1, 2, 3, 4)]
-    assert [file.exists() for file in process.files] == [False] * 4
-    assert courier.failure is None
+    assert process.versions == [("1", True), ("2", True), ("3", True)]
+    assert [file.exists() for file in process.files] == [False] * 3
 
 
 def test_the_routes_need_the_key_and_say_why_weights_are_refused(
@@ -407,13 +398,11 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     noise = torch.full((16,), 255, dtype=torch.uint8)
     wrong = Bucket([delta.bucket_name(1)], [noise.dtype], [(16,)], noise)
     with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
-        courier.deliver(wrong)
-    courier.send(wrong, announced=False).result()
-    assert "Failed to load weights" in str(courier.failure)
+        courier.deliver(wrong, 1)
     stranger = process.courier("another-key-of-it")
     assert process.http.get("/qurl").status_code == 401
     with pytest.raises(UpdateRefused, match="Unauthorized"):
-        stranger.deliver(wrong)
+        stranger.deliver(wrong, 1)
     assert process.http.get("/health").status_code == 404  # not one of these routes
 
 

@@ -33,7 +33,7 @@ class ServerControl:
         `pause_mode` is the run's `rollout.pause_mode`.
         """
         self.server = server
-        self.pause_mode = pause_mode
+        self._pause_mode = pause_mode
         self._client = httpx.Client(
             base_url=server.url, headers=server.headers, timeout=timeout_s, limits=CONNECTIONS
         )
@@ -44,7 +44,7 @@ class ServerControl:
         In mode `retract` they give up their keys and values, which `resume` has computed again from
         their tokens. In mode `in_place` they keep them.
         """
-        self._post("/pause_generation", {"mode": self.pause_mode})
+        self._post("/pause_generation", {"mode": self._pause_mode})
 
     def resume(self) -> None:
         """Continue sampling, with the weights of the last update and under its version."""
@@ -99,7 +99,7 @@ class ServerControl:
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
                 "weight_version": str(weight_version),
-                "flush_cache": self.pause_mode == "retract",  # SGLang cannot while requests run
+                "flush_cache": self._pause_mode == "retract",  # SGLang cannot while requests run
             },
             timeout=None,
         )

@@ -1,7 +1,6 @@
 """Channels: the process groups through which a sender's buckets reach the servers.
 
-Each sender has one channel to each server, or a courier (`remote.py`) to one that was started
-elsewhere. Global rank 0 opens them: it sends all senders the
+Each sender has one channel to each server. Global rank 0 opens them: it sends all senders the
 `Door` of each, and asks the server to come in. A channel works in order in a thread of its own.
 After a failure it sends nothing more, and the server, whose side of the channel then ends too, says
 so to rank 0. Rank 0 gives a channel up through the store in which its ranks have met.
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from qurl_megatron.device import device, rank
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import Coder, Courier, RemoteDoor
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 from qurl_megatron.weight_sync.stream import channel_name
 

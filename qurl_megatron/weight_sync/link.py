@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist

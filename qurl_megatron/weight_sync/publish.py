@@ -29,9 +29,6 @@ A bucket is converted once, and goes to all servers at the same time, one copy t
 converted meanwhile, and the server loads the one before. A server that was started elsewhere gets
 it over HTTP (`remote.py`). A publish lasts as long as the slowest way.
 
-A server that was started elsewhere gets the buckets of each sender over HTTP (`remote.py`), and a
-publish lasts as long as the slowest link.
-
 With transport `direct`, for servers on the learner's machine, nothing is sent: every rank writes
 into the servers' parameters (`direct.py`).
 
@@ -60,12 +57,12 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Carrier, Channels
+from qurl_megatron.weight_sync.channel import Carrier, Channels, Door
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
-from qurl_megatron.weight_sync.remote import RemoteLink
+from qurl_megatron.weight_sync.remote import RemoteDoor, RemoteLink
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import (
     Announcement,
@@ -285,13 +282,15 @@ class Publisher:
         paused = []
         for link in links:
             link.begin(takes_delta=base is not None, num_senders=len(senders))
-            link.receive(request, self.version)
-        doors, tokens = from_rank_zero(
-            lambda: (
-                [door for link in self._links.values() if (door := link.door)],
-                [door.token for link in links if (door := link.door)],
-            )
-        )
+            receiving = link.receive(request, self.version)
+            paused += [receiving] if isinstance(link, RemoteLink) else []
+
+        def open_doors() -> tuple[list[Door | RemoteDoor], list[str]]:
+            _wait(paused)  # nothing else keeps the senders until these servers are
+            doors = [door for link in self._links.values() if (door := link.door)]
+            return doors, [door.token for link in links if (door := link.door)]
+
+        doors, tokens = from_rank_zero(open_doors)
         sent_bytes, failed = 0, dict[str, RuntimeError]()
         if dist.get_rank() in senders:
             self._channels.keep(doors, senders.index(dist.get_rank()))

@@ -92,41 +92,8 @@ class Courier:
         """Return at once: each request is complete by itself."""
         return self._thread.submit(lambda: None)
 
-    def begin(self, version: int, base: int | None) -> None:
-        """Begin to carry a version; a delta of version `base` if there is one."""
-        self._version, self._base, self._is_empty = version, base, True
-
-    def send(self, bucket: Bucket, *, announced: bool) -> Future[None]:
-        """Send a bucket; done when it may be released, or the courier has failed.
-
-        `announced` says nothing here: every bucket has its own description.
-        """
-        self._is_empty = False
-        return self._thread.submit(self._guarded, bucket)
-
-    def end(self) -> Future[None]:
-        """End a delta. Without a change, the server must still learn of the version."""
-        if not self._is_empty or self._base is None:
-            return self._thread.submit(lambda: None)
-        flat = torch.empty(0, dtype=torch.uint8)
-        return self.send(
-            Bucket([bucket_name(self._base)], [flat.dtype], [(0,)], flat), announced=False
-        )
-
-    def close(self) -> None:
-        """Close the connection; the server keeps running."""
-        self._thread.shutdown()
-        self._post.close()
-
-    def _guarded(self, bucket: Bucket) -> None:
-        if self.failure is None:
-            try:
-                self.deliver(bucket)
-            except RuntimeError as error:
-                self.failure = error
-
-    def deliver(self, bucket: Bucket) -> None:
-        """Send a bucket.
+    def deliver(self, bucket: Bucket, version: int) -> int:
+        """Send a bucket of a version; return how many bytes that took.
 
         Raises:
             ServerFailed: the server did not take it.
@@ -141,13 +108,12 @@ class Courier:
             names=bucket.names,
             dtypes=_names(bucket.dtypes),
             shapes=[list(shape) for shape in bucket.shapes],
-            version=self._version,
-            flush_cache=self._door.flush_cache,
+            version=version,
+            flush_cache=self._flush_cache,
             coding=coding,
             num_bytes=len(payload),
         )
         send_s = self._post.send(header, payload)
-        self.sent_bytes += len(payload)
         if len(payload) >= MEASURED_BYTES:
             self.rate = len(payload) / send_s
         return len(payload)
