@@ -57,12 +57,12 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Carrier, Channels, Door
+from qurl_megatron.weight_sync.channel import Carrier, Channels, Entrance
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
-from qurl_megatron.weight_sync.remote import RemoteDoor, RemoteLink
+from qurl_megatron.weight_sync.remote import RemoteLink
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import (
     Announcement,
@@ -285,7 +285,7 @@ class Publisher:
             receiving = link.receive(request, self.version)
             paused += [receiving] if isinstance(link, RemoteLink) else []
 
-        def open_doors() -> tuple[list[Door | RemoteDoor], list[str]]:
+        def open_doors() -> tuple[list[Entrance], list[str]]:
             _wait(paused)  # nothing else keeps the senders until these servers are
             doors = [door for link in self._links.values() if (door := link.door)]
             return doors, [door.token for link in links if (door := link.door)]
