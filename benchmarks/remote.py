@@ -22,6 +22,7 @@ import os
 import platform
 import threading
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from statistics import median
 from types import SimpleNamespace

@@ -8,8 +8,8 @@ servers of 1, 2 and 4 ranks then take random sequences of them: deltas, coded de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
+from qurl_megatron.rollout.remote import WeightsPost
+from qurl_megatron.rollout.wire import BucketHeader
 from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
 from qurl_megatron.weight_sync import coding, delta
 from qurl_megatron.weight_sync import link as linking
@@ -266,13 +268,19 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     refusing: set[int] = set()  # servers that refuse their next delta
     wrong: list[int] = []  # servers that do not hold what they are sent, each once
 
-    def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
-        base, index = delta.base_version(names), int(control.server.url[-1])
-        what = "all" if base is None else f"delta of {base}"
-        sent.append((index, what))
+    def send(index: int, names: Sequence[str]) -> None:
+        base = delta.base_version(names)
+        sent.append((index, "all" if base is None else f"delta of {base}"))
         if base is not None and index in refusing:
             refusing.remove(index)
             raise UpdateRefused("refused")
+
+    def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
+        send(int(control.server.url[-1]), names)
+
+    def send_over_http(post: WeightsPost, header: BucketHeader, payload: Tensor) -> float:
+        send(int(post._server.url[-1]), header.names)
+        return 1.0
 
     def verify(control: ServerControl, checksums: dict[str, int]) -> None:
         index = int(control.server.url[-1])
@@ -285,6 +293,8 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     network.Link._let_in = lambda link, num_senders: None
     network.verify = verify
     network.ServerControl.update_weights = update_weights
+    post: Any = WeightsPost
+    post.send = send_over_http
     network.ServerControl.pause = network.ServerControl.resume = lambda control: None
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]
@@ -327,6 +337,21 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     resumed.version = publisher.version
     turn("resumed", resumed.publish)
     resumed.close()
+    elsewhere = replace(servers[4], is_remote=True)
+    mixed = Publisher(
+        learner,
+        Fleet("rollout", {0: servers[0], 4: elsewhere}),
+        "int8",
+        2**30,
+        mode="delta",
+        has_remote=True,
+    )
+    turn("one is elsewhere", mixed.publish)
+    turn("both hold it", mixed.publish)
+    refusing.add(4)
+    turn("it refuses", mixed.publish)
+    turn("it holds it again", mixed.publish)
+    mixed.close()
     learner.close()
     return turns
 
@@ -346,4 +371,8 @@ def test_only_servers_verified_to_hold_the_version_before_get_a_delta(model_dirs
         "after a failure": [(3, "all")],
         "and then": [(3, "delta of 9")],
         "resumed": [(3, "all")],
+        "one is elsewhere": [(0, "all"), (4, "all")],
+        "both hold it": [(0, "delta of 1"), (4, "delta of 1")],
+        "it refuses": [(0, "delta of 2"), (4, "all"), (4, "delta of 2")],
+        "it holds it again": [(0, "delta of 3"), (4, "delta of 3")],
     }

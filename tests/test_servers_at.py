@@ -395,7 +395,8 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
     assert Description(**described.json()) == description(model_dir)
     courier = process.courier()
-    wrong = Bucket.pack({"model.norm.weight": torch.zeros(3)})
+    noise = torch.full((16,), 255, dtype=torch.uint8)
+    wrong = Bucket([delta.bucket_name(1)], [noise.dtype], [(16,)], noise)
     with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
         courier.deliver(wrong, 1)
     stranger = process.courier("another-key-of-it")

@@ -12,6 +12,7 @@ file is gone when the learner gets its answer.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tempfile
 import time
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.rollout.wire import (
     CONTEXT_RESERVE,
     DESCRIPTION_PATH,
@@ -37,7 +39,7 @@ from qurl_megatron.rollout.wire import (
 from qurl_megatron.sglang_plugin.receive import write_changes
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.coding import decode
-from qurl_megatron.weight_sync.delta import base_version, unpack
+from qurl_megatron.weight_sync.delta import Change, base_version, unpack
 
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
@@ -138,17 +140,23 @@ def load_file(
     path, coding = named
     model, device = updater.get_model(), torch.device(updater.device)
     try:
-        flat = _read(path)
+        flat = _read(path) if os.path.getsize(path) else torch.empty(0, dtype=torch.uint8)
         if coding == "rice":
             write_changes(model, decode(flat, device))
         elif base_version(names) is not None:
             write_changes(model, unpack(flat.to(device)))
         else:
             bucket = Bucket(names, [getattr(torch, d) for d in dtypes], shapes, flat.to(device))
-            model.load_weights(list(bucket.tensors()))
+            write_changes(model, map(whole, *zip(*bucket.tensors(), strict=True)))
     except Exception as error:
         return False, f"Failed to load weights: {error!r}"
     return True, "Succeeded to update parameter online."
+
+
+def whole(name: str, tensor: Tensor) -> Change:
+    """Return the change that sends all elements of a tensor."""
+    shape = (len(tensor), math.prod(tensor.shape[1:]))
+    return Change(name, (0, 0), shape, None, as_integers(tensor).reshape(-1))
 
 
 def _read(path: str) -> Tensor:

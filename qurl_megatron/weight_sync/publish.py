@@ -57,7 +57,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Carrier, Channels
+from qurl_megatron.weight_sync.channel import Carrier, Channels, Entrance
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
@@ -279,15 +279,18 @@ class Publisher:
             self._channels.prepare()
         # The first request is a key frame: it is complete when all senders are prepared.
         request = self._key_frame if base is None else announce_delta(base, len(senders))
+        paused = []
         for link in links:
             link.begin(takes_delta=base is not None, num_senders=len(senders))
-            link.receive(request, self.version)
-        doors, tokens = from_rank_zero(
-            lambda: (
-                [door for link in self._links.values() if (door := link.door)],
-                [door.token for link in links if (door := link.door)],
-            )
-        )
+            receiving = link.receive(request, self.version)
+            paused += [receiving] if isinstance(link, RemoteLink) else []
+
+        def open_doors() -> tuple[list[Entrance], list[str]]:
+            _wait(paused)  # nothing else keeps the senders until these servers are
+            doors = [door for link in self._links.values() if (door := link.door)]
+            return doors, [door.token for link in links if (door := link.door)]
+
+        doors, tokens = from_rank_zero(open_doors)
         sent_bytes, failed = 0, dict[str, RuntimeError]()
         if dist.get_rank() in senders:
             self._channels.keep(doors, senders.index(dist.get_rank()))
