@@ -108,4 +108,4 @@ def connect(pipes: Mapping[str, Sequence[Connection]]) -> None:
             return {"ranks": ranks}
         return {"success": True}
 
-    ServerControl._post = post  # type: ignore[method-assign]
+    setattr(ServerControl, "_post", post)  # noqa: B010
