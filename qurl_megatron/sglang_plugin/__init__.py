@@ -47,6 +47,7 @@ def register() -> None:
         f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,
+        f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,
         f"{scheduler}.flush_cache": versions.flush_cache,

@@ -48,6 +48,7 @@ from qurl_megatron.config.schema import PauseMode, PublishMode, WeightFormat
 from qurl_megatron.device import SharedError, backend_to, device, from_rank_zero
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.process import trim_heap
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
@@ -139,6 +140,7 @@ class Publisher:
             PublishError: no server holds what was sent.
             NonFinite: a weight holds NaN or infinity; the message names it, and its rank.
         """
+        trim_heap()  # of what the step has used
         self.version += 1
         self._sent = {}
         links = self._link(self._fleet.members("serving", "joining"))
