@@ -17,7 +17,7 @@ After every publish the checksums of each server that serves are read back. The 
     prompts   how many were asked for, and how many were trained on; these must be all, once each
     answers   whose versions or log-probs are not those of published weights; must be none
     checksums that were read back, and those that differ from what was sent; must be none
-    memory    of each process, resident, in its last publishes, and how much it grows per
+    memory    of each process, in its last publishes, and how much it grows per
               publish, with a standard error. Servers are measured in the last third of the
               publishes, in which no fault ends one; the first publishes of a process are left out
     orphans   processes and files that are left at the end; must be none
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import platform
 import random
@@ -38,14 +37,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -53,8 +51,9 @@ import psutil
 import torch
 
 REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests"))  # the learner and servers of the tests
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]  # learner and servers of the tests
 
+from benchmarks.process_memory import LEARNER, Memory  # noqa: E402
 from e2e.deployment import (  # noqa: E402
     COMPLETIONS,
     PER_STEP,
@@ -89,15 +88,14 @@ LATEST_S = 1.0  # a fault begins at most this long after the step that it is due
 BURST = 80  # prompts, with four completions each
 BURST_LENGTH = 8  # tokens of a completion
 QUIET = 1 / 3  # of the publishes, at the end, without faults that end a server
-SETTLING = 10  # publishes, of each process, before its memory is measured
-BLOCKS = 12  # means in a row that a slope is fitted to, because samples are not independent
 STARTER_POLL_S = 0.2
 # Largest mean |behaviour - learner's log-prob| over a completion, in nats. INT8 makes 0.03; weights
 # that a server has drawn at random make 0.6 on the mean, and 0.3 or more over five tokens.
 LARGEST_DIFFERENCE = 0.2
+# torch keeps a record of each of the last collectives of a process, 2,000 unless this says
+# otherwise. They fill up in hundreds of publishes, and look like growth until then.
+FEW_RECORDS = {"TORCH_FR_BUFFER_SIZE": "20"}
 MARK = "QURL_SOAK"  # variable in the environment of every process of this command
-MIB = 2**20
-LEARNER = "learner, fleet, starter"  # this process
 
 
 @dataclass
@@ -116,66 +114,8 @@ class Outcome:
     refusals: int = 0  # of full queues
     checksums_read: int = 0  # servers, publish by publish
     largest_difference: float = 0.0
-    memory: Memory = field(default_factory=lambda: Memory())
+    memory: Memory = field(default_factory=Memory)
     problems: list[str] = field(default_factory=list)
-
-
-class Memory:
-    """What the processes use, by their role: each process's (publish, bytes)."""
-
-    def __init__(self) -> None:
-        self.histories: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(dict)
-
-    def measure(self, publish: int, roles: dict[str, psutil.Process]) -> None:
-        """Note the resident memory of each process.
-
-        What a fork shares with its parent counts too. Otherwise every page that a server is the
-        first to write to would look like growth.
-        """
-        for role, process in roles.items():
-            with contextlib.suppress(psutil.Error):  # it has ended
-                used = process.memory_info().rss
-                self.histories[role].setdefault(process.pid, []).append((publish, used))
-
-    def table(self, quiet_from: int) -> list[str]:
-        """Return a line for each role: processes, publishes, MiB, bytes per publish."""
-        lines = [f"{'process':>22}  number  publishes     MiB  bytes per publish"]
-        for role, processes in self.histories.items():
-            settled = []
-            for history in processes.values():
-                begin = history[0][0] + SETTLING
-                if role != LEARNER:
-                    begin = max(begin, quiet_from)
-                blocks = means([point for point in history if point[0] >= begin])
-                if len(blocks) > 1:
-                    settled.append(blocks)
-            if sum(len(blocks) - 1 for blocks in settled) < 3:
-                continue
-            slope, error = slope_of(settled)
-            publishes = sum(round(blocks[-1][0] - blocks[0][0]) for blocks in settled)
-            used = fmean(blocks[-1][1] for blocks in settled) / MIB
-            counts = f"{role:>22}  {len(settled):6}  {publishes:9}"
-            lines.append(f"{counts}  {used:6.0f}  {slope:+.0f} ± {error:.0f}")
-        return lines
-
-
-def means(history: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Return the means of at most BLOCKS equal parts of a process's history."""
-    size = max(1, len(history) // BLOCKS)
-    parts = [history[start : start + size] for start in range(0, len(history) - size + 1, size)]
-    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
-
-
-def slope_of(histories: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """Return the common slope of histories with levels of their own, and its standard error."""
-    centred = []
-    for history in histories:
-        x_mean, y_mean = fmean(x for x, _ in history), fmean(y for _, y in history)
-        centred += [(x - x_mean, y - y_mean) for x, y in history]
-    squares = sum(x * x for x, _ in centred)
-    slope = sum(x * y for x, y in centred) / squares
-    residual = sum((y - slope * x) ** 2 for x, y in centred)
-    return slope, math.sqrt(residual / (len(centred) - len(histories) - 1) / squares)
 
 
 class Faults:
@@ -542,7 +482,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
     until, mark = time.monotonic() + 60 * arguments.minutes, secrets.token_hex(8)
-    device.extend_environment({MARK: mark, "GLOO_SOCKET_IFNAME": "lo"})
+    device.extend_environment({MARK: mark, "GLOO_SOCKET_IFNAME": "lo", **FEW_RECORDS})
     device.limit_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory, scratch = Path(name), Path(name) / "scratch"

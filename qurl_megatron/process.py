@@ -1,4 +1,4 @@
-"""Helpers for child processes: ports, the ends of logs, and ending with the parent."""
+"""Helpers for processes: ports, the ends of logs, ending with the parent, freed memory."""
 
 from __future__ import annotations
 
@@ -101,6 +101,15 @@ def end_only_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, and block the launcher's signals."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
+
+
+def trim_heap() -> None:
+    """Give the memory that this process has freed back to the kernel.
+
+    glibc keeps what lies between pieces still in use. Where large temporary tensors of changing
+    sizes come and go, as in a server that computes on a CPU, that becomes more and more.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def start_ticks(pid: int) -> int | None:

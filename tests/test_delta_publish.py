@@ -209,8 +209,8 @@ def test_any_sequence_of_messages_gives_what_a_full_publish_gives_or_is_noticed(
             elif way == "coded":
                 for bucket in version.delta:
                     coded = coding.encode(bucket.flat)
-                    for model in ranks:
-                        write_changes(model, coding.decode(coded, coded.device))
+                    for each in ranks:
+                        write_changes(each, coding.decode(coded, coded.device))
             elif way == "twice":
                 repeated = version.delta + chance.sample(version.delta, len(version.delta))
                 write_delta(ranks, repeated)

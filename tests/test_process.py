@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -11,7 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qurl_megatron.process import LOG_LINE_LENGTH, PORTS, _listen, free_port, start_ticks, tail
+from qurl_megatron.process import (
+    LOG_LINE_LENGTH,
+    PORTS,
+    _listen,
+    free_port,
+    start_ticks,
+    tail,
+    trim_heap,
+)
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_and_from_a_dead_one() -> None:
@@ -101,3 +110,19 @@ def test_an_address_that_others_cannot_use_is_left_to_torch(
             assert listening.getsockname() == (address, port)
             with pytest.raises(OSError, match="in use"):
                 _listen(host, port)
+
+
+def test_memory_that_was_freed_between_pieces_in_use_goes_back_to_the_kernel() -> None:
+    libc, size, number = ctypes.CDLL(None), 100_000, 400  # smaller than what malloc maps on its own
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(size) for _ in range(number)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, size)
+    for piece in pieces[::2]:
+        libc.free(piece)
+    kept = psutil.Process().memory_info().rss
+    trim_heap()
+    trimmed = psutil.Process().memory_info().rss
+    for piece in pieces[1::2]:
+        libc.free(piece)
+    assert kept - trimmed > 0.8 * number * size / 2

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from qurl_megatron.quantization.quantize import dequantize, quantize
-from qurl_megatron.sglang_plugin import attention, receive, versions
+from qurl_megatron.sglang_plugin import attention, platform, receive, versions
 from qurl_megatron.sglang_plugin.linear import (
     Fp8BlockConfig,
     Fp8Config,
@@ -220,3 +220,15 @@ def test_a_server_keeps_one_record_of_its_weight_version_however_many_it_is_sent
     assert len(manager._config_updates) == 2
     assert manager.config_value("weight_version") == "99"
     assert manager.config_value("load_format") == "auto"
+
+
+def test_a_server_releases_unused_memory_when_it_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import platforms
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    done = []
+    fake = SimpleNamespace(empty_cache=lambda: done.append("released"))
+    monkeypatch.setattr(platforms, "current_platform", fake)
+    request = ContinueGenerationReqInput()
+    platform.resume(lambda *arguments: done.append("resumed"), "the scheduler", request)
+    assert done == ["released", "resumed"]

@@ -52,6 +52,7 @@ def register() -> None:
         f"{updater}.WeightUpdater.update_weights_from_distributed": remote.load_file,
         "utils.auth.add_api_key_middleware": remote.add_routes,
         "server_args.ServerArgs.__repr__": remote.without_key,
+        f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,
         f"{scheduler}.flush_cache": versions.flush_cache,

@@ -8,12 +8,15 @@ imports this module to define it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
+from qurl_megatron.process import trim_heap
 
 
 class CpuPlatform(SRTPlatform):
@@ -44,6 +47,9 @@ class CpuPlatform(SRTPlatform):
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
         base.BaseHostCache = RoutingTable
         pynccl.NCCLLibrary = refuse_nccl
+
+    def empty_cache(self) -> None:
+        trim_heap()
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return psutil.virtual_memory().total
@@ -92,6 +98,18 @@ def build_allocator(size: int, page_size: int, **options: Any) -> Any:
 def refuse_nccl(path: str | None = None) -> None:
     """Raise OSError in place of loading NCCL, which needs a GPU; SGLang then does without it."""
     raise OSError("NCCL needs a GPU")
+
+
+def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
+    """Release unused memory before sampling goes on, around `Scheduler.continue_generation`.
+
+    SGLang empties torch's cache on a GPU there, whatever the platform is.
+    """
+    from sglang.srt.platforms import current_platform
+
+    if request.torch_empty_cache:
+        current_platform.empty_cache()
+    original(scheduler, request)
 
 
 def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:

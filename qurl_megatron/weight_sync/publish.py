@@ -55,6 +55,7 @@ from qurl_megatron.config.schema import PauseMode, PublishMode, Transport, Weigh
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.channel import Carrier, Channels, Entrance
@@ -154,6 +155,7 @@ class Publisher:
             PublishError: no server holds what was sent.
             NonFinite: a weight holds NaN or infinity; the message names it, and its rank.
         """
+        trim_heap()  # of what the step has used
         self.version += 1
         self._sent = {}
         links = self._link(self._fleet.members("serving", "joining"))

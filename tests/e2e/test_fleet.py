@@ -6,6 +6,7 @@ Lost servers are started again when a test says so.
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.soak import FAULTS, Soak, slope_of
+from benchmarks.soak import FAULTS, Soak
 from e2e.deployment import (
     HEALTH_TIMEOUT_S,
     PEER_TIMEOUT_S,
@@ -85,26 +86,18 @@ def test_twenty_publishes_between_faults_lose_no_prompt_and_serve_no_wrong_weigh
     assert seen.lost >= 3 and seen.refusals > 0 and seen.checksums_read >= 20
 
 
-def test_a_slope_of_memory_is_that_of_least_squares_over_levels_of_their_own() -> None:
-    noise = [0.0, 3.0, -3.0, 0.0]
-    first = [(x, 1000.0 + 5 * x + noise[x]) for x in range(4)]
-    second = [(x, -70.0 + 5 * x - noise[x]) for x in range(4)]
-    slope, error = slope_of([first, second])
-    assert slope == pytest.approx(5)
-    # Sum of squares 2 * 18 less what a slope explains, over 8 - 3 degrees of freedom, over 2 * 5.
-    assert error == pytest.approx((36 / 5 / 10) ** 0.5)
-
-
 def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> None:
+    both.said.clear()
     with ThreadPoolExecutor() as threads:
         sampling = threads.submit(both.sample, PROMPTS)
         wait_until(lambda: list(requests_at(both).values()) == [24, 24])
         time.sleep(0.5)
         send_signal(both.roster[1], signal.SIGKILL)
-        noticed_s = wait_until(lambda: both.serving() == [0])
+        wait_until(lambda: both.serving() == [0])
         assert_all_answered(sampling.result(timeout=200), both.publisher.version)
-    assert noticed_s < 3
-    assert any("server rollout_1 is lost" in line for line in both.said)
+    # Its end is seen, by its process or by its connections. Nobody waits for a time limit.
+    (lost,) = [line for line in both.said if "server rollout_1 is lost" in line]
+    assert re.search("died|closed the connection", lost)
     assert both.fleet.members("serving")[0].outstanding == 0
 
 

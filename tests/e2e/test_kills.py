@@ -79,7 +79,7 @@ def exists(run: Command, pattern: str) -> Callable[[], bool]:
 Phase = Callable[[Command], Callable[[], bool]]
 # (phase, how to know it, signal to the launcher)
 TABLE: list[tuple[str, Phase, signal.Signals]] = [
-    ("preparing", lambda run: lambda: len(run.text()) == 0, signal.SIGKILL),
+    ("preparing", lambda run: lambda: True, signal.SIGKILL),
     ("servers starting", lambda run: exists(run, "logs/**/preload.log"), signal.SIGTERM),
     (
         "evaluation",

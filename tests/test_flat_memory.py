@@ -1,0 +1,58 @@
+"""Publishing for days takes no more memory than publishing once."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from distributed import run_ranks
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.weight_sync.publish import Publisher
+from tiny import build_tiny_model
+
+HOLE_BYTES, HOLES = 100_000, 200
+
+
+def publish_often(model_dir: Path) -> tuple[list[Counter[str]], int]:
+    """Return what lives after more and more publishes, and the bytes that one gives back."""
+    learner = Learner(model_dir, LearnerConfig(dtype="float32"), OptimizerConfig())
+    publisher = Publisher(learner, Fleet("rollout", {}), "int8", 2**16)
+    alive = []
+    for _ in range(4):
+        for _ in range(5):
+            publisher.publish()
+        gc.collect()
+        alive.append(Counter(str(type(each)) for each in gc.get_objects()))
+    leave_holes()
+    kept = psutil.Process().memory_info().rss
+    publisher.publish()
+    trimmed = psutil.Process().memory_info().rss
+    publisher.close()
+    learner.close()
+    return alive, kept - trimmed
+
+
+def leave_holes() -> None:
+    """Free every other one of many pieces of memory; the kernel gets none of it back by that."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(HOLE_BYTES) for _ in range(2 * HOLES)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, HOLE_BYTES)
+    for piece in pieces[::2]:
+        libc.free(piece)
+
+
+def test_publishes_leave_no_object_behind_and_give_freed_memory_back(tmp_path: Path) -> None:
+    model_dir = build_tiny_model(tmp_path / "model")
+    ((alive, given_back),) = run_ranks(publish_often, 1, model_dir, timeout_s=400)
+    growth = [later - earlier for earlier, later in zip(alive[1:], alive[2:], strict=False)]
+    own = str(Counter)  # the measurement's own
+    assert all(not grown.keys() - {own} for grown in growth), growth
+    assert given_back > HOLES * HOLE_BYTES / 2
