@@ -127,7 +127,7 @@ def _steps_of_today(model: Any, converter: Any, sent: list[Any]) -> dict[str, Ca
 class Shards:
     """The shards that a learner of one rank would have, without its optimizer."""
 
-    def __init__(self, architecture: Any, place: Any) -> None:
+    def __init__(self, architecture: Any, place: Any, layers: int = LAYERS) -> None:
         import torch
 
         from qurl_megatron.model import weight_map
@@ -140,13 +140,15 @@ class Shards:
                 torch.randn(weight_map.full_shape(part, architecture), generator=generator) * 0.02
                 for part in rule.tensors
             ]
-            for layer in range(LAYERS) if rule.layered else [None]:
+            for layer in range(layers) if rule.layered else [None]:
                 shard = weight_map.merge(rule, parts, architecture, 1).bfloat16().to(place)
                 self._shards.append((rule, layer, shard))
 
-    def shards(self) -> Any:
+    def shards(self, *, of_experts: bool | None = None) -> Any:
         """Yield what `Learner.shards` yields."""
-        yield from self._shards
+        for rule, layer, shard in self._shards:
+            if of_experts is None or rule.of_experts == of_experts:
+                yield rule, layer, shard
 
 
 def run_child(checkout: Path, passes: int) -> dict[str, dict[str, float]]:

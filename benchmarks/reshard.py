@@ -85,9 +85,13 @@ class Layer:
             layer = 0 if rule.layered else None
             self._shards.append((rule, layer, shard.to(device.device())))
 
-    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+    def shards(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield what `Learner.shards` yields."""
-        yield from self._shards
+        for rule, layer, shard in self._shards:
+            if of_experts in (None, rule.of_experts):
+                yield rule, layer, shard
 
     def change(self, fraction: float) -> None:
         """Change the sign of about this fraction of the weights."""

@@ -53,9 +53,13 @@ class RandomPolicy:
                 parts.append(random.normal_(std=0.02, generator=generator))
             self._shards.append((rule, weight_map.merge(rule, parts, architecture, 1)))
 
-    def shards(self) -> Iterator[tuple[Rule, int | None, Tensor]]:
+    def shards(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield what `Learner.shards` yields: rule, layer number, BF16 weight."""
         for rule, shard in self._shards:
+            if of_experts not in (None, rule.of_experts):
+                continue
             for layer in range(self.architecture.num_layers) if rule.layered else [None]:
                 yield rule, layer, shard
 
