@@ -22,14 +22,14 @@ from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.attribution import ActivationMeter
-from qurl_megatron.sglang_plugin import linear
+from qurl_megatron.sglang_plugin import formats, linear
 
 Sampled = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response to it."""
 
-_CONFIGS: dict[str, type[linear.QurlConfig]] = {
+_CONFIGS: dict[str, type[formats.QurlConfig]] = {
     config.get_name(): config
-    for config in (linear.Int8Config, linear.Fp8Config, linear.Fp8BlockConfig)
+    for config in (formats.Int8Config, formats.Fp8Config, formats.Fp8BlockConfig)
 }
 
 

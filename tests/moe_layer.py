@@ -11,13 +11,8 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from torch import Tensor
 
 from qurl_megatron.quantization.quantize import dequantize, engine_scale, quantize
-from qurl_megatron.sglang_plugin.linear import (
-    Fp8BlockConfig,
-    Fp8Config,
-    Int8Config,
-    QurlConfig,
-    quantize_tokens,
-)
+from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
+from qurl_megatron.sglang_plugin.linear import quantize_tokens
 from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128

@@ -57,15 +57,15 @@ def build(model_dir: Path, weight_format: str) -> Any:
     from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
 
-    from qurl_megatron.sglang_plugin import linear
+    from qurl_megatron.sglang_plugin import formats
 
     quantization = {
         "bf16": None,
-        "int8": linear.Int8Config,
-        "int4": linear.Int8Config,
-        "fp8": linear.Fp8Config,
-        "fp8-tensor": linear.Fp8Config,
-        "fp8-block": linear.Fp8BlockConfig,
+        "int8": formats.Int8Config,
+        "int4": formats.Int8Config,
+        "fp8": formats.Fp8Config,
+        "fp8-tensor": formats.Fp8Config,
+        "fp8-block": formats.Fp8BlockConfig,
     }[weight_format]
     config = AutoConfig.from_pretrained(model_dir)
     model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)

@@ -61,7 +61,7 @@ def test_a_gpu_whose_deepgemm_takes_other_scales_is_refused_for_blocks(
 ) -> None:
     from sglang.srt.layers import deep_gemm_wrapper
 
-    from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig
+    from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
 
     config = Fp8BlockConfig()
     method, layer = config.linear_method(config), torch.nn.Module()

@@ -21,7 +21,8 @@ from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory
-from qurl_megatron.sglang_plugin.linear import Int8Config, Int8LinearMethod
+from qurl_megatron.sglang_plugin.formats import Int8Config
+from qurl_megatron.sglang_plugin.linear import Int8LinearMethod
 from recipes.scaling_32b import ARCHITECTURES, study
 from tiny import build_tiny_model, quantized
 

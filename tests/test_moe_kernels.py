@@ -11,7 +11,8 @@ import triton_program
 def test_sglangs_fused_kernels_take_codes_and_scales_as_the_layer_holds_them() -> None:
     """They are compared with the CPU's loop over experts; a wrong scale is an error of 0.1 or more.
 
-    The kernels round each expert's part to bfloat16, the CPU only the sum.
+    The kernels round SiLU and each expert's part to bfloat16, the CPU only the sum. A few codes of
+    activations flip by that, which was measured as 0.006 to 0.016.
     """
     done = triton_program.run(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -19,4 +20,4 @@ def test_sglangs_fused_kernels_take_codes_and_scales_as_the_layer_holds_them() -
     )
     errors = dict(re.findall(r"relative error (\S+) (\S+)", done.stdout))
     assert errors.keys() == {"int8", "fp8", "fp8-block"}, done.stderr
-    assert all(float(error) < 5e-3 for error in errors.values()), errors
+    assert all(float(error) < 3e-2 for error in errors.values()), errors

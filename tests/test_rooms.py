@@ -190,6 +190,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/checksum",
             "quantization/quantize",
             "sglang_plugin/linear",
+            "sglang_plugin/moe",
             "weight_sync/shared_memory",
         },
     }

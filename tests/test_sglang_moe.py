@@ -18,7 +18,8 @@ from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, route
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, quantize_tokens
+from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
+from qurl_megatron.sglang_plugin.linear import quantize_tokens
 from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod, apply_unquantized_experts
 from qurl_megatron.sglang_plugin.receive import write_changes
 from qurl_megatron.sglang_plugin.verify import compute_checksum
@@ -31,7 +32,7 @@ FORMATS = ("bf16", "int8", "fp8", "fp8-block")
 # Ranks of a server, and groups of them over which whole experts are divided.
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 # Widths of every rank are whole blocks of 128.
-WHOLE_BLOCKS = {
+WHOLE_BLOCKS: dict[str, Any] = {
     "hidden_size": 128,
     "moe_intermediate_size": 512,
     "num_key_value_heads": 4,
@@ -46,7 +47,7 @@ def weights(
 ) -> Iterator[tuple[Path, str, list[dict[str, Tensor]]]]:
     """Yield a tiny model's directory, a format, and two sets of weights to send in it."""
     directory, weight_format = tmp_path_factory.mktemp("moe"), request.param
-    dims = WHOLE_BLOCKS if weight_format == "fp8-block" else {}
+    dims: dict[str, Any] = WHOLE_BLOCKS if weight_format == "fp8-block" else {}
     models = [
         build_tiny_model(directory / str(seed), "qwen3_moe", seed=seed, **dims) for seed in (0, 1)
     ]
@@ -97,7 +98,7 @@ def test_every_layout_holds_what_was_sent_in_the_same_memory(
     changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]
     message = delta.pack([change for change in changes if change], torch.device("cpu"))
     for model in ranks:
-        write_changes(model, message)
+        write_changes(model, delta.unpack(message))
     assert same_bytes(sglang_loader.whole_tensors(ranks, first), first)
     assert parameters(ranks) == built
 

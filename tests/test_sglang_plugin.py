@@ -12,14 +12,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from qurl_megatron.quantization.quantize import dequantize, quantize
 from qurl_megatron.sglang_plugin import attention, platform, receive, versions
-from qurl_megatron.sglang_plugin.linear import (
-    Fp8BlockConfig,
-    Fp8Config,
-    Int8Config,
-    Int8LinearMethod,
-    QurlConfig,
-    quantize_tokens,
-)
+from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
+from qurl_megatron.sglang_plugin.linear import Int8LinearMethod, quantize_tokens
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
 

@@ -143,7 +143,7 @@ def measure_linear(
 
     Relative errors are against a float64 product, for up to 256 tokens.
     """
-    from qurl_megatron.sglang_plugin.linear import Fp8Config, Int8Config
+    from qurl_megatron.sglang_plugin.formats import Fp8Config, Int8Config
 
     generator = torch.Generator(device=device.device()).manual_seed(0)
     weight = torch.empty(shape, device=device.device()).normal_(std=0.02, generator=generator)

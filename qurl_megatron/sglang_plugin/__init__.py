@@ -25,12 +25,12 @@ def register() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import linear, platform, receive, remote, verify, versions
+    from qurl_megatron.sglang_plugin import formats, platform, receive, remote, verify, versions
 
     bind_stores()
     configs = {
         config.get_name(): config
-        for config in (linear.Int8Config, linear.Fp8Config, linear.Fp8BlockConfig)
+        for config in (formats.Int8Config, formats.Fp8Config, formats.Fp8BlockConfig)
     }
     BASE_QUANTIZATION_METHODS.update(configs)
     QUANTIZATION_METHODS.update(configs)

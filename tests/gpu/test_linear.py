@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_megatron.quantization.quantize import quantize
-from qurl_megatron.sglang_plugin.linear import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
+from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
 
 TOLERANCES = {"int8": 3e-3, "fp8": 5e-3, "fp8-block": 5e-3}
 FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}
