@@ -307,12 +307,13 @@ class Publisher:
             if base is not None:
                 self._channels.end(tokens)
             failed = self._channels.failed()
+        total_bytes = 0
         for number, broken in to_rank_zero((sent_bytes, failed), senders):
-            sent_bytes += number
+            total_bytes += number
             failed |= broken
         for link in links:
             link.sent(failed)
-        return sent_bytes, conversion
+        return total_bytes, conversion
 
     def _write(self, links: list[Link]) -> Conversion:
         """Write the weights into the servers' parameters."""
