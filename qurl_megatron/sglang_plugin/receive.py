@@ -166,7 +166,8 @@ class LoadPlan:
             region = flat[begin:end].view(dtype)
             for target, start, stride in copies:
                 targets.append(target)
-                sources.append(region.as_strided(target.shape, stride, start))
+                first = region.storage_offset() + start
+                sources.append(region.as_strided(target.shape, stride, first))
         if targets:
             torch._foreach_copy_(targets, sources)
 
