@@ -29,7 +29,7 @@ _DIMENSIONS: dict[str, int | bool] = {
 def recipe() -> Config:
     config = quickstart.recipe()
     config.learner.expert_parallel_size = config.learner.tensor_parallel_size
-    config.quantization.uaq = UaqConfig(scale=2)
+    config.quantization.uaq = UaqConfig(scale=2.0)
     return config
 
 

@@ -128,7 +128,7 @@ def study(model: str, gpus: int) -> Config:
         objective=ObjectiveConfig(
             objective="acr", eps_low=0.2, eps_high=0.2, dual_clip=3.0, kl_coefficient=1e-3
         ),
-        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=2)),
+        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=2.0)),
         rollout=RolloutConfig(
             prompts_per_step=256,
             completions_per_prompt=8,
