@@ -247,7 +247,7 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
     for weight_format in arguments.formats:
         converter = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
         unmeasured = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
-        unmeasured._meter.measure = lambda *_: None  # type: ignore[method-assign]
+        unmeasured._meters[False].measure = lambda *_: None  # type: ignore[method-assign]
         changing = Converter(layer, weight_format, bucket_bytes, keeps_codes=True)  # type: ignore[arg-type]
         direct = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
         held, places = place_server(converter)

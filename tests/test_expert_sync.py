@@ -76,7 +76,7 @@ def convert(model_dir: Path, config: LearnerConfig) -> dict[str, Sent]:
 
     learner = Learner(model_dir, config, OptimizerConfig(), transform=uaq.transform(SCALING))
     converters = {f: Converter(learner, f, BUCKET_BYTES, keeps_codes=True) for f in FORMATS}
-    results = {weight_format: Sent() for weight_format in FORMATS}
+    results: dict[str, Sent] = {weight_format: Sent() for weight_format in FORMATS}
     for weight_format, converter in converters.items():
         sent = results[weight_format]
         sent.checksums.append(converter.convert(sent.whole.append).checksums)

@@ -92,7 +92,7 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shapes(model_dirs: dict[str, Path]) -> dict[str, list[list[tuple]]]:
-    shapes = {}
+    shapes: dict[str, list[list[tuple]]] = {}
     for learner in (LEARNER, EXPERT_LEARNER):
         models = {name: d for name, d in model_dirs.items() if learner_of(name) is learner}
         shapes |= run_ranks(stage_shapes, 1, models, learner)[0]

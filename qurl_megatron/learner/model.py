@@ -27,7 +27,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
 
-_EXTRA_STATE = "._extra_state"  # ends the names of what is no parameter in a model's state
+_EXTRA_STATE = "._extra_state"  # in the names of what is no parameter in a model's state
 
 
 def build_chunks(
@@ -159,7 +159,7 @@ def compute_dtype(learner: LearnerConfig) -> torch.dtype:
 
 def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:
     """Let a model load what `Policy.sharded_state_dict` returns."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(_EXTRA_STATE)]
+    keys.missing_keys[:] = [key for key in keys.missing_keys if _EXTRA_STATE not in key]
 
 
 class Policy(GPTModel):
@@ -198,7 +198,7 @@ class Policy(GPTModel):
         `learner.fp8` needs what they were before.
         """
         state = super().sharded_state_dict(*arguments, **keywords)
-        return {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
+        return {name: value for name, value in state.items() if _EXTRA_STATE not in name}
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
