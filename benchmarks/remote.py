@@ -26,7 +26,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from statistics import median
 from types import SimpleNamespace
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
