@@ -286,12 +286,10 @@ class Publisher:
             if base is not None:
                 self._channels.end(tokens)
             failed = self._channels.failed()
-        for number, broken in to_rank_zero((sent_bytes, failed), senders):
-            sent_bytes += number
-            failed += broken
+        reports = to_rank_zero((sent_bytes, failed), senders)
         for link in links:
-            link.sent(failed)
-        return sent_bytes, conversion
+            link.sent([token for _, broken in reports for token in broken])
+        return sum(number for number, _ in reports), conversion
 
     def _write(self, links: list[Link]) -> Conversion:
         """Write the weights into the servers' parameters."""
