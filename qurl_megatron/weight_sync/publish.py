@@ -281,10 +281,13 @@ class Publisher:
             sent_bytes += bucket.flat.numel()
             return self._channels.send(tokens, bucket, announced=base is None)
 
-        conversion = self._converter.convert(send, base=base)
-        if dist.get_rank() in senders:
-            if base is not None:
+        def all_sent() -> None:
+            # A server reads the senders of a delta in turn, each to its end.
+            if base is not None and dist.get_rank() in senders:
                 self._channels.end(tokens)
+
+        conversion = self._converter.convert(send, base=base, all_sent=all_sent)
+        if dist.get_rank() in senders:
             failed = self._channels.failed()
         reports = to_rank_zero((sent_bytes, failed), senders)
         for link in links:
