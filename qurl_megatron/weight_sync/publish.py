@@ -302,18 +302,19 @@ class Publisher:
             sent_bytes += bucket.flat.numel()
             return self._channels.send(tokens, bucket, self.version, announced=base is None)
 
-        conversion = self._converter.convert(send, base=base)
-        if dist.get_rank() in senders:
-            if base is not None:
+        def all_sent() -> None:
+            # A server reads the senders of a delta in turn, each to its end.
+            if base is not None and dist.get_rank() in senders:
                 self._channels.end(tokens)
+
+        conversion = self._converter.convert(send, base=base, all_sent=all_sent)
+        if dist.get_rank() in senders:
             failed = self._channels.failed()
-        total_bytes = 0
-        for number, broken in to_rank_zero((sent_bytes, failed), senders):
-            total_bytes += number
-            failed |= broken
+        reports = to_rank_zero((sent_bytes, failed), senders)
+        failures = {token: why for _, broken in reports for token, why in broken.items()}
         for link in links:
-            link.sent(failed)
-        return total_bytes, conversion
+            link.sent(failures)
+        return sum(number for number, _ in reports), conversion
 
     def _write(self, links: list[Link]) -> Conversion:
         """Write the weights into the servers' parameters."""

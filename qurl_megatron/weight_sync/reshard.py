@@ -135,7 +135,13 @@ class Converter:
             for planned in self._plan(number)
         ]
 
-    def convert(self, send: Send, *, base: int | None = None) -> Conversion:
+    def convert(
+        self,
+        send: Send,
+        *,
+        base: int | None = None,
+        all_sent: Callable[[], None] = lambda: None,
+    ) -> Conversion:
         """Convert the current weights, and return their checksums and drift.
 
         Collective: every learner rank calls it. `send` is called on each sender, with one bucket
@@ -145,6 +151,7 @@ class Converter:
         Args:
             base: the version that the last pass was sent as; what changed since is sent, as buckets
                 of `delta.py`. None: all is sent.
+            all_sent: called after this rank's last bucket, before ranks wait for each other.
         """
         if not self.keeps_codes:
             self._kept.clear()
@@ -171,7 +178,7 @@ class Converter:
             if release:
                 release()
 
-        return self._pass(convert_team)
+        return self._pass(convert_team, all_sent)
 
     def write(self, places: Places) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
@@ -187,7 +194,9 @@ class Converter:
         return self._pass(write_team)
 
     def _pass(
-        self, convert_team: Callable[[Team, Iterator[PlannedBucket], Measures], None]
+        self,
+        convert_team: Callable[[Team, Iterator[PlannedBucket], Measures], None],
+        all_sent: Callable[[], None] = lambda: None,
     ) -> Conversion:
         """Go through the weights of each team; return what was measured, complete on rank 0."""
         senders, own = self.senders, []
@@ -201,6 +210,7 @@ class Converter:
             measures = Measures(self._meters[team.of_experts], self._format)
             convert_team(team, measures.noting(self._plan(number)), measures)
             own.append(measures.finish(team))
+        all_sent()
         conversion = Conversion.merged(own)
         return Conversion.merged(to_rank_zero(conversion, senders) or [conversion])
 
