@@ -40,9 +40,14 @@ def allocated(model_dir: Path, config: LearnerConfig, rows: int, time: int) -> d
         with torch.autograd.graph.saved_tensors_hooks(saved.save, lambda holder: holder.tensor):
             for _ in range(2):
                 update(learner, ragged(tokens), weights, _sum_of_logprobs)
+        buffers = [
+            buffer
+            for chunk in learner.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
         return {
-            "weights": _bytes(b.param_data for chunk in learner.chunks for b in chunk.buffers),
-            "gradients": _bytes(b.grad_data for chunk in learner.chunks for b in chunk.buffers),
+            "weights": _bytes(buffer.param_data for buffer in buffers),
+            "gradients": _bytes(buffer.grad_data for buffer in buffers),
             "optimizer": _bytes(_state(learner, parameters)),
             "optimizer in passes": in_passes[-1],
             "activations": saved.most_bytes,

@@ -198,14 +198,20 @@ def test_a_32b_server_and_its_policy_fit_beside_each_other_on_80_gb() -> None:
 def test_tests_for_a_gpu_import_only_what_the_kit_packs() -> None:
     packed = kit.missing_packages({}).keys() | kit.BASE_PACKAGES | {"pytest"}
     owners = importlib.import_module("importlib.metadata").packages_distributions()
-    for path in (Path(__file__).parent / "gpu").glob("*.py"):
+    tests = Path(__file__).parent
+    helpers = {"moe_layer"}  # in the repository, beside the tests
+    others = {"transformer_engine", "transformer_engine_torch", "qurl_megatron"} | helpers
+    for path in [*(tests / "gpu").glob("*.py"), *(tests / f"{name}.py" for name in helpers)]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             for name in names:
                 root = name.partition(".")[0]
-                if root in ("transformer_engine", "transformer_engine_torch", "qurl_megatron"):
+                if (
+                    root
+                    in {"transformer_engine", "transformer_engine_torch", "qurl_megatron"} | helpers
+                ):
                     continue  # skipped where it is not installed; the repository
                 if root not in importlib.import_module("sys").stdlib_module_names:
                     assert {kit.canonical(owner) for owner in owners[root]} & packed, name

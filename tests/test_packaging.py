@@ -24,8 +24,8 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 
 # Import names that differ from the name of the package.
 IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml"}
-# torch and sglang pin these; wandb is an extra that a run enables.
-BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "wandb"}
+# torch and sglang bring these; wandb is an extra that a run enables.
+BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "starlette", "wandb"}
 
 
 def requirements_of(lines: list[str]) -> dict[str, Requirement]:

@@ -228,7 +228,8 @@ FIELDS = rows(r"""
     rollout.stages.9={max_response_length: 9}  completions_per_prompt
     rollout.stages.9={max_resp              not readable as YAML
     rollout.stages.9=[1]                    rollout.stages.9=[1]
-    rollout.servers=0                       greater than or equal to 1
+    rollout.servers=0                       nobody samples; give servers, or rollout.servers_at
+    rollout.servers=-1                      greater than or equal to 0
     rollout.servers=1000                    less than or equal to 512
     rollout.server.tensor_parallel_size=3   4 attention heads are not divisible
     rollout.server.mem_fraction_static=0    greater than 0

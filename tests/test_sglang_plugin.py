@@ -177,9 +177,9 @@ def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_o
 def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
     name: str, held: int, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it refuses it receives nevertheless, because the learner's broadcast waits for it."""
-    dropped: list[Any] = []
-    monkeypatch.setattr(versions, "receive", lambda *arguments: dropped.append(arguments))
+    """It closes the channels of a delta that it refuses, because the senders wait for it."""
+    left: list[Any] = []
+    monkeypatch.setattr(versions, "leave", lambda *arguments: left.append(arguments))
     scheduler = SimpleNamespace(
         loaded_version=held,
         waiting_queue=[],
@@ -197,7 +197,7 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
     answer = versions.update_weights(load, updater, request)
     assert answer.success == is_loaded == bool(loaded)
     assert scheduler.loaded_version == (7 if is_loaded else held)
-    assert dropped == ([] if is_loaded else [("the updater", [[24]], "weights")])
+    assert left == ([] if is_loaded else [("the updater", "weights")])
     if not is_loaded:
         assert answer.message == f"it holds version {held}, and was sent a delta of 6"
 

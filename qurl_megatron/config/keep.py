@@ -12,7 +12,8 @@ all linear layers in the module. `*`, `?` and `[abc]` match as in a shell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from qurl_megatron.config.schema import ConfigError
@@ -20,6 +21,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 
 
+@functools.cache
 def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     """Return the names of the model's linear layers, block by block.
 
@@ -40,13 +42,15 @@ def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     return groups
 
 
-def kept_layers(keep: Iterable[str], architecture: Architecture) -> list[str]:
+def kept_layers(keep: Sequence[str], architecture: Architecture) -> list[str]:
     """Return the names of the linear layers that the patterns of `quantization.keep` match.
 
     Raises:
         ConfigError: a pattern matches no linear layer, or the patterns match only some of the
             layers that a server holds as one.
     """
+    if not keep:  # a plan asks thousands of times
+        return []
     groups = fused_layers(architecture)
     kept: set[str] = set()
     for pattern in keep:

@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 
 # Fused layers need whole blocks of 128, and so do the inputs of all layers on a GPU.
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-FORMATS: dict[WeightFormat, dict[str, int]] = {  # format -> overrides of the model's dimensions
+FORMATS: dict[WeightFormat, dict[str, Any]] = {  # format -> overrides of the model's dimensions
     "bf16": {},
     "int8": {},
     "fp8": {},
