@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import shutil
+import sys
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,19 +200,17 @@ def test_tests_for_a_gpu_import_only_what_the_kit_packs() -> None:
     packed = kit.missing_packages({}).keys() | kit.BASE_PACKAGES | {"pytest"}
     owners = importlib.import_module("importlib.metadata").packages_distributions()
     tests = Path(__file__).parent
-    helpers = {"moe_layer"}  # in the repository, beside the tests
-    others = {"transformer_engine", "transformer_engine_torch", "qurl_megatron"} | helpers
-    for path in [*(tests / "gpu").glob("*.py"), *(tests / f"{name}.py" for name in helpers)]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    # Skipped where it is not installed; the repository.
+    ours = {"transformer_engine", "transformer_engine_torch", "qurl_megatron"}
+    unread = [*(tests / "gpu").glob("*.py")]
+    while unread:
+        for node in ast.walk(ast.parse(unread.pop().read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
-            for name in names:
-                root = name.partition(".")[0]
-                if (
-                    root
-                    in {"transformer_engine", "transformer_engine_torch", "qurl_megatron"} | helpers
-                ):
-                    continue  # skipped where it is not installed; the repository
-                if root not in importlib.import_module("sys").stdlib_module_names:
-                    assert {kit.canonical(owner) for owner in owners[root]} & packed, name
+            for root in {name.partition(".")[0] for name in names} - ours:
+                if (helper := tests / f"{root}.py").exists():
+                    ours.add(root)
+                    unread.append(helper)
+                elif root not in sys.stdlib_module_names:
+                    assert {kit.canonical(owner) for owner in owners[root]} & packed, root
