@@ -296,6 +296,10 @@ def test_valid_configuration_is_accepted(model_dir: Path) -> None:
         ("quantization.keep=[*.q_proj]", "a server holds them as one layer, so keep all or none"),
         ("objective.kl_coefficient=1 warmup.max_steps=5", "the model before its warm-up"),
         (
+            'quantization.transport=direct rollout.servers_at=["http://localhost:1"]',
+            "quantization.transport=direct: the servers of rollout.servers_at are on other",
+        ),
+        (
             "quantization.transport=direct quantization.publish=auto",
             "quantization.publish=auto: with quantization.transport=direct all tensors are written",
         ),

@@ -201,6 +201,11 @@ def _validate_transport(config: Config) -> None:
             "tensors are written in place, and nothing is sent that a delta could shorten; set it "
             "to full, or the transport to broadcast"
         )
+    if quantization.transport == "direct" and config.rollout.servers_at:
+        raise ConfigError(
+            "quantization.transport=direct: the servers of rollout.servers_at are on other "
+            "machines; set it to broadcast or auto"
+        )
 
 
 def _validate_warmup(config: Config) -> None:

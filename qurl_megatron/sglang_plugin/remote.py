@@ -140,7 +140,7 @@ def load_file(
     path, coding = named
     model, device = updater.get_model(), torch.device(updater.device)
     try:
-        flat = _read(path) if os.path.getsize(path) else torch.empty(0, dtype=torch.uint8)
+        flat = _read(path)
         if coding == "rice":
             write_changes(model, decode(flat, device))
         elif base_version(names) is not None:
