@@ -10,9 +10,11 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from qurl_megatron.config.overrides import with_overrides
@@ -315,3 +317,20 @@ def test_drift_and_quantization_are_told_apart_only_if_a_run_has_stale_tokens(
         "1.0e-04, 2.0e-03",
     ]
     assert "lag 3-4" in page.text
+
+
+def test_the_grid_of_layers_averages_experts_and_leaves_layers_in_bf16_empty() -> None:
+    weights = {
+        "model.layers.0.self_attn.q_proj.weight": {"weight_quant_error": 0.5},
+        "model.layers.0.mlp.experts.0.down_proj.weight": {"weight_quant_error": 0.1},
+        "model.layers.0.mlp.experts.1.down_proj.weight": {"weight_quant_error": 0.3},
+        "model.layers.1.self_attn.q_proj.weight": {"weight_quant_error": 0.25},
+    }
+    axes = Figure().subplots()
+    run: Any = SimpleNamespace(weights=weights)
+    plots.layer_grid("weight_quant_error")(axes, [run])
+    shown = axes.images[0].get_array()
+    assert shown is not None
+    columns = [plots.PROJECTIONS.index(name) for name in ("q_proj", "down_proj", "o_proj")]
+    assert shown[0][columns].filled(-1).tolist() == pytest.approx([0.5, 0.2, -1])
+    assert shown[1][columns].filled(-1).tolist() == pytest.approx([0.25, -1, -1])

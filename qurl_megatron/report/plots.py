@@ -223,15 +223,23 @@ def reward_distribution(axes: Axes, runs: list[RunRecord]) -> None:
 
 
 def layer_grid(metric: str) -> Plot:
-    """Return a heat map of a measure for one run: one row per layer, one column per projection."""
+    """Return a heat map of a measure for one run: one row per layer, one column per projection.
+
+    Experts count as one projection, with the mean of their measures. A layer that stays in BF16 is
+    left empty.
+    """
 
     def plot(axes: Axes, runs: list[RunRecord]) -> None:
         (run,) = runs
-        layers: dict[int, dict[str, float]] = {}
+        layers: dict[int, dict[str, list[float]]] = {}
         for name, measures in run.weights.items():
-            _, _, layer, _, projection, _ = name.split(".")
-            layers.setdefault(int(layer), {})[projection] = measures[metric]
-        grid = [[layers[layer][p] for p in PROJECTIONS] for layer in sorted(layers)]
+            _, _, layer, *_, projection, _ = name.split(".")
+            values = layers.setdefault(int(layer), {}).setdefault(projection, [])
+            values.append(measures[metric])
+        grid = [
+            [fmean(layers[layer].get(projection, [math.nan])) for projection in PROJECTIONS]
+            for layer in sorted(layers)
+        ]
         positive = [value for row in grid for value in row if value > 0]
         norm = LogNorm(min(positive), max(positive)) if positive else None
         image = axes.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
