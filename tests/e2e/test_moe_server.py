@@ -142,7 +142,8 @@ def test_logprobs_and_chosen_experts_are_those_of_the_codes_that_were_sent(
     compared = {each: experts.compare(each) for each in {"bf16", "int8", "fp8", own}}
     print(f"{own} server, mean |log-prob difference| and share of other experts: {compared}")
     difference, share = compared.pop(own)
-    assert difference < min(other for other, _ in compared.values()) / NEARER
+    # A token whose logits of the router are level after rounding may pass through another expert.
+    assert difference < min(other for other, _ in compared.values()) / (NEARER / 2)
     # A bfloat16 logit of the router can round to a tie; another format changes 1 to 15 % of them.
     assert share < min(other for _, other in compared.values()) / 2
 

@@ -101,7 +101,8 @@ def test_the_metrics_are_in_the_range_of_int8_rollouts(finished: Finished) -> No
         assert step["current_proximal_abs_diff"] < 1e-5
         assert 0 < step["logprob_abs_diff"] < 0.1
         assert 1e-6 < step["weight_quant_error"] < 1e-3
-        assert 0 < step["publish_bytes"] < step["publish_full_bytes"]
+        # A delta is empty if no answer of the step was right.
+        assert 0 <= step["publish_bytes"] < step["publish_full_bytes"] / 2
         assert step["publish_full_bytes"] > 1_000_000
 
 

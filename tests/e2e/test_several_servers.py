@@ -187,17 +187,23 @@ def publish_from_two_stages(
     learner = Learner(model, layout, OptimizerConfig())
     fleet = Fleet("rollout", dict(enumerate(servers)) if device.rank() == 0 else {})
     published = []
-    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, mode="delta")) as publisher:
+    with closing(
+        Publisher(learner, fleet, "int8", BUCKET_BYTES, mode="delta", keep=KEEP)
+    ) as publisher:
         for fraction in (0.5, 0.001):
             change_weights(learner, fraction)
             done = publisher.publish()
             published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
         senders = publisher._converter.senders
-    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, "shared_memory")) as publisher:
+    with closing(
+        Publisher(learner, fleet, "int8", BUCKET_BYTES, "shared_memory", keep=KEEP)
+    ) as publisher:
         change_weights(learner, 0.5)
         done = publisher.publish()
         published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
-    with closing(Publisher(learner, fleet, "int8", BUCKET_BYTES, transport="direct")) as publisher:
+    with closing(
+        Publisher(learner, fleet, "int8", BUCKET_BYTES, transport="direct", keep=KEEP)
+    ) as publisher:
         for _ in range(2):
             change_weights(learner, 0.5)
             done = publisher.publish()
