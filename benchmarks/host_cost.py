@@ -153,7 +153,8 @@ class Shards:
 
 def run_child(checkout: Path, passes: int) -> dict[str, dict[str, float]]:
     """Measure the code of a checkout in a process of its own."""
-    path = os.pathsep.join(str(part) for part in (checkout, REPOSITORY / "tests"))
+    parts = (checkout, checkout / "tests", REPOSITORY / "tests")
+    path = os.pathsep.join(map(str, parts))
     words = [sys.executable, __file__, "--child", str(passes)]
     done = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
