@@ -153,8 +153,7 @@ class Shards:
 
 def run_child(checkout: Path, passes: int) -> dict[str, dict[str, float]]:
     """Measure the code of a checkout in a process of its own."""
-    parts = (checkout, checkout / "tests", REPOSITORY / "tests")
-    path = os.pathsep.join(map(str, parts))
+    path = os.pathsep.join(str(part) for part in (checkout, REPOSITORY / "tests"))
     words = [sys.executable, __file__, "--child", str(passes)]
     done = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
