@@ -103,10 +103,9 @@ def write_model(directory: Path, seed: int, model_type: str, **fields: int | boo
         vocab_size=len(tokenizer),
         max_position_embeddings=2048,
         initializer_range=0.03,
-        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **fields,
+        **({"tie_word_embeddings": True} | fields),
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

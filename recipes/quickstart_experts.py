@@ -23,6 +23,7 @@ _DIMENSIONS: dict[str, int | bool] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
+    "tie_word_embeddings": False,
 }
 
 

@@ -95,6 +95,7 @@ def test_a_config_that_transformers_writes_is_read(tmp_path: Path, family: str) 
 
 
 MOE = {
+    "tie_word_embeddings": False,
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -123,6 +124,7 @@ def test_experts_are_read_under_the_names_of_transformers_5_and_before(tmp_path:
         ({"shared_expert_intermediate_size": 16}, "shared experts"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers empty"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true; with experts"),
         ({"num_experts": "absent"}, "no 'num_experts'"),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok is 13, but num_experts 12"),
         ({"num_experts_per_tok": 1}, "the router no gradient"),

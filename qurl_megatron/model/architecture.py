@@ -442,6 +442,11 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         raise ArchitectureError(
             f"{file}: every layer must have experts (decoder_sparse_step 1, mlp_only_layers empty)"
         )
+    if config.get("tie_word_embeddings"):
+        raise ArchitectureError(
+            f"{file}: tie_word_embeddings is true; with experts it must be false, because SGLang's "
+            "Qwen3-MoE has an output layer of its own"
+        )
     # transformers 5 writes the second name.
     num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
     experts_per_token = _size(config, "num_experts_per_tok", file)
