@@ -74,8 +74,7 @@ class Receiver:
         self._thread.join()
 
     async def _update(self, request: Any) -> tuple[bool, str]:
-        model = SimpleNamespace(load_weights=self._load)
-        updater = SimpleNamespace(get_model=lambda: model, device="cpu")
+        updater = SimpleNamespace(get_model=lambda: None, device="cpu")
         return plugin.load_file(
             _refuse,
             updater,
@@ -85,10 +84,6 @@ class Receiver:
             request.group_name,
             request.load_format,
         )
-
-    def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        for name, tensor in tensors:
-            self.held[name].copy_(tensor)
 
     def write_changes(self, model: Any, changes: Any) -> None:
         """Write a delta into the tensors, as `receive.write_changes` does into a model's."""

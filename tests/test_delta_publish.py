@@ -28,7 +28,7 @@ from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.remote import WeightsPost
-from qurl_megatron.rollout.wire import BucketHeader
+from qurl_megatron.rollout.wire import BucketHeader, dtype_names
 from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
 from qurl_megatron.weight_sync import coding, delta
 from qurl_megatron.weight_sync import link as linking
@@ -168,7 +168,7 @@ def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
 def write_key_frame(ranks: list[Any], buckets: list[Bucket]) -> None:
     """Write whole tensors as a server does that receives them."""
     names, dtypes, shapes = announce([buckets])
-    words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    words = dtype_names(dtypes)
     for model in ranks:
         plan = LoadPlan(model, names, words, shapes)
         for number, bucket in enumerate(buckets):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
+from qurl_megatron.rollout.wire import dtype_names
 from qurl_megatron.weight_sync.shared_memory import attach, describe
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -72,7 +73,7 @@ def send_or_load() -> dict[str, torch.Tensor]:
             _model_update_group={name: dist.group.WORLD}, get_model=lambda: model, device="cpu"
         )
         names, dtypes, shapes = announce([[bucket]])
-        words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        words = dtype_names(dtypes)
         answer = update_bucket(fail, updater, names, words, shapes, name)
         assert answer == (True, "Succeeded to update parameter online."), answer
         answer = update_bucket(lambda *_: (True, "SGLang's"), updater, [], [], [], "other group")

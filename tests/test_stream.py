@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from qurl_megatron.rollout.wire import dtype_names
 from qurl_megatron.weight_sync.bucket import Bucket, Description
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX
@@ -26,7 +27,7 @@ BUCKETS = [
 def test_the_senders_of_a_key_frame_take_turns_and_each_bucket_is_described() -> None:
     names, dtypes, shapes = announce(BUCKETS)
     assert is_key_frame(names) and base_version(names) is None
-    words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    words = dtype_names(dtypes)
     read = read_key_frame(names, words, shapes)
     assert [(bucket.sender, list(bucket.names)) for bucket in read] == [
         (0, ["a", "a codes"]),

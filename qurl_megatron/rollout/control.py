@@ -11,6 +11,7 @@ import torch
 
 from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.rollout.server import CONNECTIONS, Server, ServerFailed
+from qurl_megatron.rollout.wire import dtype_names
 
 CONTROL_TIMEOUT_S = 600.0
 
@@ -94,7 +95,7 @@ class ServerControl:
             "/update_weights_from_distributed",
             {
                 "names": list(names),
-                "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+                "dtypes": dtype_names(dtypes),
                 "shapes": [list(shape) for shape in shapes],
                 "group_name": group_name,
                 "load_format": "flattened_bucket",

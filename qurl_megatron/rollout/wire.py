@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from qurl_megatron.config.schema import ConfigError
@@ -128,3 +128,8 @@ class Description:
                 f"the run needs {needed.context_length}; start it with "
                 f"max_length={needed.context_length}"
             )
+
+
+def dtype_names(dtypes: Iterable[object]) -> list[str]:
+    """Return the names of torch dtypes as SGLang's requests have them, such as "int8"."""
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]

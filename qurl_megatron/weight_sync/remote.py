@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.remote import WeightsPost
 from qurl_megatron.rollout.server import Server
-from qurl_megatron.rollout.wire import BucketHeader, Coding
+from qurl_megatron.rollout.wire import BucketHeader, Coding, dtype_names
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.coding import encode
 from qurl_megatron.weight_sync.delta import base_version
@@ -106,7 +105,7 @@ class Courier:
             coding, payload = "rice", _CODER.code(bucket)
         header = BucketHeader(
             names=bucket.names,
-            dtypes=_names(bucket.dtypes),
+            dtypes=dtype_names(bucket.dtypes),
             shapes=[list(shape) for shape in bucket.shapes],
             version=version,
             flush_cache=self._flush_cache,
@@ -161,7 +160,7 @@ class RemoteLink(Link):
         if base_version(request.names) is not None:
             header = BucketHeader(
                 request.names,
-                _names(request.dtypes),
+                dtype_names(request.dtypes),
                 request.shapes,
                 version,
                 self._flush_cache,
@@ -169,7 +168,3 @@ class RemoteLink(Link):
                 num_bytes=0,
             )
             self._post.send(header, torch.empty(0, dtype=torch.uint8))
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> list[str]:
-    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
