@@ -16,9 +16,9 @@ import time
 from contextlib import closing
 
 from launch.attempt import Attempt
+from launch.bad_input import exit_on_bad_input
 from launch.owner import claim
 from launch.placement import place_servers, server_specs
-from launch.prepare import exit_on_bad_input
 from launch.servers import Servers
 from launch.servers_at import save_servers_at
 from launch.status import how_to_resume

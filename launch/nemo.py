@@ -16,8 +16,9 @@ from importlib import import_module
 import nemo_run as run
 
 from launch import local
+from launch.bad_input import exit_on_bad_input
 from launch.experiment import make_job, start
-from launch.prepare import exit_on_bad_input, prepare_new, print_data_summary, recipe_names
+from launch.prepare import prepare_new, print_data_summary, recipe_names
 from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError

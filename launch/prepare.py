@@ -34,25 +34,6 @@ from qurl_megatron.rollout.options import check_options
 DATA_SUMMARY = "data.txt"  # in a run's directory
 
 
-@contextmanager
-def exit_on_bad_input() -> Iterator[None]:
-    """Turn an error in the user's input into one line on stderr and exit code 2."""
-    from qurl_megatron.data.problems import DataError
-    from qurl_megatron.model.architecture import ArchitectureError
-    from qurl_megatron.quantization.offline import OfflineError
-    from qurl_megatron.quantization.quantize import NonFiniteWeight
-
-    try:
-        yield
-    except (ArchitectureError, ConfigError, DataError, NonFiniteWeight, OfflineError) as error:
-        print(f"qurl: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        print(f"qurl: {text}", file=sys.stderr)
-        sys.exit(2)
-
-
 def check_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> str:
     """Check a new run as `prepare_new` does, write nothing, and return the summary of its data.
 

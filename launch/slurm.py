@@ -40,9 +40,10 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.attempt import Attempt
+from launch.bad_input import exit_on_bad_input
 from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
-from launch.prepare import exit_on_bad_input, prepare_resume_or_new, print_data_summary
+from launch.prepare import prepare_resume_or_new, print_data_summary
 from launch.servers import RestartLimit
 from launch.servers_at import save_servers_at
 from launch.slurm_task import START_FAILED, roster_of

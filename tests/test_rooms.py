@@ -30,7 +30,8 @@ LEVELS = [
     {"weight_sync"},
     {"sglang_plugin", "loop"},
     {"recipes"},
-    {"launch", "doctor", "cli_plan"},
+    {"launch", "doctor"},
+    {"commands"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

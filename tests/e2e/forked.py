@@ -25,6 +25,7 @@ def import_commands() -> None:
     import math_verify  # noqa: F401
     import reasoning_gym  # noqa: F401
 
+    import launch.prepare  # noqa: F401
     import qurl_megatron.cli  # noqa: F401
 
 

@@ -1,0 +1,196 @@
+"""Commands on models: export, quantize, compare and scale them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.bad_input import exit_on_bad_input
+from qurl_megatron.commands.arguments import NewDirectory, SourceDirectory
+
+if TYPE_CHECKING:
+    from qurl_megatron.model.huggingface import Progress
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint: RUN/checkpoints/step_NNNNNN.")
+    ],
+    destination: NewDirectory,
+) -> None:
+    """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
+    with exit_on_bad_input(), progress_bar("exporting") as progress:
+        from launch.prepare import warn_of_pickles
+        from qurl_megatron.weight_sync.export import export_checkpoint
+
+        warn_of_pickles(checkpoint)
+        export_checkpoint(checkpoint, destination, progress)
+    print(f"{destination} is ready")
+
+
+def quantize(
+    source: SourceDirectory,
+    destination: NewDirectory,
+    weight_format: Annotated[
+        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16.")
+    ] = "int8",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Linear layers that stay in BF16, as in quantization.keep; repeat the option for "
+            "several.",
+        ),
+    ] = None,
+) -> None:
+    """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
+
+    If it is interrupted, call it again: it continues where it stopped.
+    """
+    from qurl_megatron.quantization.offline import quantize_directory
+
+    with exit_on_bad_input(), progress_bar(f"quantizing to {weight_format}") as progress:
+        check_format(weight_format)
+        quantize_directory(source, destination, weight_format, progress, keep or [])  # type: ignore[arg-type]
+    print(f"{destination} is ready")
+
+
+def noise(
+    model: SourceDirectory,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA", help="Problems to answer: a file, directory or reasoning_gym:TASK."
+        ),
+    ],
+    weight_format: Annotated[
+        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor or fp8-block.")
+    ] = "int8",
+    prompts: Annotated[
+        int, typer.Option(min=4, max=100_000, help="Number of problems, each answered once.")
+    ] = 64,
+    max_response: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Maximum response length, in tokens.")
+    ] = 128,
+    budget: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Largest growth of a server's weights, as a fraction."),
+    ] = 0.1,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write. Default: none.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
+) -> None:
+    """Find which tokens, layers and activations make the quantized model differ.
+
+    Recommend layers to keep in BF16 (quantization.keep).
+    """
+    import json
+
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.files import write_whole
+
+    with exit_on_bad_input():
+        check_format(weight_format)
+        if output is not None and output.exists():
+            raise ConfigError(f"--output {output}: exists; choose another file")
+        from launch.noise import NoiseOptions, measure, print_noise, read_prompts
+
+        options = NoiseOptions(
+            model,
+            data,
+            weight_format,  # type: ignore[arg-type]
+            prompts,
+            max_response,
+            budget,
+            seed,
+        )
+        read = read_prompts(options)
+        with pass_bar(f"comparing {weight_format} with BF16") as progress:
+            result = measure(options, read, progress)
+    print_noise(result)
+    if output is not None:
+        write_whole(output, json.dumps(result, indent=2) + "\n")
+        print(f"{output} is ready")
+
+
+def uaq(
+    source: SourceDirectory,
+    destination: NewDirectory,
+    scale: Annotated[
+        float, typer.Option(help="Scale s of QuRL Eq. 11; with experts, a power of two.")
+    ] = 1.5,
+    undo: Annotated[bool, typer.Option("--undo", help="Restore the original weights.")] = False,
+) -> None:
+    """Scale a Hugging Face directory for update-aware quantization (UAQ), or undo the scaling.
+
+    Then print how much the model's logits changed.
+    """
+    from qurl_megatron.config.schema import ConfigError, UaqConfig
+    from qurl_megatron.config.tree import from_tree
+    from qurl_megatron.quantization.offline import scale_directory, unscale_directory
+
+    title = "undoing UAQ" if undo else f"scaling by {scale}"
+    with exit_on_bad_input(), progress_bar(title) as progress:
+        try:
+            config = from_tree(UaqConfig, {"scale": scale})
+        except ConfigError as error:
+            raise ConfigError(f"--{error}") from None
+        if undo:
+            invariance = unscale_directory(source, destination, progress)
+        else:
+            invariance = scale_directory(source, destination, config, progress)
+    print(
+        f"{destination} is ready. The largest logit is {invariance.largest_logit:.3g}. Logits "
+        f"changed by at most {invariance.float32_difference:.2g} in float32, which is rounding, "
+        f"and by {invariance.stored_difference:.2g} with weights rounded to their stored dtype."
+    )
+    if invariance.rounded_tensors:
+        verb = "are" if undo else "will be, after an undo,"
+        print(
+            f"Of the original, {invariance.exact_tensors} tensors {verb} exact: those that UAQ "
+            f"leaves or scales by a power of two. {invariance.rounded_tensors} {verb} the original "
+            "up to one unit in the last place of the stored dtype."
+        )
+    else:
+        print("Every scale is a power of two: an undo gives back the original, bit for bit.")
+
+
+def check_format(weight_format: str) -> None:
+    """Raise ConfigError if there is no such weight format."""
+    from typing import get_args
+
+    from qurl_megatron.config.schema import ConfigError, WeightFormat
+
+    formats = get_args(WeightFormat)
+    if weight_format not in formats:
+        raise ConfigError(f"--format {weight_format}: formats are {', '.join(formats)}")
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar; yield a function that takes the bytes done and the total bytes."""
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def pass_bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar on stderr; yield a function that takes passes done and all passes."""
+    from rich import progress
+    from rich.console import Console
+
+    with progress.Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,213 @@
+"""Commands on runs and on the machine that they run on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.bad_input import exit_on_bad_input
+from qurl_megatron.commands.arguments import Overrides, RecipeName, RunDir
+
+
+def doctor() -> None:
+    """Check this machine: packages, GPUs, shared memory, disk, ports, Slurm and InfiniBand.
+
+    Exit with code 1 if something that a run needs is missing or wrong.
+    """
+    from qurl_megatron import doctor
+
+    results = doctor.check_machine()
+    print(doctor.page(results))
+    sys.exit(1 if any(result.status == "!!" for result in results) else 0)
+
+
+def config(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
+    with exit_on_bad_input():
+        from launch.prepare import load_recipe
+        from qurl_megatron.config.overrides import with_overrides
+        from qurl_megatron.config.yaml_file import commented_yaml
+
+        config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
+    print(commented_yaml(config), end="")
+
+
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the run and print a summary of its data. Start and write nothing.",
+        ),
+    ] = False,
+) -> None:
+    """Run a recipe on this machine: start its servers and learner ranks, and watch them.
+
+    A summary of the data is printed before anything starts.
+    """
+    from launch import local
+    from launch.disk import check_disk
+    from launch.prepare import check_new, prepare_new, print_data_summary
+    from qurl_megatron.device import num_gpus
+
+    with exit_on_bad_input():
+        if dry_run:
+            print(check_new(recipe, overrides or [], num_gpus()), end="")
+            return
+        config = prepare_new(recipe, overrides or [], num_gpus())
+        print(f"the run {check_disk(config)}", flush=True)
+    print_data_summary(config)
+    sys.exit(local.run(config))
+
+
+def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
+    """Resume a run from its newest checkpoint, or start it again if it has none.
+
+    The learner's layout may differ from that of the checkpoint.
+    """
+    from launch import local
+    from launch.disk import check_disk
+    from launch.prepare import prepare_resume, print_data_summary, warn_of_pickles
+    from qurl_megatron.device import num_gpus
+
+    with exit_on_bad_input():
+        warn_of_pickles(run_dir)
+        config = prepare_resume(run_dir, overrides or [], num_gpus())
+        print(f"the run {check_disk(config)}", flush=True)
+    print_data_summary(config)
+    sys.exit(local.run(config))
+
+
+def launch(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE,VALUE",
+            help="Start a run for each value; repeat the option for all combinations.",
+        ),
+    ] = None,
+    executor: Annotated[str, typer.Option(help="Where to run: local or slurm.")] = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
+    ] = False,
+    account: Annotated[str | None, typer.Option(help="Slurm account of the jobs.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition of the jobs.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit of each job, such as 04:00:00.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, max=128, help="Number of GPUs per node. Default: 8.")
+    ] = None,
+    heterogeneous: Annotated[
+        bool,
+        typer.Option(
+            "--heterogeneous",
+            help="Use a heterogeneous job: learner nodes and rollout nodes of two kinds.",
+        ),
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION=VALUE", help="Any other sbatch option, such as qos=high."),
+    ] = None,
+    container_image: Annotated[
+        str | None, typer.Option(help="Container image (pyxis) that the job steps run in.")
+    ] = None,
+    container_mounts: Annotated[
+        str | None, typer.Option(help="Mounts of the container: HOST:CONTAINER,HOST:CONTAINER.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, max=10_000, help="How often a job may be requeued. Default: 20."),
+    ] = None,
+) -> None:
+    """Run a recipe, or a sweep over it, with nemo-run: on this machine or as Slurm jobs.
+
+    A Slurm job asks for the nodes that its run needs.
+
+    A job that runs out of time or is preempted is requeued and resumes its run.
+    """
+    with exit_on_bad_input():
+        from launch import experiment
+        from qurl_megatron.config.schema import ConfigError
+
+        others = [word.partition("=") for word in sbatch or []]
+        options = {
+            "account": account,
+            "partition": partition,
+            "time": time,
+            "gpus_per_node": gpus_per_node,
+            "container_image": container_image,
+            "container_mounts": container_mounts.split(",") if container_mounts else [],
+            "heterogeneous": heterogeneous,
+            "additional_parameters": {name: value for name, _, value in others},
+        }
+        if executor not in ("local", "slurm"):
+            raise ConfigError(f"--executor {executor}: executors are local and slurm")
+        given = [name for name, value in options.items() if value]
+        if executor == "local" and given:
+            raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
+        if not all(name and value for name, _, value in others):
+            raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
+        sys.exit(
+            experiment.launch(
+                recipe,
+                overrides or [],
+                sweep or [],
+                slurm_options=options if executor == "slurm" else None,
+                max_restarts=max_restarts,
+                dry_run=dry_run,
+            )
+        )
+
+
+def status(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs: runs/NAME.")
+    ],
+) -> None:
+    """Show how far runs have come, and whether they are running."""
+    from launch.status import status
+
+    with exit_on_bad_input():
+        for run_dir in run_dirs:
+            print(f"{run_dir}: {status(run_dir)}", flush=True)
+
+
+def logs(
+    run_dir: RunDir,
+    lines: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Number of lines of each log.")
+    ] = 20,
+) -> None:
+    """Show the last lines of the newest logs of a run's job, servers and learner ranks."""
+    from launch.status import newest_logs
+    from qurl_megatron.process import tail
+
+    with exit_on_bad_input():
+        for path in newest_logs(run_dir):
+            print(f"==> {path} <==\n{tail(path, lines)}\n")
+
+
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of the runs to compare.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="HTML file to write. Default: report/index.html in the first run."),
+    ] = None,
+) -> None:
+    """Write an HTML page about one run, or about several side by side."""
+    from qurl_megatron.report.page import write_report
+
+    output = output or run_dirs[0] / "report" / "index.html"
+    with exit_on_bad_input():
+        write_report(run_dirs, output)
+    print(f"{output} is ready")
