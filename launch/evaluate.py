@@ -75,7 +75,7 @@ def run(config: EvalConfig) -> None:
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
         length = config.max_prompt_length + config.max_response_length
-        validate_server("server", config.server, architecture, length)
+        validate_server("server", config.server, architecture, length, config.format)
         check_options({"server": config.server})
         tokenizer = load_tokenizer(model_dir)
         prompts = {data: _load_prompts(data, config, reward, tokenizer) for data in config.data}

@@ -27,7 +27,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.config.validate import validate_server
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.server import (
     LOOPBACK,
@@ -47,21 +47,29 @@ class ServeConfig:
     model: Text = ""
     """Hugging Face directory with the configuration and tokenizer of the run's model. Its weights
     are not read."""
+
     format: WeightFormat = "int8"
     """Weight format: the run's `quantization.format`."""
+
     max_length: Count = 2048
     """Maximum prompt plus response length, in tokens; at least the run's."""
+
     host: Text = LOOPBACK
     """Address to listen on; 0.0.0.0 listens on all. Behind an SSH tunnel or a proxy for HTTPS on
     this machine, loopback is right."""
+
     port: Annotated[int, Ge(0), Le(65535)] = 0
     """Port to listen on. 0: a free one."""
+
     key_file: Text = ""
     """File with the key that every request needs. Empty: the variable QURL_SERVERS_KEY."""
+
     log_file: Text = "server.log"
     """Log of the server."""
+
     seed: Seed = 0
     """Seed of sampling; each server of a run needs another one."""
+
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The SGLang server."""
 
@@ -113,12 +121,7 @@ def _check(config: ServeConfig) -> None:
             f"max_length={config.max_length}: the model has "
             f"{architecture.max_position_embeddings} positions; give at most those"
         )
-    validate_server("server", config.server, architecture, config.max_length)
-    if config.format == "fp8-block":
-        try:
-            architecture.check_blocks(config.server.tensor_parallel_size)
-        except ArchitectureError as error:
-            raise ConfigError(f"format=fp8-block: {error}") from None
+    validate_server("server", config.server, architecture, config.max_length, config.format)
     check_options({"server": config.server})
     with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -30,10 +30,11 @@ from qurl_megatron.config.schema import (
     UaqConfig,
 )
 from qurl_megatron.config.tree import from_tree
-from qurl_megatron.config.validate import validate, validate_resume
+from qurl_megatron.config.validate import validate, validate_resume, validate_server
 from qurl_megatron.config.yaml_file import commented_yaml, load, save
 from qurl_megatron.loop.avg_at_k import EvalConfig
 from recipe_inputs import RECIPES
+from recipes.qwen3_moe import ARCHITECTURES
 from tiny import build_tiny_model
 
 
@@ -333,6 +334,16 @@ def test_field_that_does_not_fit_is_named_on_one_line(
         validate(runnable(model_dir, *word.split()))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_blocks_of_experts_must_lie_on_one_rank_of_a_server() -> None:
+    """An expert of Qwen3-30B-A3B has 768 channels, 192 on each of four ranks that share it."""
+    architecture = ARCHITECTURES["Qwen3-30B-A3B"]
+    shared, whole = ServerConfig(4), ServerConfig(4, expert_parallel_size=4)
+    validate_server("server", whole, architecture, 9216, "fp8-block")
+    validate_server("server", shared, architecture, 9216, "fp8")
+    with pytest.raises(ConfigError, match=r"^server: fp8-block's .* has 192 intermediate channels"):
+        validate_server("server", shared, architecture, 9216, "fp8-block")
 
 
 @pytest.mark.parametrize("objective", ["naive", "decoupled", "tis", "acr"])

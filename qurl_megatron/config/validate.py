@@ -15,6 +15,7 @@ from qurl_megatron.config.schema import (
     LearnerConfig,
     ServerConfig,
     UaqConfig,
+    WeightFormat,
 )
 from qurl_megatron.config.server_options import check_names
 from qurl_megatron.config.tree import leaf_values
@@ -124,13 +125,19 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
 
 
 def validate_server(
-    name: str, server: ServerConfig, architecture: Architecture, length: int
+    name: str,
+    server: ServerConfig,
+    architecture: Architecture,
+    length: int,
+    weight_format: WeightFormat,
 ) -> None:
-    """Check that a server can split this model and serve `length` tokens of prompt plus response.
+    """Check that a server can split this model in a format and serve prompts plus responses.
 
     Its options must be none that `qurl` refuses; `rollout.options` checks them further.
 
-    `name` is the server's section in error messages, such as `rollout.server`.
+    Args:
+        name: the server's section in error messages, such as `rollout.server`.
+        length: maximum prompt plus response length, in tokens.
 
     Raises:
         ConfigError: it cannot.
@@ -138,6 +145,8 @@ def validate_server(
     check_names(name, server)
     try:
         architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
+        if weight_format == "fp8-block":
+            architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     if length > architecture.max_position_embeddings:
@@ -274,11 +283,11 @@ def _validate_model(config: Config) -> Architecture:
         raise ConfigError(f"model={directory}: has no .safetensors file")
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    for section, server in (
-        ("rollout", config.rollout.server),
-        ("evaluation", config.evaluation.server),
-    ):
-        validate_server(f"{section}.server", server, architecture, config.rollout.max_length)
+    length = config.rollout.max_length
+    validate_server(
+        "rollout.server", config.rollout.server, architecture, length, config.quantization.format
+    )
+    validate_server("evaluation.server", config.evaluation.server, architecture, length, "bf16")
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:
             raise ConfigError(
@@ -287,12 +296,6 @@ def _validate_model(config: Config) -> Architecture:
             )
     check_scales(config.quantization.uaq, architecture)
     kept_layers(config.quantization.keep, architecture)
-    if config.quantization.format == "fp8-block":
-        try:
-            server = config.rollout.server
-            architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
-        except ArchitectureError as error:
-            raise ConfigError(f"quantization.format=fp8-block: {error}") from None
     if config.rollout.routing != "ignore" and not architecture.num_experts:
         raise ConfigError(
             f"rollout.routing={config.rollout.routing}: the model has no experts; "

@@ -320,9 +320,9 @@ class Architecture:
         ):
             if width % 128:
                 raise ArchitectureError(
-                    f"blocks are 128 wide, but one of {tensor_parallel_size} server ranks has "
-                    f"{width} {width_name} channels; use format fp8, which has one scale per "
-                    "channel"
+                    f"fp8-block's blocks are 128 wide, but one of {tensor_parallel_size} server "
+                    f"ranks has {width} {width_name} channels; use format fp8, which has one scale "
+                    "per channel"
                 )
 
     @staticmethod
