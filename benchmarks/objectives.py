@@ -39,9 +39,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from threading import Lock
 
-from qurl_megatron.config.overrides import overrides_between
 from qurl_megatron.files import read_json_lines, write_whole
-from recipes import grpo, quickstart
 
 QURL = Path(sys.executable).with_name("qurl")
 RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
@@ -230,14 +228,16 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
     if not path.exists():
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps(problem) + "\n" for problem in rows_of_digits()))
-    config = quickstart.recipe()
-    config.data, config.data_options, config.reward = str(path), {}, "exact"
-    config.rollout.max_prompt_length = 4
-    config.rollout.max_response_length = DIGITS + 1
-    config.rollout.prompts_per_step = 16
-    config.evaluation.problems = 256
-    # No override removes the quickstart's options of another task.
-    return ["grpo", *overrides_between(grpo.recipe(), config)]
+    return [
+        "quickstart",
+        f"data={path}",
+        "data_options={}",
+        "reward=exact",
+        "rollout.max_prompt_length=4",
+        f"rollout.max_response_length={DIGITS + 1}",
+        "rollout.prompts_per_step=16",
+        "evaluation.problems=256",
+    ]
 
 
 def overrides(setting: Setting, name: str, seed: int) -> list[str]:
@@ -259,12 +259,8 @@ def rows_of_digits() -> Iterator[dict[str, str]]:
 def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
     """Write the model after its warm-up, with a run of one step at learning rate 0."""
     directory = start_directory(output_dir, setting, seed)
-    words = [*recipe(output_dir, setting), f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
-    if setting.adds_digits:
-        untrained = directory.with_name(f"{directory.name}-untrained")
-        quickstart.build_model(untrained, seed)
-        words.append(f"model={untrained}")
-    complete_run(directory, words)
+    words = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
+    complete_run(directory, [*recipe(output_dir, setting), *words])
 
 
 def complete_run(run_dir: Path, words: list[str]) -> None:

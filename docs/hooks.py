@@ -58,8 +58,10 @@ def configuration_page() -> Iterator[str]:
     yield "# Configuration\n"
     yield (
         "Every field of a run, with its default. Set one with a word on the command line, "
-        "`rollout.servers=4`; values are written as in YAML, and `null` is none. A recipe sets "
-        "some of these fields itself: a run's `config.yaml` holds all values as resolved.\n"
+        "`rollout.servers=4`; values are written as in YAML, and `null` is none. "
+        "`data_options.size=9` sets one key of a dict, `data_options={size: 9}` the whole dict, "
+        "and `data_options={}` empties it. A recipe sets some of these fields itself: a run's "
+        "`config.yaml` holds all values as resolved.\n"
     )
 
     def part(field: FieldDescription) -> tuple[str, str]:

@@ -70,6 +70,15 @@ def test_task_options_can_be_new_and_keep_their_yaml_types() -> None:
     assert config.data_options == {"min_word_len": 3, "mode": "easy"}
 
 
+def test_a_free_form_dict_is_replaced_as_a_whole_or_key_by_key() -> None:
+    config = Config(data_options={"size": 10, "mode": "easy"})
+    assert with_overrides(config, ["data_options={}"]).data_options == {}
+    words = ["data_options={size: 3, words: [1, b]}", "data_options.size=4"]
+    assert with_overrides(config, words).data_options == {"size": 4, "words": [1, "b"]}
+    server = with_overrides(Config(), ["rollout.server.options={dtype: half}"]).rollout.server
+    assert server.options == {"dtype": "half"}
+
+
 def test_layer_scales_are_keyed_by_layer_number() -> None:
     config = with_overrides(Config(), ["quantization.uaq.layer_scales.3=1.25"])
     assert config.quantization.uaq.layer_scales == {3: 1.25}
@@ -154,6 +163,10 @@ def test_saved_configuration_loads_back_equal(tmp_path: Path) -> None:
             "training) or evaluation.temperature (Sampling temperature of the answers for Avg@k)?",
         ),
         ("rollout=1", "rollout: no such field"),
+        ("rollout={}", "rollout: no such field"),
+        ("data_options=9", "data_options=9: not of the form {key: value}; {} leaves no key"),
+        ("data_options={", "data_options={: not readable as YAML"),
+        ("data_options.a.b=9", "data_options.a.b: no such field"),
         ("rollout.server.threads.x=1", "no such field"),
         ("steps=many", "steps=many: input should be a valid integer"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
@@ -537,6 +550,12 @@ def test_overrides_between_two_configurations_turn_one_into_the_other() -> None:
     assert back == ["time_limit_s=3.0"]
     unset = with_overrides(changed, ["learner.layers_in_last_pipeline_stage=null"])
     assert overrides_between(changed, unset) == ["learner.layers_in_last_pipeline_stage=null"]
+    fewer = Config(data_options={"size": 100})
+    assert overrides_between(Config(data_options={"size": 100, "mode": "easy"}), fewer) == [
+        'data_options={"size": 100}'
+    ]
+    none = with_overrides(changed, ["quantization.uaq.layer_scales={}", "data_options={}"])
+    assert with_overrides(changed, overrides_between(changed, none)) == none
 
 
 def config_dataclasses(kind: type) -> set[type]:

@@ -22,7 +22,9 @@ _ABSENT = object()
 def with_overrides(config: T, overrides: list[str]) -> T:
     """Return `config`, a dataclass, with each `field=value` override applied.
 
-    The field of a section is given by its dotted path: `rollout.top_k=-1`.
+    The field of a section is given by its dotted path: `rollout.top_k=-1`. A free-form dict gets a
+    single key by its path, `data_options.size=9`, and all its keys by its own: `data_options={}`
+    leaves none.
 
     Raises:
         ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
@@ -37,30 +39,27 @@ def with_overrides(config: T, overrides: list[str]) -> T:
         for parent in parents:
             is_known = is_known and isinstance(node.get(parent), dict)
             node = node[parent] if is_known else node
-        free_form = ".".join(parents) in FREE_FORM_FIELDS
-        is_known = is_known and (leaf in node or free_form)
-        if not is_known or isinstance(node.get(leaf), dict):
+        is_free_form, is_key = path in FREE_FORM_FIELDS, ".".join(parents) in FREE_FORM_FIELDS
+        is_section = isinstance(node.get(leaf), dict) and not (is_free_form or is_key)
+        if not is_known or not (leaf in node or is_key) or is_section:
             raise ConfigError(f"{path}: no such field{_suggestion(path, type(config))}")
-        try:
-            if isinstance(node.get(leaf), list):
-                node[leaf] = _items(value)
-            else:
-                node[leaf] = yaml.safe_load(value) if free_form else _plain(value)
-        except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
+        if is_free_form or is_key:
+            node[leaf] = _from_yaml(override, value)
+        else:
+            node[leaf] = _items(value) if isinstance(node[leaf], list) else _plain(value)
+        if is_free_form and not isinstance(node[leaf], dict):
+            raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
     return from_tree(type(config), tree)
 
 
 def overrides_between(config: T, changed: T) -> list[str]:
-    """Return the `field=value` overrides that turn `config` into `changed`, of the same dataclass.
-
-    No override can remove a key of a free-form dict, so keys that only `config` has stay.
-    """
+    """Return the `field=value` overrides that turn `config` into `changed`, of the same type."""
     before, after = (leaf_values(dataclasses.asdict(each)) for each in (config, changed))  # type: ignore[call-overload]
     overrides = []
     for field, value in after.items():
-        if field in FREE_FORM_FIELDS:
+        if field in FREE_FORM_FIELDS and not before[field].keys() <= value.keys():
+            overrides.append(f"{field}={json.dumps(value)}")
+        elif field in FREE_FORM_FIELDS:
             overrides += [
                 f"{field}.{key}={json.dumps(part)}"
                 for key, part in value.items()
@@ -78,6 +77,14 @@ def _items(value: str) -> list[str]:
     if value.startswith("[") and value.endswith("]"):
         value = value[1:-1]
     return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
+
+
+def _from_yaml(override: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
 
 
 def _plain(value: str) -> str | None:

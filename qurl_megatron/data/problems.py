@@ -138,7 +138,7 @@ def read_problems(
     elif data_options:
         raise DataError(
             f"data_options.{next(iter(data_options))}: {data} takes no options; only "
-            f"{REASONING_GYM}TASK does"
+            f"{REASONING_GYM}TASK does; give data_options={{}} to drop them"
         )
     else:
         entries = _read(data)
