@@ -65,7 +65,7 @@ def _parts_before(config: Config, stage: int) -> dict[str, int]:
     parts = memory.learner_memory(MODEL, config, stage)
     parts["optimizer"] *= learner.data_parallel_size
     element, size = memory.element_bytes(learner), learner.tensor_parallel_size
-    # Bytes of a token in a layer that are divided by the tensor-parallel size today.
+    # Bytes of a token in a layer that the learner divides by the tensor-parallel size.
     layer_input = element * MODEL.hidden_size
     divided = 4 * layer_input + 8  # two norms and what they give to linear layers
     tokens = memory.micro_batch_tokens(config)

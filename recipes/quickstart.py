@@ -1,4 +1,4 @@
-"""The whole loop on a laptop: a Qwen2 model of 1.2M parameters learns to spell words backward.
+"""The whole loop on a laptop: a Qwen2 model of 1.3M parameters learns to spell words backward.
 
 It needs no download and no GPU. The model starts from random weights. A short supervised warm-up
 brings it to a fifth of the words or more, and QuRL improves it from there. Task and verifier are

@@ -1,8 +1,8 @@
 """The quickstart with experts: a Qwen3-MoE of 3.9M parameters learns to spell words backward.
 
 Task, verifier and settings are those of `quickstart`. A token passes through two of eight experts
-in each layer. The learner divides them over two ranks. Update-aware quantization
-(UAQ) scales by 2, because a router needs a power of two.
+in each layer. The learner divides them over two ranks. Update-aware quantization (UAQ) scales by 2,
+because a router needs a power of two.
 """
 
 from __future__ import annotations

@@ -372,6 +372,7 @@ class QuantizationConfig:
     learner rank writes into the servers' parameters, which takes neither buckets nor copies; all
     servers and ranks must be on one machine, and publish must be full. auto: direct where that is
     possible, else broadcast."""
+
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
     [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and

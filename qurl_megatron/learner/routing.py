@@ -1,7 +1,8 @@
 """The experts that the engine chose, compared with the learner's or chosen again by the learner.
 
 A server computes in low precision, so its router chooses other experts than the learner's for some
-tokens. A log-prob that was sampled with one expert is then trained with another. Two answers:
+tokens. A log-prob that was sampled with one expert is then trained with another. There are two ways
+to deal with that:
 
 - Compare: the learner chooses for itself, and counts the tokens for which it chose otherwise.
 - Replay: it takes the engine's experts. Their weights are still the learner's: a softmax over the
@@ -89,9 +90,9 @@ class Routing:
             each.counts.zero_()
 
     def counts(self) -> tuple[int, int]:
-        """Return for how many tokens and layers the engine's choice is another one, and is known.
+        """Return how many choices of the engine differ from the learner's, and how many are known.
 
-        Collective over all learner ranks.
+        A choice is that of one token in one layer. Collective over all learner ranks.
         """
         total = torch.zeros(2, dtype=torch.int64, device=device.device())
         for each in self._choices():

@@ -177,15 +177,14 @@ _Region = tuple[int, int, torch.dtype]  # first and last byte in a bucket, and i
 
 
 def _plan_bucket(bucket: Announced, held: dict[str, list[HeldPart]]) -> dict[_Region, list[Copy]]:
-    sizes = {torch.int8: 1, torch.int16: 2, torch.int32: 4}
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by width in bytes
     tensors = [
         (name, getattr(torch, dtype), tuple(shape))
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
     ]
     plan: dict[_Region, list[Copy]] = {}
     begin = 0
-    for dtype, group in itertools.groupby(tensors, key=lambda tensor: tensor[1].itemsize):
-        integers = next(kind for kind, size in sizes.items() if size == dtype)
+    for width, group in itertools.groupby(tensors, key=lambda tensor: tensor[1].itemsize):
         copies, position = [], 0
         for name, _, shape in group:
             columns = shape[1] if len(shape) == 2 else 1
@@ -194,8 +193,8 @@ def _plan_bucket(bucket: Announced, held: dict[str, list[HeldPart]]) -> dict[_Re
                 start = position + part.row_offset * columns + part.column_offset
                 copies.append(Copy(target, start, (columns, 1)[: target.dim()]))
             position += shape[0] * columns
-        end = begin + position * dtype
-        plan[begin, end, integers] = copies
+        end = begin + position * width
+        plan[begin, end, integers[width]] = copies
         begin = end
     return plan
 
