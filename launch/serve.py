@@ -18,15 +18,9 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from launch.servers_at import read_key
-from qurl_megatron.config.schema import (
-    ConfigError,
-    Count,
-    Seed,
-    ServerConfig,
-    Text,
-    WeightFormat,
-)
+from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.validate import validate_server
+from qurl_megatron.config.values import Count, Seed, Text
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.server import (

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from qurl_megatron.config.schema import LARGEST
+from qurl_megatron.config.values import LARGEST
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,40 @@ editor, `qurl config` and the documentation all show the same text.
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import pydantic
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
+
+from qurl_megatron.config.values import (
+    MOST,
+    Count,
+    CountOrZero,
+    DataName,
+    Directory,
+    Finite,
+    Fraction,
+    FractionOrZero,
+    LearningRate,
+    NonNegative,
+    OptionName,
+    OptionValue,
+    Positive,
+    Ranks,
+    RunName,
+    Scale,
+    Seconds,
+    Seed,
+    Sequences,
+    SequencesOrZero,
+    Signed,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+    Url,
+    matching,
+)
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 Aggregation = Literal["sequence_mean", "token_mean"]
@@ -32,96 +60,14 @@ Fp8Recipe = Literal["tensorwise", "blockwise"]
 RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
 
-# Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
-# overflows later. Each bound is far beyond what a run can use.
-MOST = 10**9  # of anything that is counted: steps, tokens, sequences
-LARGEST = 1e6  # a coefficient; squared it still fits in float32
-Finite = Annotated[float, pydantic.AllowInfNan(False)]
-Count = Annotated[int, Ge(1), Le(MOST)]
-CountOrZero = Annotated[int, Ge(0), Le(MOST)]
-Ranks = Annotated[int, Ge(1), Le(4096)]  # of one parallel dimension; beyond the largest clusters
-Threads = Annotated[int, Ge(1), Le(1024)]  # beyond the cores of a machine
-Sequences = Annotated[int, Ge(1), Le(65536)]  # that a GPU or one prompt has at the same time
-SequencesOrZero = Annotated[int, Ge(0), Le(65536)]
-Seed = Annotated[int, Ge(0), Lt(2**31)]  # numpy, inside SGLang, takes no negative seed
-Positive = Annotated[Finite, Ge(1e-6), Le(LARGEST)]
-NonNegative = Annotated[Finite, Ge(0), Le(LARGEST)]
-Signed = Annotated[Finite, Ge(-LARGEST), Le(LARGEST)]
-LearningRate = Annotated[Finite, Ge(0), Le(1)]  # Adam moves a weight by about this much
-Seconds = Annotated[Finite, Gt(0), Le(1e8)]  # three years
-Fraction = Annotated[Finite, Gt(0), Lt(1)]
-FractionOrZero = Annotated[Finite, Ge(0), Lt(1)]
-# SGLang takes a temperature below 1e-6 for greedy decoding, and logits divided by one below 0.01
-# overflow in bfloat16. Above 10 every distribution is close to uniform.
-Temperature = Annotated[Finite, Ge(0.01), Le(10)]
-# Weights and norms times or divided by s must keep their range in float32 and bfloat16.
-Scale = Annotated[Finite, Ge(0.001), Le(1000)]
-TopP = Annotated[Finite, Gt(0), Le(1)]
-
-
-def _matching(pattern: str, rule: str) -> pydantic.AfterValidator:
-    """Return a validator that refuses text unless `pattern` matches all of it."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(rule)
-        return text
-
-    return pydantic.AfterValidator(check)
-
-
-# Names become file names, Slurm job names and arguments of shell commands.
-RunName = Annotated[
-    str,
-    _matching(
-        r"(\w[\w.+-]{0,199})?",
-        "a run's name has letters, digits and _ . + - only, at most 200, and begins with a letter, "
-        "digit or _",
-    ),
-]
-# A path or another text that goes into files, logs and messages of one line.
-Text = Annotated[
-    str, _matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
-]
-Directory = Annotated[
-    str,
-    _matching(
-        r"""(?!-)[^\x00-\x1f\x7f`$"'\\;&|<>]*""",
-        "a directory's name must not begin with - or have control characters, quotes or any of "
-        "` $ \\ ; & | < >",
-    ),
-]
 RewardName = Annotated[
     str,
-    _matching(
+    matching(
         rf"{'|'.join(VERIFIER_NAMES)}|[^:]+:[^\W\d]\w*",
         f"no such verifier; there are {', '.join(VERIFIER_NAMES)}, and a function of your own is "
         "FILE.py:NAME or MODULE:NAME",
     ),
 ]
-Url = Annotated[
-    str,
-    _matching(
-        r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\w.~/-]*[\w.~-])?",
-        "give http(s)://HOST:PORT, without a user, a query or a slash at the end",
-    ),
-]
-DataName = Annotated[
-    str,
-    _matching(
-        r"\w[\w-]*",
-        "a name has letters, digits and _ - only, and begins with a letter, digit or _",
-    ),
-]
-OptionName = Annotated[
-    str,
-    _matching(
-        r"[^\W\d]\w*",
-        "an option's name has letters, digits and _ only, and begins with a letter or _",
-    ),
-]
-
-OptionValue = str | int | float | bool
 
 # Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75

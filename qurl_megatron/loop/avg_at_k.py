@@ -18,19 +18,17 @@ from statistics import fmean, stdev
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import (
+from qurl_megatron.config.schema import RewardName, ServerConfig, WeightFormat
+from qurl_megatron.config.values import (
     Count,
     CountOrZero,
     Directory,
-    RewardName,
     Seconds,
     Seed,
     SequencesOrZero,
-    ServerConfig,
     Temperature,
     Text,
     TopP,
-    WeightFormat,
 )
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.files import write_whole

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import ConfigError, OptionValue, ServerConfig
+from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.config.server_options import refusal
+from qurl_megatron.config.values import OptionValue
 
 
 def command_line(options: Mapping[str, object]) -> list[str]:

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from e2e.serving import Reference, Sender
 from e2e.test_server import NEARER, PROMPTS, START_TIMEOUT_S
-from qurl_megatron.config.schema import OptionValue, ServerConfig
+from qurl_megatron.config.schema import ServerConfig
+from qurl_megatron.config.values import OptionValue
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet

@@ -19,13 +19,8 @@ from transformers import AutoTokenizer
 from e2e.serving import MixedReference, Reference, Weights
 from e2e.test_server import NEARER, START_TIMEOUT_S
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import (
-    LearnerConfig,
-    OptimizerConfig,
-    OptionValue,
-    PauseMode,
-    ServerConfig,
-)
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, PauseMode, ServerConfig
+from qurl_megatron.config.values import OptionValue
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.client import RolloutClient

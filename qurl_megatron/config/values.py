@@ -1,0 +1,92 @@
+"""What a field of a configuration may hold: numbers within bounds, and texts of a form."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt
+
+# Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
+# overflows later. Each bound is far beyond what a run can use.
+MOST = 10**9  # of anything that is counted: steps, tokens, sequences
+LARGEST = 1e6  # a coefficient; squared it still fits in float32
+Finite = Annotated[float, pydantic.AllowInfNan(False)]
+Count = Annotated[int, Ge(1), Le(MOST)]
+CountOrZero = Annotated[int, Ge(0), Le(MOST)]
+Ranks = Annotated[int, Ge(1), Le(4096)]  # of one parallel dimension; beyond the largest clusters
+Threads = Annotated[int, Ge(1), Le(1024)]  # beyond the cores of a machine
+Sequences = Annotated[int, Ge(1), Le(65536)]  # that a GPU or one prompt has at the same time
+SequencesOrZero = Annotated[int, Ge(0), Le(65536)]
+Seed = Annotated[int, Ge(0), Lt(2**31)]  # numpy, inside SGLang, takes no negative seed
+Positive = Annotated[Finite, Ge(1e-6), Le(LARGEST)]
+NonNegative = Annotated[Finite, Ge(0), Le(LARGEST)]
+Signed = Annotated[Finite, Ge(-LARGEST), Le(LARGEST)]
+LearningRate = Annotated[Finite, Ge(0), Le(1)]  # Adam moves a weight by about this much
+Seconds = Annotated[Finite, Gt(0), Le(1e8)]  # three years
+Fraction = Annotated[Finite, Gt(0), Lt(1)]
+FractionOrZero = Annotated[Finite, Ge(0), Lt(1)]
+# SGLang takes a temperature below 1e-6 for greedy decoding, and logits divided by one below 0.01
+# overflow in bfloat16. Above 10 every distribution is close to uniform.
+Temperature = Annotated[Finite, Ge(0.01), Le(10)]
+# Weights and norms times or divided by s must keep their range in float32 and bfloat16.
+Scale = Annotated[Finite, Ge(0.001), Le(1000)]
+TopP = Annotated[Finite, Gt(0), Le(1)]
+
+
+def matching(pattern: str, rule: str) -> pydantic.AfterValidator:
+    """Return a validator that refuses text unless `pattern` matches all of it."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
+        return text
+
+    return pydantic.AfterValidator(check)
+
+
+# Names become file names, Slurm job names and arguments of shell commands.
+RunName = Annotated[
+    str,
+    matching(
+        r"(\w[\w.+-]{0,199})?",
+        "a run's name has letters, digits and _ . + - only, at most 200, and begins with a letter, "
+        "digit or _",
+    ),
+]
+# A path or another text that goes into files, logs and messages of one line.
+Text = Annotated[
+    str, matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
+]
+Directory = Annotated[
+    str,
+    matching(
+        r"""(?!-)[^\x00-\x1f\x7f`$"'\\;&|<>]*""",
+        "a directory's name must not begin with - or have control characters, quotes or any of "
+        "` $ \\ ; & | < >",
+    ),
+]
+Url = Annotated[
+    str,
+    matching(
+        r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\w.~/-]*[\w.~-])?",
+        "give http(s)://HOST:PORT, without a user, a query or a slash at the end",
+    ),
+]
+DataName = Annotated[
+    str,
+    matching(
+        r"\w[\w-]*",
+        "a name has letters, digits and _ - only, and begins with a letter, digit or _",
+    ),
+]
+OptionName = Annotated[
+    str,
+    matching(
+        r"[^\W\d]\w*",
+        "an option's name has letters, digits and _ only, and begins with a letter or _",
+    ),
+]
+
+OptionValue = str | int | float | bool
