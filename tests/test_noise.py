@@ -190,6 +190,7 @@ def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
         (["MODEL", "DATA", "--max-response", "512"], "--max-response 512: the model has 512"),
         (["MODEL", "DATA", "--format", "fp8-block"], "128"),
         (["MODEL", "DATA", "--output", "MODEL"], "exists; choose another file"),
+        (["MODEL", "DATA", "--output", "MODEL/no/x.json"], "there is no directory "),
     ],
 )
 def test_wrong_input_is_one_line(

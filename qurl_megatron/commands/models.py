@@ -96,6 +96,8 @@ def noise(
         check_format(weight_format)
         if output is not None and output.exists():
             raise ConfigError(f"--output {output}: exists; choose another file")
+        if output is not None and not output.parent.is_dir():
+            raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
         from launch.noise import NoiseOptions, measure, print_noise, read_prompts
 
         options = NoiseOptions(
