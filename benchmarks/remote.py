@@ -39,7 +39,7 @@ from qurl_megatron.rollout.remote import remote_server
 from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import RemoteDoor
+from qurl_megatron.weight_sync.remote import HttpEndpoint
 
 MEGABITS = (100, 1000)
 SHAPES = {"q_proj": (5120, 5120), "down_proj": (5120, 27648)}
@@ -136,13 +136,13 @@ def ways_to_send() -> dict[str, Way]:
 
 def send(link: ShapedLink, way: Way) -> tuple[int, float]:
     """Return the bytes and the seconds of one sending; the delta is coded anew."""
-    door = RemoteDoor("weights", remote_server(link.url, KEY), 60.0, flush_cache=True)
-    courier = door.enter(0)
-    courier.rate = way.rate
+    endpoint = HttpEndpoint("weights", remote_server(link.url, KEY), 60.0, flush_cache=True)
+    connection = endpoint.connect(0)
+    connection.rate = way.rate
     before, start = link.sent_bytes, time.perf_counter()
-    courier.deliver(replace(way.bucket), 2)  # else it would be coded once
+    connection.deliver(replace(way.bucket), 2)  # else it would be coded once
     spent_s = time.perf_counter() - start
-    courier.close()
+    connection.close()
     return link.sent_bytes - before, spent_s
 
 

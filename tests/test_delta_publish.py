@@ -289,8 +289,8 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             raise PublishError("other weights")
 
     network: Any = linking
-    network.Link._open_door = lambda link: None  # there are no channels
-    network.Link._let_in = lambda link, num_senders: None
+    network.Link._open_endpoint = lambda link: None  # there are no channels
+    network.Link._connect_server = lambda link, num_senders: None
     network.verify = verify
     network.ServerControl.update_weights = update_weights
     post: Any = WeightsPost

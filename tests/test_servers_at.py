@@ -40,13 +40,13 @@ from qurl_megatron.rollout.server import ServerFailed
 from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync import remote as couriers
+from qurl_megatron.weight_sync import remote as sender
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.remote import (
     CODING_PAYS_BELOW_BYTES_PER_S,
     Coder,
-    Courier,
-    RemoteDoor,
+    HttpConnection,
+    HttpEndpoint,
 )
 from test_fleet import wait_for
 from tiny import build_tiny_model, quantized
@@ -339,12 +339,12 @@ class ServerProcess:
                 return done
         return True, "loaded"
 
-    def courier(self, key: str = KEY) -> Courier:
+    def connection(self, key: str = KEY) -> HttpConnection:
         server = remote.remote_server("http://a", key)
-        courier = RemoteDoor("weights", server, timeout_s=1.0, flush_cache=True).enter(0)
+        connection = HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True).connect(0)
         self.http.headers.update(remote.remote_server("http://a", key).headers)
-        courier._post._client = self.http  # type: ignore[assignment]
-        return courier
+        connection._post._client = self.http  # type: ignore[assignment]
+        return connection
 
 
 def _never(*arguments: object) -> tuple[bool, str]:
@@ -366,19 +366,19 @@ def bucket_of_delta(old: dict[str, Tensor], new: dict[str, Tensor], base: int) -
 def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
     process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(couriers, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(sender, "MEASURED_BYTES", 1)
     weights = quantized(model_dir, "int8")
-    courier = process.courier()
-    assert courier.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
-    assert 0 < courier.rate < float("inf")
+    connection = process.connection()
+    assert connection.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
+    assert 0 < connection.rate < float("inf")
     num_bytes = []
     for version, rate in ((2, CODING_PAYS_BELOW_BYTES_PER_S), (3, 1.0)):
         new = {name: tensor.clone() for name, tensor in weights.items()}
         for tensor in new.values():
             if tensor.dtype == torch.int8:
                 tensor.view(-1)[version::50] += 1
-        courier.rate = rate
-        num_bytes.append(courier.deliver(bucket_of_delta(weights, new, version - 1), version))
+        connection.rate = rate
+        num_bytes.append(connection.deliver(bucket_of_delta(weights, new, version - 1), version))
         weights = new
         held = sglang_loader.whole_tensors(process.ranks, weights)
         for name, tensor in weights.items():
@@ -394,12 +394,12 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
 ) -> None:
     described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
     assert Description(**described.json()) == description(model_dir)
-    courier = process.courier()
+    connection = process.connection()
     noise = torch.full((16,), 255, dtype=torch.uint8)
     wrong = Bucket([delta.bucket_name(1)], [noise.dtype], [(16,)], noise)
     with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
-        courier.deliver(wrong, 1)
-    stranger = process.courier("another-key-of-it")
+        connection.deliver(wrong, 1)
+    stranger = process.connection("another-key-of-it")
     assert process.http.get("/qurl").status_code == 401
     with pytest.raises(UpdateRefused, match="Unauthorized"):
         stranger.deliver(wrong, 1)
@@ -420,7 +420,7 @@ def test_a_delta_is_coded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) 
         calls.append(flat)
         return flat.clone()
 
-    monkeypatch.setattr(couriers, "encode", encode)
+    monkeypatch.setattr(sender, "encode", encode)
     coder = Coder()
     first, second = (Bucket.pack({"w": torch.full((4,), n)}) for n in (1.0, 2.0))
     assert coder.code(first) is coder.code(first)

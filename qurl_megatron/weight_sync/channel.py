@@ -1,7 +1,7 @@
 """Channels: the process groups through which a sender's buckets reach the servers.
 
 Each sender has one channel to each server. Global rank 0 opens them: it sends all senders the
-`Door` of each, and asks the server to come in. A channel works in order in a thread of its own.
+`Rendezvous` of each, and asks the server to join. A channel works in order in a thread of its own.
 After a failure it sends nothing more, and the server, whose side of the channel then ends too, says
 so to rank 0. Rank 0 gives a channel up through the store in which its ranks have met.
 """
@@ -37,7 +37,7 @@ _POLL_S = 0.001
 _STORE_POLL_S = 0.05
 
 
-class Sending(Protocol):
+class Connection(Protocol):
     """What carries a sender's buckets to one server, in order."""
 
     failure: RuntimeError | None  # after which it sends nothing more
@@ -56,20 +56,20 @@ class Sending(Protocol):
         """End the connection."""
 
 
-class Entrance(Protocol):
-    """How the senders reach a server; global rank 0 hands it to them."""
+class Endpoint(Protocol):
+    """How the senders connect to a server; global rank 0 hands it to them."""
 
     @property
     def token(self) -> str:
         """A name, new for each attempt."""
 
-    def enter(self, sender: int) -> Sending:
+    def connect(self, sender: int) -> Connection:
         """Begin to connect the sender of this number."""
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where the senders meet a server."""
+class Rendezvous:
+    """The store in which the senders and a server meet, to form process groups."""
 
     token: str  # names the channels; a new one for each attempt, because servers refuse old names
     address: str  # of the store, as server and senders reach it
@@ -92,16 +92,16 @@ class Door:
         """Return the name of a sender's channel."""
         return channel_name(self.token, sender, self.suffix)
 
-    def enter(self, sender: int) -> Channel:
+    def connect(self, sender: int) -> Channel:
         """Begin to form the group of the sender of this number."""
         return Channel(self, sender)
 
-    def open(self) -> dist.TCPStore:
-        """Return the store, which this process keeps."""
+    def host(self) -> dist.TCPStore:
+        """Open the store in this process."""
         return self._store(is_master=True)
 
-    def come(self) -> dist.TCPStore:
-        """Return a connection to the store."""
+    def join(self) -> dist.TCPStore:
+        """Connect to the store."""
         return self._store(is_master=False)
 
     def _store(self, *, is_master: bool) -> dist.TCPStore:
@@ -129,14 +129,14 @@ def is_given_up(store: dist.TCPStore) -> str:
 class Channel:
     """This sender's process group with one server."""
 
-    def __init__(self, door: Door, sender: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, sender: int) -> None:
         """Begin to form the group, as the sender of this number."""
         self.failure: RuntimeError | None = None
-        self._door = door
+        self._rendezvous = rendezvous
         self._sender = sender
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.channel(sender))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=rendezvous.channel(sender))
         self._do(self._join)
 
     def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
@@ -169,15 +169,15 @@ class Channel:
     def _join(self) -> None:
         from sglang.srt.utils import init_custom_process_group
 
-        door, name = self._door, self._door.channel(self._sender)
+        rendezvous, name = self._rendezvous, self._rendezvous.channel(self._sender)
         # A connection of its own, even where this process keeps the store: one that waits for the
         # server would block others.
-        self._store = door.come()
+        self._store = rendezvous.join()
         self._group = init_custom_process_group(
-            backend=door.backend,
+            backend=rendezvous.backend,
             store=dist.PrefixStore(name, self._store),  # the server's side does the same
-            timeout=timedelta(seconds=door.timeout_s),
-            world_size=1 + door.num_ranks,
+            timeout=timedelta(seconds=rendezvous.timeout_s),
+            world_size=1 + rendezvous.num_ranks,
             rank=0,
             group_name=name,
         )
@@ -185,7 +185,7 @@ class Channel:
     def _send(self, flat: Tensor, announced: bool) -> None:
         if not announced:
             self._send_size(len(flat))
-        if self._door.carrier != "shared_memory":
+        if self._rendezvous.carrier != "shared_memory":
             self._broadcast(flat)
             return
         self._broadcast(describe(flat))
@@ -194,7 +194,7 @@ class Channel:
     @property
     def _place(self) -> torch.device:
         """The device on which the group exchanges sizes."""
-        return device() if self._door.carrier == "nccl" else torch.device("cpu")
+        return device() if self._rendezvous.carrier == "nccl" else torch.device("cpu")
 
     def _send_size(self, num_bytes: int) -> None:
         self._broadcast(torch.tensor([num_bytes], device=self._place))
@@ -229,20 +229,20 @@ class Channels:
 
     def __init__(self) -> None:
         """Open none."""
-        self._open: dict[str, Sending] = {}  # by token
+        self._open: dict[str, Connection] = {}  # by token
 
     def prepare(self) -> None:
         """Import what channels need. That takes seconds, which servers would wait for."""
         import sglang.srt.utils  # noqa: F401
 
-    def keep(self, doors: list[Entrance], sender: int) -> None:
-        """Have a channel through each of these doors and no other, as the sender of this number."""
-        tokens = {door.token for door in doors}
+    def keep(self, endpoints: list[Endpoint], sender: int) -> None:
+        """Stay connected to these endpoints and no other, as the sender of this number."""
+        tokens = {endpoint.token for endpoint in endpoints}
         for token in [token for token in self._open if token not in tokens]:
             self._open.pop(token).close()
-        for door in doors:
-            if door.token not in self._open:
-                self._open[door.token] = door.enter(sender)
+        for endpoint in endpoints:
+            if endpoint.token not in self._open:
+                self._open[endpoint.token] = endpoint.connect(sender)
 
     def send(
         self, tokens: list[str], bucket: Bucket, version: int, *, announced: bool

@@ -16,7 +16,7 @@ from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.weight_sync.channel import Carrier, Door, Entrance, give_up, is_given_up
+from qurl_megatron.weight_sync.channel import Carrier, Endpoint, Rendezvous, give_up, is_given_up
 from qurl_megatron.weight_sync.stream import Announcement
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
@@ -49,8 +49,8 @@ class Link:
         pause_mode: PauseMode,
     ) -> None:
         self.failure: RuntimeError | None = None
-        self.door: Entrance | None = None  # of the channels to the server
-        self.store: dist.TCPStore | None = None  # of the door
+        self.endpoint: Endpoint | None = None  # to which the senders connect
+        self.store: dist.TCPStore | None = None  # of the rendezvous
         self.token = ""  # names the parameters that the server has handed out
         self._parameters: list[dict[str, str]] | None = None  # until all ranks have them
         self._version: int | None = None  # that the server was verified to hold
@@ -92,13 +92,13 @@ class Link:
         self._answer_by = None
         if not self._is_paused:
             self._pause.enter_context(self._fleet.pausing(self._member))
-        is_new = num_senders > 0 and self.door is None
+        is_new = num_senders > 0 and self.endpoint is None
         if is_new:
-            self._do(self._open_door).result()  # all senders are told of the door
+            self._do(self._open_endpoint).result()  # all senders are told of it
 
         def work() -> None:
             if is_new:
-                self._let_in(num_senders)
+                self._connect_server(num_senders)
             if not self._is_paused:
                 self._control.pause()
                 self._is_paused = True
@@ -127,7 +127,7 @@ class Link:
     def sent(self, failed: dict[str, RuntimeError]) -> None:
         """Limit the time to the answer: all was sent. Channels are formed anew if any `failed`."""
         self._answer_by = time.monotonic() + self._timeout_s
-        if self.door is not None and self.door.token in failed:
+        if self.endpoint is not None and self.endpoint.token in failed:
             self._do(self._leave)
 
     def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
@@ -168,10 +168,10 @@ class Link:
 
         return self._thread.submit(guarded)
 
-    def _open_door(self) -> None:
+    def _open_endpoint(self) -> None:
         """Open a store in which the senders and the server meet."""
         server = self._member.server
-        door = Door(
+        rendezvous = Rendezvous(
             token=f"weights-{secrets.token_hex(8)}",
             address=address_towards(server),
             port=0,
@@ -179,21 +179,21 @@ class Link:
             num_ranks=server.tensor_parallel_size,
             timeout_s=self._timeout_s,
         )
-        self.store = door.open()
-        self.door = dataclasses.replace(door, port=self.store.port)
+        self.store = rendezvous.host()
+        self.endpoint = dataclasses.replace(rendezvous, port=self.store.port)
 
-    def _let_in(self, num_senders: int) -> None:
+    def _connect_server(self, num_senders: int) -> None:
         """Have the server join the channel of each sender."""
-        door = self.door
-        assert isinstance(door, Door)
+        rendezvous = self.endpoint
+        assert isinstance(rendezvous, Rendezvous)
         for sender in range(num_senders):
             self._control.init_weights_group(
-                door.address,
-                door.port,
+                rendezvous.address,
+                rendezvous.port,
                 rank_offset=1,
-                world_size=1 + door.num_ranks,
-                group_name=door.channel(sender),
-                backend=door.backend,
+                world_size=1 + rendezvous.num_ranks,
+                group_name=rendezvous.channel(sender),
+                backend=rendezvous.backend,
             )
 
     def _await_answer(self, request: Announcement, version: int) -> None:
@@ -202,13 +202,13 @@ class Link:
         Raises:
             ServerFailed: it failed, or hung, or a channel to it was given up.
         """
-        door, store = self.door, self.store
+        endpoint, store = self.endpoint, self.store
         answer = self._requests.submit(
             self._control.update_weights,
             request.names,
             request.dtypes,
             request.shapes,
-            group_name=door.channel(0) if isinstance(door, Door) else "",
+            group_name=endpoint.channel(0) if isinstance(endpoint, Rendezvous) else "",
             weight_version=version,
         )
         given_up = ""
@@ -228,7 +228,7 @@ class Link:
         """End the channels, so that no sender waits for the server any longer."""
         if self.store is not None:
             give_up(self.store, self.url)
-        self.door, self.store, self.token, self._parameters = None, None, "", None
+        self.endpoint, self.store, self.token, self._parameters = None, None, "", None
 
 
 def verify(control: ServerControl, sent: dict[str, int]) -> None:

@@ -58,7 +58,7 @@ from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Carrier, Channels, Entrance
+from qurl_megatron.weight_sync.channel import Carrier, Channels, Endpoint
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
@@ -287,15 +287,15 @@ class Publisher:
             receiving = link.receive(request, self.version)
             paused += [receiving] if isinstance(link, RemoteLink) else []
 
-        def open_doors() -> tuple[list[Entrance], list[str]]:
+        def open_endpoints() -> tuple[list[Endpoint], list[str]]:
             _wait(paused)  # nothing else keeps the senders until these servers are
-            doors = [door for link in self._links.values() if (door := link.door)]
-            return doors, [door.token for link in links if (door := link.door)]
+            endpoints = [end for link in self._links.values() if (end := link.endpoint)]
+            return endpoints, [end.token for link in links if (end := link.endpoint)]
 
-        doors, tokens = from_rank_zero(open_doors)
+        endpoints, tokens = from_rank_zero(open_endpoints)
         sent_bytes, failed = 0, dict[str, RuntimeError]()
         if dist.get_rank() in senders:
-            self._channels.keep(doors, senders.index(dist.get_rank()))
+            self._channels.keep(endpoints, senders.index(dist.get_rank()))
 
         def send(bucket: Bucket) -> Callable[[], None]:
             nonlocal sent_bytes

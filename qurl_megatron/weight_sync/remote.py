@@ -51,7 +51,7 @@ _CODER = Coder()
 
 
 @dataclass(frozen=True)
-class RemoteDoor:
+class HttpEndpoint:
     """How the senders reach a server that was started elsewhere."""
 
     token: str
@@ -59,21 +59,21 @@ class RemoteDoor:
     timeout_s: float
     flush_cache: bool
 
-    def enter(self, sender: int) -> Courier:
+    def connect(self, sender: int) -> HttpConnection:
         """Return a connection, which is made with the first bucket."""
-        return Courier(self)
+        return HttpConnection(self)
 
 
-class Courier:
+class HttpConnection:
     """Carries a sender's buckets to one server, in order, in a thread of its own."""
 
-    def __init__(self, door: RemoteDoor) -> None:
+    def __init__(self, endpoint: HttpEndpoint) -> None:
         """Connect nothing yet."""
         self.failure: RuntimeError | None = None
         self.rate = float("inf")  # of the link, in bytes per second
-        self._post = WeightsPost(door.server, door.timeout_s)
-        self._flush_cache = door.flush_cache
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=door.token)
+        self._post = WeightsPost(endpoint.server, endpoint.timeout_s)
+        self._flush_cache = endpoint.flush_cache
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=endpoint.token)
 
     def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
         """Send a bucket; done when the server has loaded it, or has failed."""
@@ -135,7 +135,7 @@ class RemoteLink(Link):
 
     def sent(self, failed: dict[str, RuntimeError]) -> None:
         """Fail as the senders' connections did: with each bucket the server answers them."""
-        failure = failed.get(self.door.token) if self.door else None
+        failure = failed.get(self.endpoint.token) if self.endpoint else None
         if failure is not None:
 
             def fail() -> None:
@@ -148,11 +148,11 @@ class RemoteLink(Link):
         super().close()
         self._post.close()
 
-    def _open_door(self) -> None:
+    def _open_endpoint(self) -> None:
         token = f"weights-{secrets.token_hex(8)}"
-        self.door = RemoteDoor(token, self._member.server, self._timeout_s, self._flush_cache)
+        self.endpoint = HttpEndpoint(token, self._member.server, self._timeout_s, self._flush_cache)
 
-    def _let_in(self, num_senders: int) -> None:
+    def _connect_server(self, num_senders: int) -> None:
         """Do nothing: the server listens."""
 
     def _await_answer(self, request: Announcement, version: int) -> None:

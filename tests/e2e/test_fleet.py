@@ -30,7 +30,7 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Channel, Sending
+from qurl_megatron.weight_sync.channel import Channel, Connection
 from qurl_megatron.weight_sync.link import PublishError
 
 PROMPTS = [
@@ -143,9 +143,9 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     link = next(
         link for member, link in both.publisher._links.items() if member.server.pid == lost.pid
     )
-    assert link.door is not None
-    its_channel = both.publisher._channels._open[link.door.token]
-    sent: list[Sending] = []
+    assert link.endpoint is not None
+    its_channel = both.publisher._channels._open[link.endpoint.token]
+    sent: list[Connection] = []
 
     def send(channel: Channel, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
         sent.append(channel)
