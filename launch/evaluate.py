@@ -53,24 +53,16 @@ def run(config: EvalConfig) -> None:
         PreloadFailed: SGLang could not be imported.
     """
     output = Path(config.output)
-    if output.exists():
-        raise ConfigError(f"output={output}: exists; choose another directory")
-    if not config.data:
-        raise ConfigError(
-            "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
-        )
-    if config.format == "fp8-block" and device.accelerator() == "cpu":
-        raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+    _check_fields(config)
     reward = Config(
         reward=absolute(config.reward),
         reward_timeout_s=config.reward_timeout_s,
         scoring_workers=config.scoring_workers,
     )
     check_reward(reward)
-    with (
-        tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch,
-        contextlib.ExitStack() as stack,
-    ):
+    console = Console(stderr=True, highlight=False)
+    averages_of: dict[str, dict[str, Average]] = {}
+    with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
@@ -84,11 +76,56 @@ def run(config: EvalConfig) -> None:
             quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
             model_dir = quantized
         output.mkdir(parents=True)
-        console, start = Console(stderr=True, highlight=False), time.monotonic()
-        console.print("starting the server", markup=False)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        score = stack.enter_context(Scorer(reward, reward.scoring_workers)).submit
-        preload = stack.enter_context(preloaded_sglang(output / "preload.log"))
+        with (
+            Scorer(reward, reward.scoring_workers) as scorer,
+            _serving(config, model_dir, length, console) as fleet,
+        ):
+            client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
+            for number, (data, problems) in enumerate(prompts.items()):
+                requests = len(problems) * (2 if config.k else 1)
+                with show_progress(data, requests, console) as answered:
+                    results = measure(
+                        client,
+                        scorer.submit,
+                        problems,
+                        config.max_response_length,
+                        k=config.k,
+                        temperature=config.temperature,
+                        top_p=config.top_p,
+                        answered=answered,
+                    )
+                write_answers(results, output / f"answers_{number}.jsonl")
+                averages_of[data] = averages(results)
+    summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": {}}
+    for data, named in averages_of.items():
+        summary["results"][data] = {name: dataclasses.asdict(a) for name, a in named.items()}
+    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    Console().print(_table(config, prompts, averages_of))
+
+
+def _check_fields(config: EvalConfig) -> None:
+    """Check what can be wrong without looking at model and data.
+
+    Raises:
+        ConfigError: something is.
+    """
+    if Path(config.output).exists():
+        raise ConfigError(f"output={config.output}: exists; choose another directory")
+    if not config.data:
+        raise ConfigError(
+            "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
+        )
+    if config.format == "fp8-block" and device.accelerator() == "cpu":
+        raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+
+
+@contextlib.contextmanager
+def _serving(config: EvalConfig, model_dir: Path, length: int, console: Console) -> Iterator[Fleet]:
+    """Start a server of a model for `length` tokens; yield a fleet of it, and end it afterwards."""
+    output, start = Path(config.output), time.monotonic()
+    console.print("starting the server", markup=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with preloaded_sglang(output / "preload.log") as preload:
         server = start_server(
             model_dir,
             config.server,
@@ -99,35 +136,15 @@ def run(config: EvalConfig) -> None:
             loads=True,
             preload=preload,
         )
-        stack.callback(server.stop)
-        wait_ready([server], config.server.start_timeout_s)
-        waited = f"{time.monotonic() - start:.0f} s"
-        console.print(f"the server is up after {waited}: {server.url}", markup=False)
-        fleet = stack.enter_context(
-            contextlib.closing(Fleet("evaluation", {0: server}, loaded=True))
-        )
-        fleet.watch()
-        client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
-        averages_of: dict[str, dict[str, Average]] = {}
-        for number, (data, problems) in enumerate(prompts.items()):
-            with show_progress(data, len(problems) * (2 if config.k else 1), console) as answered:
-                results = measure(
-                    client,
-                    score,
-                    problems,
-                    config.max_response_length,
-                    k=config.k,
-                    temperature=config.temperature,
-                    top_p=config.top_p,
-                    answered=answered,
-                )
-            write_answers(results, output / f"answers_{number}.jsonl")
-            averages_of[data] = averages(results)
-    summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": {}}
-    for data, named in averages_of.items():
-        summary["results"][data] = {name: dataclasses.asdict(a) for name, a in named.items()}
-    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-    Console().print(_table(config, prompts, averages_of))
+        try:
+            wait_ready([server], config.server.start_timeout_s)
+            waited = f"{time.monotonic() - start:.0f} s"
+            console.print(f"the server is up after {waited}: {server.url}", markup=False)
+            with contextlib.closing(Fleet("evaluation", {0: server}, loaded=True)) as fleet:
+                fleet.watch()
+                yield fleet
+        finally:
+            server.stop()
 
 
 @contextlib.contextmanager
