@@ -38,6 +38,7 @@ class Attempt:
         return logs / f"resumed_{self.number}" if self.number else logs
 
     def rank_log(self, rank: int) -> Path:
+        """Return the log file of a learner rank."""
         return self.logs / f"learner_rank{rank}.log"
 
     def start(

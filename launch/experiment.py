@@ -76,6 +76,7 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
+        """The run's directory."""
         return self.config.run_dir
 
 

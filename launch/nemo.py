@@ -54,6 +54,7 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
 
 
 def recipe_config(name: str) -> Config:
+    """Return the configuration of a recipe."""
     config = import_module(f"recipes.{name}").recipe()
     assert isinstance(config, Config)
     return config

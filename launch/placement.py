@@ -117,10 +117,12 @@ class JobPlan:
     nodes: list[NodePlan]
 
     def save(self, path: Path) -> None:
+        """Write the plan, which holds keys, to a file that only this user can read."""
         write_whole(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n", private=True)
 
     @staticmethod
     def load(path: Path) -> JobPlan:
+        """Read a plan that `save` wrote."""
         tree = json.loads(path.read_text())
         return JobPlan(**{**tree, "nodes": [NodePlan(**node) for node in tree["nodes"]]})
 

@@ -203,6 +203,7 @@ def _exists(source: str) -> bool:
 
 
 def default_name(recipe: str) -> str:
+    """Return the name of a run that the user gave none: recipe and time."""
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -258,12 +259,18 @@ def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = 
 
 
 def load_recipe(name: str) -> ModuleType:
+    """Return the module of a recipe.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
     if name not in recipe_names():
         raise ConfigError(f"{name}: no such recipe; there are {', '.join(recipe_names())}")
     return importlib.import_module(f"recipes.{name}")
 
 
 def recipe_names() -> list[str]:
+    """Return the names of all recipes, sorted."""
     import recipes
 
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))

@@ -464,6 +464,7 @@ def job_end_time() -> float:
 
 
 def hostnames(nodelist: str) -> list[str]:
+    """Return the names in one of Slurm's lists, such as `node[1-4]`."""
     return _output("scontrol", "show", "hostnames", nodelist).split()
 
 
@@ -482,6 +483,7 @@ def _block_usr1() -> None:
 
 
 def main() -> None:
+    """Run a job, print its lead time, or guard it: `python -m launch.slurm COMMAND`."""
     parser = argparse.ArgumentParser(prog="python -m launch.slurm")
     commands = parser.add_subparsers(dest="command", required=True)
     job = commands.add_parser("run", help="run as the batch process of a job")

@@ -66,11 +66,13 @@ def gpu_problems(needed: int, granted: int, installed: int | None) -> list[str]:
 
 
 def granted_gpus() -> int:
+    """Return how many GPUs Slurm gave this task."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return len(visible.split(",")) if visible else 0
 
 
 def installed_gpus() -> int | None:
+    """Return how many GPUs the node has; None without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return None
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -187,10 +189,12 @@ def run_dir_of(logs: Path, plan: JobPlan) -> Path:
 
 
 def node_name() -> str:
+    """Return Slurm's name of this node."""
     return os.environ["SLURMD_NODENAME"]
 
 
 def main() -> None:
+    """Run a task of a job: `python -m launch.slurm_task ROLE LOGS [TOKEN]`."""
     role, logs, *token = sys.argv[1:]
     if role == "preflight":
         preflight(Path(logs), *token)

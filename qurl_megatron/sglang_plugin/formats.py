@@ -35,7 +35,7 @@ class QurlConfig(QuantizationConfig):
     """
 
     linear_method: type[QuantizedLinearMethod]
-    min_capability: int
+    min_capability: int  # compute capability of the oldest GPU: 75 is 7.5
 
     def __init__(self, kept_layers: Sequence[str] = ()) -> None:
         super().__init__()
@@ -74,6 +74,8 @@ class QurlConfig(QuantizationConfig):
 
 
 class Int8Config(QurlConfig):
+    """INT8 codes, those of int4 too, with a scale per output channel."""
+
     linear_method = Int8LinearMethod
     min_capability = 75
 
@@ -83,6 +85,8 @@ class Int8Config(QurlConfig):
 
 
 class Fp8Config(QurlConfig):
+    """FP8 codes with a scale per output channel; of `fp8-tensor` all are equal."""
+
     linear_method = Fp8LinearMethod
     min_capability = 89
 
@@ -92,6 +96,8 @@ class Fp8Config(QurlConfig):
 
 
 class Fp8BlockConfig(QurlConfig):
+    """FP8 codes with a scale per block of 128 x 128."""
+
     linear_method = Fp8BlockLinearMethod
     min_capability = 90
     weight_block_size = (BLOCK, BLOCK)  # SGLang's loaders of fused layers read it
