@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bits import CPU, DTYPES, as_bytes, changed, random_bits
 from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.weight_sync import coding
 from qurl_megatron.weight_sync.delta import Change, compare, pack, unpack
-from test_delta import CPU, DTYPES, as_bytes, changed, random_bits
 
 
 def through_code(changes: list[Change]) -> list[Change]:

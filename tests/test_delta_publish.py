@@ -20,6 +20,7 @@ from torch import Tensor
 
 import sglang_loader
 from distributed import run_ranks
+from fleets import make_server
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, LearnerConfig, OptimizerConfig, WeightFormat
 from qurl_megatron.learner.learner import Learner
@@ -36,27 +37,8 @@ from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import announce
-from test_fleet import make_server
-from tiny import build_tiny_model
+from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model
 
-# All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
-DIMENSIONS: dict[str, Any] = {
-    "vocab_size": 251,
-    "hidden_size": 48,
-    "intermediate_size": 144,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-# Layers that are fused in a server's rank need whole blocks of 128.
-WHOLE_BLOCKS = DIMENSIONS | {
-    "hidden_size": 96,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
 FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8", "fp8-tensor", "fp8-block", "bf16")
 BUCKET_BYTES = 500  # so that a delta has several buckets
 SERVER_SIZES = (1, 2, 4)
@@ -133,8 +115,8 @@ def change_weights(shard: Tensor, update: str, generator: torch.Generator) -> No
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with the model of each set of formats."""
     directory = tmp_path_factory.mktemp("models")
-    build_tiny_model(directory / "small", "qwen2", tied=True, **DIMENSIONS)
-    build_tiny_model(directory / "blocks", "qwen3", **WHOLE_BLOCKS)
+    build_tiny_model(directory / "small", "qwen2", tied=True, **UNEVEN)
+    build_tiny_model(directory / "blocks", "qwen3", **UNEVEN_BLOCKS)
     return directory
 
 

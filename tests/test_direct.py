@@ -18,34 +18,17 @@ from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFo
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.sglang_plugin.verify import held_parts
 from qurl_megatron.weight_sync.shared_memory import describe_tensor
-from tiny import build_tiny_model, quantized
+from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model, quantized
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the models of one process are on the CPU"
 )
 
-# All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
-DIMENSIONS: dict[str, Any] = {
-    "vocab_size": 251,
-    "hidden_size": 48,
-    "intermediate_size": 144,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-# Layers that are fused in a server's rank need whole blocks of 128.
-WHOLE_BLOCKS = DIMENSIONS | {
-    "hidden_size": 96,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
 FORMATS: dict[WeightFormat, dict[str, Any]] = {
-    "int8": DIMENSIONS,
-    "fp8-tensor": DIMENSIONS,
-    "bf16": DIMENSIONS,
-    "fp8-block": WHOLE_BLOCKS,
+    "int8": UNEVEN,
+    "fp8-tensor": UNEVEN,
+    "bf16": UNEVEN,
+    "fp8-block": UNEVEN_BLOCKS,
 }
 SERVER_SIZES = (1, 2, 4)
 Servers = dict[str, list[dict[str, str]]]

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bits import as_bytes
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
 from qurl_megatron.learner.learner import Learner
@@ -24,7 +25,7 @@ from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.export import export
 from qurl_megatron.weight_sync.reshard import Converter
-from test_reshard import as_bytes, learner_config, tensors_in
+from sent import tensors_in
 from tiny import build_tiny_model, quantized
 
 # All sizes differ; blocks of 128 lie across the halves of an expert, and across those of a layer.
@@ -102,7 +103,7 @@ def test_experts_are_sent_as_quantizing_the_checkpoint_gives_them(
 ) -> None:
     layout, senders = LAYOUTS[name]
     build_tiny_model(tmp_path, "qwen3_moe", **DIMENSIONS)
-    config = learner_config(**layout)
+    config = LearnerConfig(**layout, dtype="float32")
     ranks = run_ranks(convert, config.world_size, tmp_path, config)
     for weight_format in FORMATS:
         by_rank = [rank[weight_format] for rank in ranks]

@@ -13,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import test_learner
 from batches import share_of
 from distributed import run_ranks
-from qurl_megatron.config.schema import Config, UaqConfig
-from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
-from test_learner import (
+from learner_reference import (
     BUDGET,
     CP2,
     DIMS,
@@ -38,8 +34,12 @@ from test_learner import (
     learner_config,
     make_batch,
     make_reference,
+    measure,
     policy_gradient,
 )
+from qurl_megatron.config.schema import Config, UaqConfig
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
 EP2: dict[str, Any] = {"expert_parallel_size": 2}
@@ -73,7 +73,7 @@ def reference(model: Path) -> Reference:
 def ranks(request: pytest.FixtureRequest, model: Path) -> list[Measurement]:
     layout = LAYOUTS[request.param]
     world_size = learner_config(layout).world_size
-    by_rank = run_ranks(test_learner.measure, world_size, {"model": model}, layout)
+    by_rank = run_ranks(measure, world_size, {"model": model}, layout)
     return [rank["model"] for rank in by_rank]
 
 

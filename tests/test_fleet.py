@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from qurl_megatron.process import start_ticks
+from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
-
-
-def make_server(
-    index: int, logs: Path, *, url: str = "http://127.0.0.1:9", **fields: object
-) -> Server:
-    """Return a server whose process is this one."""
-    log = logs / f"server_{index}.log"
-    log.write_text("the log\n")
-    server = Server(
-        url=url,
-        machine=socket.gethostname(),
-        pid=os.getpid(),
-        start_ticks=start_ticks(os.getpid()),
-        tensor_parallel_size=1,
-        gpus=[],
-        log_file=str(log),
-        scratch_dir=str(logs),
-    )
-    return replace(server, **fields)  # type: ignore[arg-type]
-
-
-def make_fleet(logs: Path, number: int = 2, **options: object) -> Fleet:
-    servers = {index: make_server(index, logs, url=f"http://{index}") for index in range(number)}
-    return Fleet("rollout", servers, **{"loaded": True, **options})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -195,15 +169,6 @@ def health() -> Iterator[Health]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-def wait_for(fleet: Fleet, state: fleets.State, timeout_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if fleet.members(state):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 async def never(server: Server) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,37 @@ from torch import Tensor
 
 from batches import ragged, score, share_of, update
 from distributed import run_ranks
-from qurl_megatron.algorithm.batch import TrainBatch
+from learner_reference import (
+    BUDGET,
+    CP2,
+    DIMS,
+    DP2,
+    FULL,
+    OFFLOAD,
+    ONE_LAYER,
+    OPTIMIZER,
+    PP2,
+    SELECTIVE,
+    TP2,
+    VPP2,
+    Measurement,
+    Reference,
+    assert_scores_match,
+    gathered,
+    learner_config,
+    logprobs_and_entropy_of,
+    make_batch,
+    make_reference,
+    measure,
+    measure_model,
+    policy_gradient,
+)
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
-from qurl_megatron.model.huggingface import checkpoint_tensors
 from tiny import build_tiny_model
 
-DIMS: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 112,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "num_hidden_layers": 4,
-}
 FAMILIES: tuple[Family, ...] = ("qwen2", "qwen3", "llama")
-TP2: dict[str, Any] = {"tensor_parallel_size": 2}
-PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-DP2: dict[str, Any] = {"data_parallel_size": 2}
-CP2: dict[str, Any] = {"context_parallel_size": 2}
-VPP2: dict[str, Any] = {**PP2, "virtual_pipeline_parallel_size": 2}
-BUDGET: dict[str, Any] = {"tokens_per_micro_batch": 20}
-SELECTIVE: dict[str, Any] = {"recompute": "selective"}
-FULL: dict[str, Any] = {"recompute": "full"}
-ONE_LAYER: dict[str, Any] = {**FULL, "recompute_layers": 1}
-OFFLOAD: dict[str, Any] = {"offload_optimizer": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": TP2,
@@ -61,17 +64,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xDP2": {**TP2, **DP2, **SELECTIVE, **OFFLOAD},
     "VPP2xDP2": {**VPP2, **DP2, **BUDGET},
 }
-TEMPERATURES = (0.7, 1.0)
-OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-3,
-    warmup_steps=2,
-    weight_decay=0.1,
-    clip_grad=0.5,
-    beta2=0.99,
-    # The gradient of some key biases is rounding noise, which a small epsilon would amplify.
-    epsilon=1e-5,
-)
-STEPS = 3
 
 
 def model_name(layout: str, family: str) -> str:
@@ -96,151 +88,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for family in FAMILIES
         for embedding in ("tied", "untied")
     }
-
-
-@dataclass
-class Rows:
-    """A batch as padded rows; every tensor but `lengths` is [batch, time]."""
-
-    tokens: Tensor
-    loss_mask: Tensor
-    lengths: Tensor
-    advantages: Tensor
-
-    @property
-    def loss_weights(self) -> Tensor:
-        return self.loss_mask / self.loss_mask.sum()
-
-    def ragged(self) -> TrainBatch:
-        return ragged(**vars(self), loss_weights=self.loss_weights)
-
-
-def make_batch() -> Rows:
-    """Return seven rows of different lengths after prompts of different lengths."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (7, 13)
-    time = torch.arange(shape[1])
-    prompt = torch.randint(1, 5, (shape[0], 1), generator=generator)
-    length = torch.randint(6, shape[1] + 1, (shape[0], 1), generator=generator)
-    rows = Rows(
-        tokens=torch.randint(0, DIMS["vocab_size"], shape, generator=generator),
-        loss_mask=(time >= prompt) & (time < length),
-        lengths=length.squeeze(1),
-        advantages=torch.randn(shape, generator=generator),
-    )
-    return rows
-
-
-def policy_gradient(
-    current_logprobs: Tensor, entropy: Tensor, batch: Any, loss_weights: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    moved = torch.zeros(())
-    if getattr(batch, "proximal_logprobs", None) is not None:
-        moved = (current_logprobs.detach() - batch.proximal_logprobs).abs().sum()
-    loss = -(loss_weights * batch.advantages * current_logprobs).sum()
-    return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
-
-
-def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
-    return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
-
-
-def weights_of(learner: Any) -> list[weight_map.TensorPart]:
-    from qurl_megatron.learner.model import tensor_parallel_place
-
-    return [
-        part
-        for rule, layer, shard in learner.shards()
-        for part in weight_map.split(
-            rule, shard.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
-        )
-    ]
-
-
-@dataclass
-class Measurement:
-    """Results of one model on one rank."""
-
-    scores: dict[float, tuple[Tensor, ...]]
-    first_weights: list[weight_map.TensorPart]
-    updates: list[Any]
-    last_weights: list[weight_map.TensorPart]
-
-
-def measure(models: dict[str, Path], layout: dict[str, Any]) -> dict[str, Measurement]:
-    from qurl_megatron import device
-
-    device.initialize_distributed()  # once for all models; each learner destroys its own groups
-    return {name: measure_model(model, layout) for name, model in models.items()}
-
-
-def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measurement:
-    from qurl_megatron.learner.learner import Learner
-
-    learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
-    batch = make_batch()
-    scores = {
-        temperature: score(learner, batch.tokens, temperature=temperature)
-        for temperature in TEMPERATURES
-    }
-    first_weights = weights_of(learner)
-    share = share_of(learner, batch.ragged())
-    learner.score(share, ["proximal_logprobs"], temperature=0.7)
-    updates = [learner.update(share, policy_gradient, temperature=0.7) for _ in range(STEPS)]
-    measurement = Measurement(scores, first_weights, updates, weights_of(learner))
-    learner.close()
-    return measurement
-
-
-@dataclass
-class Reference:
-    """Results of one model from transformers and torch."""
-
-    scores: dict[float, tuple[Tensor, ...]]
-    losses: list[float]
-    grad_norms: list[float]
-    first_weights: dict[str, Tensor]
-    last_weights: dict[str, Tensor]
-
-
-def logprobs_and_entropy_of(model: Any, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    distribution = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
-    logprobs = distribution.gather(2, tokens[:, 1:, None]).squeeze(2)
-    entropy = -(distribution.exp() * distribution).sum(-1)
-    return tuple(torch.nn.functional.pad(scores, (1, 0)) for scores in (logprobs, entropy))
-
-
-def make_reference(directory: Path) -> Reference:
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    batch = make_batch()
-    with torch.no_grad():
-        scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
-    first_weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
-        eps=OPTIMIZER.epsilon,
-    )
-    losses, norms = [], []
-    for step in range(1, STEPS + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER.learning_rate * min(1.0, step / OPTIMIZER.warmup_steps)
-        optimizer.zero_grad()
-        logprobs, entropy = logprobs_and_entropy_of(model, batch.tokens, 0.7)
-        loss, _ = policy_gradient(logprobs, entropy, batch, batch.loss_weights)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
-        losses.append(float(loss.detach()))
-        optimizer.step()
-    last_weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model)}
-    return Reference(scores, losses, norms, first_weights, last_weights)
 
 
 @pytest.fixture(scope="module")
@@ -280,14 +127,6 @@ def reference(name: str, references: dict[str, Reference]) -> Reference:
     return references[name]
 
 
-def assert_scores_match(measurement: Measurement, reference: Reference) -> None:
-    for temperature, (logprobs, entropy) in measurement.scores.items():
-        expected = reference.scores[temperature]
-        assert logprobs.dtype == entropy.dtype == torch.float32
-        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
-
-
 def test_logprobs_and_entropy_match_transformers(
     ranks: list[Measurement], reference: Reference
 ) -> None:
@@ -297,25 +136,6 @@ def test_logprobs_and_entropy_match_transformers(
 
 def test_every_rank_returns_the_same_updates(ranks: list[Measurement]) -> None:
     assert all(rank.updates == ranks[0].updates for rank in ranks[1:])
-
-
-def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:
-    """Assemble full tensors from every rank's parts; fail if one is missing or replicas differ."""
-    by_name: dict[str, list[weight_map.TensorPart]] = {}
-    for part in (part for parts in parts_by_rank for part in parts):
-        by_name.setdefault(part.name, []).append(part)
-    tensors = {}
-    for name, parts in by_name.items():
-        runs: dict[tuple[int, int], Tensor] = {}
-        for part in parts:
-            if not part.view.numel():
-                continue  # a rank may hold no rows of a key-value head
-            assert torch.equal(runs.setdefault(part.offset, part.tensor), part.tensor)
-        dim = parts[0].dim
-        ordered = [runs[offset] for offset in sorted(runs)]
-        tensors[name] = ordered[0] if dim is None else torch.cat(ordered, dim)
-        assert tensors[name].shape == parts[0].full_shape
-    return tensors
 
 
 def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(

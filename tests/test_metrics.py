@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from logs import ZEROS, evaluation, write
 from qurl_megatron.config.fields import field_docs
 from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
 from qurl_megatron.report.metrics import (
@@ -21,27 +22,12 @@ from qurl_megatron.report.metrics import (
 )
 from qurl_megatron.report.run_log import RunLog, evaluation_directory
 
-ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
-ZEROS |= {"held_out_accuracy": None, "evaluation": None, "reward_counts": [(0.0, 1), (1.0, 3)]}
-ZEROS |= {"verifier_failure": ""}
 BEFORE = Evaluation(0.25)
-
-
-def evaluation(mean: float) -> Evaluation:
-    average = {"mean": mean, "standard_error": 0.01}
-    return Evaluation(mean, {"aime": {"Avg@1": average, "Avg@4 sampled": average}})
 
 
 def run_log(directory: Path, **fields: Any) -> RunLog:
     config = Config(output_dir=str(directory.parent), name=directory.name, steps=10, **fields)
     return RunLog(config, writes=True)
-
-
-def write(log: RunLog, step: int, **measured: float) -> None:
-    """Log one step, with an evaluation if its number is even."""
-    values = ZEROS | {"step": step, "weight_version": step + 1} | measured
-    log.write(StepMetrics(**values), evaluation(step / 10) if step % 2 == 0 else None)
-    log.write_weights(step + 1, {"weight": {"code_flip_fraction": 0.5}})
 
 
 def logged(directory: Path) -> tuple[list[int], list[int]]:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import reasoning_gym
 
+from problem_files import GOOD, VERL, numbered, write_lines
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import (
     DataError,
@@ -27,18 +28,8 @@ from qurl_megatron.data.reward_types import Question
 from qurl_megatron.data.verifiers import VERIFIERS
 
 
-def write(path: Path, *lines: Any) -> str:
-    """Write lines to a file, bytes unchanged and anything else as JSON; return its path."""
-    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    path.write_bytes(b"\n".join(encoded) + b"\n")
-    return str(path)
-
-
-GOOD = {"question": "1 + 1?", "answer": "2"}
-
-
 def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
-    data = write(
+    data = write_lines(
         tmp_path / "a.jsonl",
         GOOD,
         b"",
@@ -87,7 +78,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
 def test_broken_line_is_refused_and_its_number_is_named(
     tmp_path: Path, bad: Any, message: str
 ) -> None:
-    data = write(tmp_path / "a.jsonl", GOOD, {"question": "2 + 2?", "answer": "4"}, bad)
+    data = write_lines(tmp_path / "a.jsonl", GOOD, {"question": "2 + 2?", "answer": "4"}, bad)
     with pytest.raises(DataError, match=re.escape(message)) as refusal:
         read_problems(data, {})
     assert "a.jsonl" in str(refusal.value) and "\n" not in str(refusal.value)
@@ -100,26 +91,18 @@ def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
         (str(missing), {}, "missing.jsonl: no such file"),
         (str(empty), {}, "empty.jsonl: contains no problems"),
         (
-            write(tmp_path / "a.csv", GOOD),
+            write_lines(tmp_path / "a.csv", GOOD),
             {},
             "a.csv: unsupported; expected a .jsonl, .json, .parquet file",
         ),
         (str(tmp_path / "none"), {}, "none: no such file or directory"),
         (str(tmp_path / "none:test"), {}, "none:test: no such file or directory"),
-        (write(tmp_path / "a.jsonl", GOOD), {"size": 3}, "data_options.size"),
+        (write_lines(tmp_path / "a.jsonl", GOOD), {"size": 3}, "data_options.size"),
     ]:
         with pytest.raises(DataError, match=re.escape(message)):
             read_problems(data, options)
 
 
-CHAT = [{"role": "user", "content": "3 + 3?"}]
-VERL = {
-    "data_source": "math_dapo",
-    "prompt": CHAT,
-    "ability": "MATH",
-    "reward_model": {"ground_truth": "6", "style": "rule"},
-    "extra_info": {"index": "a"},
-}
 GSM8K = {"question": "48 and half of it?", "answer": "48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72"}
 DEEPSCALER = {"problem": "What is $x$?", "answer": "\\frac{1}{2}", "solution": "It is a half."}
 
@@ -145,8 +128,8 @@ def test_published_file_formats_are_read_and_scored(
     path = tmp_path / f"a{suffix}"
     data = {
         ".parquet": lambda: write_parquet(path, row, row),
-        ".jsonl": lambda: write(path, row, row),
-        ".json": lambda: write(path, [row, row]),
+        ".jsonl": lambda: write_lines(path, row, row),
+        ".json": lambda: write_lines(path, [row, row]),
     }[suffix]()
     (problem,) = read_problems(data, {})
     assert (problem.question, problem.messages[-1]["content"]) == (question, question)
@@ -169,10 +152,6 @@ def questions(data: str) -> list[str]:
     return [problem.question for problem in read_problems(data, {})]
 
 
-def numbered(*numbers: int) -> list[dict[str, str]]:
-    return [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in numbers]
-
-
 def test_data_set_directory_is_read_by_split(tmp_path: Path) -> None:
     shards, saved = tmp_path / "shards", tmp_path / "saved"
     (shards / "data").mkdir(parents=True)
@@ -191,7 +170,7 @@ def test_data_set_directory_is_read_by_split(tmp_path: Path) -> None:
 
 
 def test_only_split_of_a_directory_is_the_default(tmp_path: Path) -> None:
-    write(tmp_path / "test.jsonl", *numbered(1, 2))
+    write_lines(tmp_path / "test.jsonl", *numbered(1, 2))
     assert questions(str(tmp_path)) == ["1 + 1?", "2 + 1?"]
     datasets.Dataset.from_list(numbered(5)).save_to_disk(tmp_path / "saved")
     assert questions(str(tmp_path / "saved")) == ["5 + 1?"]
@@ -237,8 +216,8 @@ def test_directory_with_a_default_config_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_broken_shard_is_named_with_its_line_number(tmp_path: Path) -> None:
-    write(tmp_path / "train-0.jsonl", *numbered(1))
-    write(tmp_path / "train-1.jsonl", *numbered(2), b"{broken")
+    write_lines(tmp_path / "train-0.jsonl", *numbered(1))
+    write_lines(tmp_path / "train-1.jsonl", *numbered(2), b"{broken")
     with pytest.raises(DataError, match=r"train-1\.jsonl line 2: not JSON"):
         questions(str(tmp_path))
     datasets.Dataset.from_list([GOOD, {"question": "2?"}]).save_to_disk(tmp_path / "saved")
@@ -255,7 +234,7 @@ def test_reading_a_directory_leaves_no_files_and_uses_no_network(tmp_path: Path)
     data, home, scratch = tmp_path / "data", tmp_path / "home", tmp_path / "scratch"
     for directory in (data, home, scratch):
         directory.mkdir()
-    write(data / "train.jsonl", GOOD)
+    write_lines(data / "train.jsonl", GOOD)
     script = (
         "import socket, sys\n"
         "def refuse(*_): raise AssertionError('a connection was made')\n"
@@ -280,12 +259,12 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
     tmp_path: Path,
 ) -> None:
     entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
-    data = write(tmp_path / "a.jsonl", entry, GOOD)
+    data = write_lines(tmp_path / "a.jsonl", entry, GOOD)
     config = Config(reward="reasoning_gym")
     with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
         find_unverifiable(read_problems(data, {}), config)
     stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
-    data = write(tmp_path / "b.jsonl", stripped)
+    data = write_lines(tmp_path / "b.jsonl", stripped)
     with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
         find_unverifiable(read_problems(data, {}), config)
 
@@ -382,7 +361,7 @@ def test_conversation_is_a_question_and_its_last_answer(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / f"a{suffix}"
-    data = write(path, entry) if suffix == ".jsonl" else write_parquet(path, entry)
+    data = write_lines(path, entry) if suffix == ".jsonl" else write_parquet(path, entry)
     [problem] = read_problems(data, {})
     assert (problem.messages, problem.answer) == (messages, answer)
     assert problem.question == "\n\n".join(message["content"] for message in messages)
@@ -396,7 +375,10 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 def test_text_of_tools_is_left_as_it_is(tools: Any, tmp_path: Path) -> None:
     entry = {"messages": [USER, CALL, RESULT, ASSISTANT], "tools": tools}
-    for data in (write(tmp_path / "a.jsonl", entry), write_parquet(tmp_path / "a.parquet", entry)):
+    for data in (
+        write_lines(tmp_path / "a.jsonl", entry),
+        write_parquet(tmp_path / "a.parquet", entry),
+    ):
         [problem] = read_problems(data, {})
         assert problem.messages == [USER, CALL, RESULT]
         assert problem.tools == [TOOL]
@@ -405,20 +387,20 @@ def test_text_of_tools_is_left_as_it_is(tools: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tools", [[], "a hammer", ["hammer"], None])
 def test_field_that_only_has_the_name_of_tools_is_ignored(tools: Any, tmp_path: Path) -> None:
-    [problem] = read_problems(write(tmp_path / "a.jsonl", {**GOOD, "tools": tools}), {})
+    [problem] = read_problems(write_lines(tmp_path / "a.jsonl", {**GOOD, "tools": tools}), {})
     assert problem.tools is None
 
 
 def test_question_and_answer_are_read_from_the_fields_that_are_named(tmp_path: Path) -> None:
     entry = {"question": "no", "answer": "no", "a.b": "1 + 1?", "info": {"gold": {"value": 2}}}
     chat = {"a.b": [USER, ASSISTANT], "info": {"gold": {"value": 6}}}
-    data = write(tmp_path / "a.jsonl", entry, chat)
+    data = write_lines(tmp_path / "a.jsonl", entry, chat)
     fields = Fields(question="a.b", answer="info.gold.value")
     plain, conversation = read_problems(data, {}, fields=fields)
     assert (plain.question, plain.answer) == ("1 + 1?", "2")
     assert (conversation.messages, conversation.answer) == ([USER], "6")
     # Unless the fields are required, an entry without them is read as usual.
-    other = write(tmp_path / "b.jsonl", GOOD)
+    other = write_lines(tmp_path / "b.jsonl", GOOD)
     with pytest.raises(DataError, match=r"line 1: a.b is missing.*has question, answer \(name"):
         read_problems(other, {}, fields=fields)
     [usual] = read_problems(other, {}, fields=fields._replace(required=False))
@@ -429,7 +411,7 @@ def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(
     tmp_path: Path,
 ) -> None:
     other = {**GOOD, "answer": "two"}
-    data = write(tmp_path / "a.jsonl", GOOD, other, GOOD, *numbered(4), other, GOOD)
+    data = write_lines(tmp_path / "a.jsonl", GOOD, other, GOOD, *numbered(4), other, GOOD)
     tally = Tally(data)
     problems = read_problems(data, {}, tally=tally)
     assert [(problem.question, problem.answer) for problem in problems] == [
@@ -444,12 +426,12 @@ def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(
 def test_examples_of_the_documentation_are_problems(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()
     *usual, named = re.findall(r"^    (\{.+\})$", page, re.MULTILINE)
-    problems = read_problems(write(tmp_path / "a.jsonl", *map(str.encode, usual)), {})
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", *map(str.encode, usual)), {})
     # The first, the third and the fourth are one problem.
     assert [(problem.question, problem.answer) for problem in problems] == [
         ("What is 3 + 3?", "6"),
         ("Find $x$ if $2x = 7$.", "\\frac{7}{2}"),
     ]
     (words,) = re.findall(r"^    question_key=(\S+) answer_key=(\S+)$", page, re.MULTILINE)
-    data = write(tmp_path / "b.jsonl", named.encode())
+    data = write_lines(tmp_path / "b.jsonl", named.encode())
     assert read_problems(data, {}, fields=Fields(*words))[0].answer == "6"

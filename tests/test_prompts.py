@@ -3,47 +3,25 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import reasoning_gym
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from problem_files import (
+    CHAT,
+    CHAT_TEMPLATE,
+    GOOD,
+    VERL,
+    character_tokenizer,
+    numbered,
+    write_lines,
+)
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import DataError, Dropped, Tally, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
 from qurl_megatron.data.reward_types import Question
 from qurl_megatron.data.verifiers import VERIFIERS
-
-GOOD = {"question": "1 + 1?", "answer": "2"}
-CHAT = [{"role": "user", "content": "3 + 3?"}]
-VERL = {"prompt": CHAT, "reward_model": {"ground_truth": "6", "style": "rule"}}
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each ASCII character and for each of two roles."""
-    vocabulary = {chr(code): code for code in range(127)}
-    model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0)))
-    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
-    tokenizer.add_tokens(["<user>", "<assistant>"], special_tokens=True)
-    tokenizer.chat_template = chat_template
-    return tokenizer
-
-
-def write_jsonl(path: Path, *entries: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return str(path)
-
-
-def numbered(*numbers: int) -> list[dict[str, str]]:
-    return [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in numbers]
 
 
 def prompts(*questions: str) -> list[Prompt]:
@@ -88,9 +66,9 @@ def test_split_that_leaves_a_side_empty_is_refused() -> None:
 
 
 def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60)))
+    data = write_lines(tmp_path / "a.jsonl", *numbered(*range(60)))
     seen = [{"question": f" {n}  +\t1?", "answer": f"{n + 1}"} for n in range(50)]
-    tests = write_jsonl(tmp_path / "b.jsonl", *seen, *numbered(1000))
+    tests = write_lines(tmp_path / "b.jsonl", *seen, *numbered(1000))
     config = Config(data=data, reward="exact")
     config.evaluation.data = {"b": tests}
     train, held_out, files, tallies = load_prompts(config, character_tokenizer())
@@ -106,7 +84,7 @@ def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None
 
 def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path: Path) -> None:
     entries = list(reasoning_gym.create_dataset("chain_sum", size=520, seed=3))
-    data = write_jsonl(tmp_path / "chain_sum.jsonl", *entries)
+    data = write_lines(tmp_path / "chain_sum.jsonl", *entries)
     config = Config(data=data, reward="reasoning_gym")
     config.rollout.max_prompt_length = 256
     prompts, held_out, *_ = load_prompts(config, character_tokenizer())
@@ -119,7 +97,7 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
 
 
 def test_held_out_fraction_0_trains_on_everything(tmp_path: Path) -> None:
-    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
+    config = Config(data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
     config.evaluation.held_out_fraction = 0.0
     assert [len(part) for part in load_prompts(config, character_tokenizer())[:3]] == [60, 0, 0]
 
@@ -128,8 +106,8 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     tmp_path: Path,
 ) -> None:
     bad = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(("\\int", "2x+3y="))]
-    data = write_jsonl(tmp_path / "a.jsonl", *numbered(*range(50)), *bad)
-    tests = write_jsonl(tmp_path / "b.jsonl", {"question": "b?", "answer": "1"}, bad[0])
+    data = write_lines(tmp_path / "a.jsonl", *numbered(*range(50)), *bad)
+    tests = write_lines(tmp_path / "b.jsonl", {"question": "b?", "answer": "1"}, bad[0])
     config = Config(data=data, reward="math")
     config.evaluation.held_out_fraction = 0.0
     config.evaluation.data = {"b": tests}
@@ -143,13 +121,13 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
         "1 answers cannot be compared by reward math, and only their very text is right; the first "
         f"is {tests} line 2: {unreadable}"
     ]
-    config.data = write_jsonl(tmp_path / "c.jsonl", *bad)
+    config.data = write_lines(tmp_path / "c.jsonl", *bad)
     with pytest.raises(DataError, match="c.jsonl line 1: .*cannot be read as LaTeX"):
         load_prompts(config, character_tokenizer())
 
 
 def test_question_is_tokenized_unchanged_without_a_chat_template(tmp_path: Path) -> None:
-    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {})
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", GOOD), {})
     [prompt] = tokenize(problems, character_tokenizer(), max_prompt_length=6)
     assert prompt.token_ids == [ord(character) for character in "1 + 1?"]
     assert (prompt.question, prompt.answer, prompt.metadata) == ("1 + 1?", "2", {})
@@ -161,7 +139,7 @@ def test_chat_template_makes_the_question_a_user_turn_and_opens_the_assistants(
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     user = tokenizer.convert_tokens_to_ids("<user>")
     assistant = tokenizer.convert_tokens_to_ids("<assistant>")
-    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", GOOD), {})
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", GOOD), {})
     [prompt] = tokenize(problems, tokenizer, max_prompt_length=8)
     assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
 
@@ -170,7 +148,7 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     tokenizer.add_tokens(["<system>"], special_tokens=True)
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
-    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {})
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {})
     alone, after_system = tokenize(problems, tokenizer, max_prompt_length=100)
     texts = ["".join(tokenizer.convert_ids_to_tokens(p.token_ids)) for p in (alone, after_system)]
     assert texts == ["<user>3 + 3?<assistant>", "<system>Be brief.<user>3 + 3?<assistant>"]
@@ -179,7 +157,7 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
 
 def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
-    data = write_jsonl(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
+    data = write_lines(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
     problems = read_problems(data, {})
     with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
         tokenize(problems, character_tokenizer(), max_prompt_length=100)
@@ -191,7 +169,7 @@ def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> No
 
 
 def test_too_long_prompt_is_refused_and_its_line_and_length_are_named(tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
+    data = write_lines(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
     problems = read_problems(data, {})
     with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
         tokenize(problems, character_tokenizer(), max_prompt_length=39)
@@ -202,7 +180,7 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     tmp_path: Path,
 ) -> None:
     long = [{"question": "x" * length, "answer": "2"} for length in (11, 10, 30)]
-    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60)), *long))
+    config = Config(data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60)), *long))
     config.reward, config.rollout.max_prompt_length = "exact", 10
     loaded = load_prompts(config, character_tokenizer())
     assert len(loaded.train) + len(loaded.held_out) == 61
@@ -218,9 +196,9 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
 
 
 def test_too_long_prompt_to_evaluate_on_is_always_refused(tmp_path: Path) -> None:
-    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60))))
+    config = Config(data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60))))
     config.reward, config.rollout.max_prompt_length = "exact", 10
-    tests = write_jsonl(tmp_path / "b.jsonl", {"question": "x" * 11, "answer": "2"})
+    tests = write_lines(tmp_path / "b.jsonl", {"question": "x" * 11, "answer": "2"})
     config.evaluation.data = {"b": tests}
     with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has 11 tokens"):
         load_prompts(config, character_tokenizer())
@@ -228,9 +206,9 @@ def test_too_long_prompt_to_evaluate_on_is_always_refused(tmp_path: Path) -> Non
 
 def test_named_fields_may_be_missing_from_data_to_evaluate_on(tmp_path: Path) -> None:
     renamed = [{"q": each["question"], "a": each["answer"]} for each in numbered(*range(60))]
-    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *renamed), reward="exact")
+    config = Config(data=write_lines(tmp_path / "a.jsonl", *renamed), reward="exact")
     config.question_key, config.answer_key = "q", "a"
-    tests = write_jsonl(tmp_path / "b.jsonl", *numbered(100), {"q": "5?", "a": "5"})
+    tests = write_lines(tmp_path / "b.jsonl", *numbered(100), {"q": "5?", "a": "5"})
     config.evaluation.data = {"b": tests}
     loaded = load_prompts(config, character_tokenizer())
     assert [prompt.answer for prompt in loaded.files["b"]] == ["101", "5"]
@@ -242,8 +220,8 @@ def test_problems_with_the_same_question_have_different_ids_and_are_on_the_same_
 ) -> None:
     entries = numbered(*range(60))
     others = [{**entry, "answer": "many"} for entry in entries]
-    both = Config(data=write_jsonl(tmp_path / "a.jsonl", *entries, *others), reward="exact")
-    one = Config(data=write_jsonl(tmp_path / "b.jsonl", *entries), reward="exact")
+    both = Config(data=write_lines(tmp_path / "a.jsonl", *entries, *others), reward="exact")
+    one = Config(data=write_lines(tmp_path / "b.jsonl", *entries), reward="exact")
     train, held_out, *_ = load_prompts(both, character_tokenizer())
     assert len({prompt.id for prompt in train + held_out}) == 120
     for side, alone in zip(
@@ -262,7 +240,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
     tokenizer.add_tokens(["<system>"], special_tokens=True)
     chat = [{"role": "system", "content": "Own."}, *CHAT]
     config = Config(
-        data=write_jsonl(tmp_path / "a.jsonl", *numbered(*range(60)), {**VERL, "prompt": chat})
+        data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60)), {**VERL, "prompt": chat})
     )
     config.reward, config.evaluation.held_out_fraction = "math", 0.2
     before = load_prompts(config, tokenizer)
@@ -288,7 +266,7 @@ def test_tools_and_all_of_a_message_reach_the_chat_template(tmp_path: Path) -> N
     )
     messages = [{"role": "user", "content": "hi", "name": "Ann"}, *CHAT]
     entry = {"messages": messages, "answer": "6", "tools": [{"name": "add"}]}
-    problems = read_problems(write_jsonl(tmp_path / "a.jsonl", entry), {})
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
     tokenizer = character_tokenizer(template)
     [prompt] = tokenize(problems, tokenizer, max_prompt_length=100, tally=Tally())
     assert "".join(tokenizer.convert_ids_to_tokens(prompt.token_ids)) == "add;Ann|3 + 3?|"

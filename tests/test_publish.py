@@ -16,23 +16,15 @@ import torch.distributed as dist
 
 import sglang_loader
 from distributed import run_ranks
+from fleets import make_server
 from qurl_megatron.config.schema import LearnerConfig
 from served import connect, serving
-from test_fleet import make_server
-from tiny import build_tiny_model
+from tiny import UNEVEN, build_tiny_model
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the models of forked processes are on the CPU"
 )
 
-DIMENSIONS: dict[str, Any] = {
-    "vocab_size": 251,
-    "hidden_size": 48,
-    "intermediate_size": 144,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 BUCKET_BYTES = 10_000
 # SGLang is imported where a sender joins its first channel, which takes long on a busy machine.
 TIMEOUT_S = 200.0
@@ -118,7 +110,7 @@ def publish_all(
 def test_every_stage_sends_its_own_and_a_lost_server_costs_nothing(
     config: LearnerConfig, tmp_path: Path
 ) -> None:
-    build_tiny_model(tmp_path, "qwen2", tied=True, **DIMENSIONS)
+    build_tiny_model(tmp_path, "qwen2", tied=True, **UNEVEN)
     models = {url: sglang_loader.build_ranks(tmp_path, "int8", size) for url, size in SIZES.items()}
     with serving(models[ONE]) as one, serving(models[TWO]) as two:
         pipes = {ONE: one, TWO: two}

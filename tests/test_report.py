@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import re
 import shutil
@@ -17,49 +15,16 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from logs import write_run
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.yaml_file import save
 from qurl_megatron.report import plots
 from qurl_megatron.report.advice import advice
-from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.record import ReportError, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-BASE_STEP: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
-    "kl_behaviour_proximal_k3": 1e-4,
-    "ratio_proximal_behaviour_max": 1.2,
-    "code_flip_fraction": 0.1,
-    "weight_update_norm": 1e-5,
-    "weight_quant_error": 5e-5,
-    "publish_bytes": 300_000,
-    "publish_full_bytes": 1_342_464,
-    "grad_norm": 0.5,
-    "learning_rate": 1e-6,
-    "reward_counts": [[0.0, 3], [1.0, 1]],
-    "held_out_accuracy": None,
-    "evaluation": None,
-}
-PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [
-    f"mlp.{x}_proj" for x in ("gate", "up", "down")
-]
-WEIGHT_MEASURES = {
-    "weight_update_norm": 1e-5,
-    "weight_quant_error": 5e-5,
-    "code_flip_fraction": 0.1,
-}
-NOISE = {
-    "evaluation": {"kl_behaviour_proximal_k3": 2.5e-5},
-    "rollout": {"kl_behaviour_proximal_k3": 1.3e-4},
-}
-
-
-def averages(mean: float) -> dict[str, dict[str, float]]:
-    return {
-        "Avg@1": {"mean": mean, "standard_error": 0.0625},
-        "Avg@32 sampled": {"mean": mean / 2, "standard_error": 0.03125},
-    }
 
 
 def at_lag(kl: float, fraction: float) -> dict[str, float]:
@@ -69,35 +34,6 @@ def at_lag(kl: float, fraction: float) -> dict[str, float]:
         "tis_truncated_fraction": kl,
         "clip_fraction": 10 * kl,
     }
-
-
-def write_run(
-    run_dir: Path, *, late: dict[str, Any] | None = None, config: Config | None = None
-) -> Path:
-    """Write a complete run of 40 steps, evaluated before RL, at step 20 and after RL.
-
-    `late` replaces metrics of the last ten steps.
-    """
-    run_dir.mkdir()
-    save(config or Config(), run_dir / "config.yaml")
-    with (run_dir / "metrics.jsonl").open("w") as file:
-        for step in range(1, 41):
-            line = BASE_STEP | {"step": step, "reward_mean": step / 50}
-            if step == 20:
-                line |= {"held_out_accuracy": 0.5, "evaluation": {"aime24": averages(0.3)}}
-            file.write(json.dumps(line | (late or {}) if step > 30 else line) + "\n")
-    names = [f"model.layers.{n}.{p}.weight" for n in range(3) for p in PROJECTIONS]
-    publish = {"weight_version": 41, "weights": dict.fromkeys(names, WEIGHT_MEASURES)}
-    (run_dir / "weights.jsonl").write_text(json.dumps(publish) + "\n")
-    summary = {
-        "held_out_accuracy_before": 0.25,
-        "held_out_accuracy_after": 0.75,
-        "evaluation_before": {"aime24": averages(0.2)},
-        "evaluation_after": {"aime24": averages(0.4)},
-    }
-    (run_dir / "summary.json").write_text(json.dumps(summary))
-    (run_dir / "noise.json").write_text(json.dumps(NOISE))
-    return run_dir
 
 
 class Page(HTMLParser):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bits import as_bytes
 from distributed import run_ranks
 from operations import HostReads
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
@@ -30,17 +31,10 @@ from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from tiny import build_tiny_model, quantized
+from sent import tensors_in
+from tiny import UNEVEN, build_tiny_model, quantized
 
-DIMENSIONS: dict[str, Any] = {
-    "vocab_size": 251,
-    "hidden_size": 48,
-    "intermediate_size": 144,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+DIMENSIONS = UNEVEN | {"num_hidden_layers": 4}
 # Eight tensor-parallel ranks need sixteen heads, two ranks to a key-value head.
 EIGHT_RANK_DIMENSIONS = DIMENSIONS | {
     "num_attention_heads": 16,
@@ -102,16 +96,6 @@ def convert(model_dir: Path, config: LearnerConfig) -> dict[str, tuple[list[Buck
     return results
 
 
-def tensors_in(buckets: list[Bucket]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for bucket in buckets:
-        for name, tensor in bucket.tensors():
-            assert name not in tensors, f"{name} was sent twice"
-            tensors[name] = tensor
-        assert sum(tensor.nbytes for _, tensor in bucket.tensors()) == bucket.flat.numel()
-    return tensors
-
-
 def sent_by(ranks: list[Any], config: LearnerConfig, converter: str) -> list[Bucket]:
     """Return all buckets; check that each stage's first tensor-parallel rank sent some of them."""
     stage_size = config.world_size // config.pipeline_parallel_size
@@ -121,10 +105,6 @@ def sent_by(ranks: list[Any], config: LearnerConfig, converter: str) -> list[Buc
         assert bool(own) == (rank % stage_size == 0), rank
         buckets += own
     return buckets
-
-
-def as_bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize(("architecture", "tied", "config"), CASES, ids=CASE_NAMES)

@@ -135,6 +135,14 @@ def test_imports_between_folders_go_one_way(name: str) -> None:
             assert LEVEL[imported] < LEVEL[room], f"{name} must not import from {imported}"
 
 
+def test_no_test_file_is_imported_by_another() -> None:
+    """What tests share is in modules beside them, which hold no tests."""
+    tests = REPOSITORY / "tests"
+    for path in {*tests.glob("**/*.py")} - {*tests.glob("e2e/*.py")}:
+        for name in imported_modules(path):
+            assert not name.rpartition(".")[2].startswith("test_"), f"{path} imports {name}"
+
+
 def test_no_file_imports_itself_in_a_circle() -> None:
     TopologicalSorter({name: imported_names(path) for name, path in NAMES.items()}).prepare()
 

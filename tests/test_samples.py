@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distributed import run_ranks
+from logs import write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.samples import choose, make_samples, pick_samples
@@ -31,8 +32,6 @@ from qurl_megatron.report.samples import (
     Sample,
     markdown_table,
 )
-from test_metrics import write
-from test_report import write_run
 from tiny import build_tiny_model
 
 HOSTILE = "</pre><script src='https://example.com/x.js'></script><img src=x onerror=y>&\u202e\x00|*"

@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 from torch import Tensor
 
 import sglang_loader
+from fleets import wait_for
 from launch import serve
 from launch.servers_at import KEY_VARIABLE, check_servers_at, read_key, save_servers_at
 from qurl_megatron import cli
@@ -48,7 +49,6 @@ from qurl_megatron.weight_sync.remote import (
     HttpConnection,
     HttpEndpoint,
 )
-from test_fleet import wait_for
 from tiny import build_tiny_model, quantized
 
 KEY = "0123456789abcdef"

@@ -6,10 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from problem_files import CHAT_TEMPLATE, VERL, character_tokenizer, numbered, write_lines
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.prompts import load_prompts
 from qurl_megatron.data.summary import BAR_WIDTH, BINS, length_lines, summarize
-from test_prompts import CHAT_TEMPLATE, VERL, character_tokenizer, numbered, write_jsonl
 
 
 def summary(config: Config, chat_template: str | None = None) -> str:
@@ -34,9 +34,9 @@ def test_summary_accounts_for_every_entry_and_shows_a_prompt(tmp_path: Path) -> 
     entries = [{"question": "x" * 12, "answer": "1"}, {"question": "x" * 40, "answer": "1"}]
     entries += numbered(*range(10), 3, 4)  # questions of 6 characters; 3 and 4 are repeated
     entries += [{"question": "3 + 1?", "answer": "four"}]
-    config = Config(data=write_jsonl(tmp_path / "a.jsonl", *entries))
+    config = Config(data=write_lines(tmp_path / "a.jsonl", *entries))
     config.rollout.max_prompt_length = 20
-    config.evaluation.data = {"b": write_jsonl(tmp_path / "b.jsonl", *numbered(7, 99, 99))}
+    config.evaluation.data = {"b": write_lines(tmp_path / "b.jsonl", *numbered(7, 99, 99))}
     assert (
         summary(config, CHAT_TEMPLATE)
         == f"""\
@@ -69,7 +69,7 @@ def test_summary_says_what_the_tokenizer_lacks_and_escapes_control_characters(
     tmp_path: Path,
 ) -> None:
     question = "Red: \x1b[31m" + "\nSay it." + "y" * 3000 + "."
-    data = write_jsonl(tmp_path / "a.jsonl", {"question": question, "answer": "5"})
+    data = write_lines(tmp_path / "a.jsonl", {"question": question, "answer": "5"})
     config = Config(data=data)
     config.rollout.max_prompt_length = 4000
     *_, lengths, template, title, first, second, left_out, last = summary(config).splitlines()
@@ -83,7 +83,7 @@ def test_summary_says_what_the_tokenizer_lacks_and_escapes_control_characters(
 
 def test_summary_counts_the_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "5?"}]
-    data = write_jsonl(tmp_path / "a.jsonl", *numbered(1, 2), {**VERL, "prompt": chat})
+    data = write_lines(tmp_path / "a.jsonl", *numbered(1, 2), {**VERL, "prompt": chat})
     shown = summary(Config(data=data, system_prompt="Be brief."), CHAT_TEMPLATE)
     assert "\nsystem_prompt: given to 2 prompts; 1 have their own\n" in shown
 

@@ -21,6 +21,23 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
+UNEVEN: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 144,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+# Layers that are fused in a server's rank need whole blocks of 128.
+UNEVEN_BLOCKS = UNEVEN | {
+    "hidden_size": 96,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
 
 
 def build_tiny_model(

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-import test_transformer_engine_layers as parent
+import transformer_engine_models as models
 from qurl_megatron.config.schema import LearnerConfig
 
 
@@ -73,9 +73,9 @@ def report_model(directory: Path) -> dict[str, Any]:
     """Load a checkpoint of local layers, save it again, and return what the learner holds."""
     from qurl_megatron.learner.checkpoint import Checkpoints
 
-    config = parent.config_of(directory)
+    config = models.config_of(directory)
     with gpu_is_claimed():
-        learner = parent.learner_of(config)
+        learner = models.learner_of(config)
     (chunk,) = learner.chunks
     report = {
         "layer": type(chunk.module.decoder.layers[0].self_attention.linear_qkv).__name__,
@@ -85,9 +85,9 @@ def report_model(directory: Path) -> dict[str, Any]:
     }
     config.output_dir = str(directory / "saved by Transformer Engine")
     checkpoints = Checkpoints(config, learner)
-    checkpoints.restore(parent.checkpoint_of(parent.config_of(directory)))
-    report["masters"] = parent.masters_of(learner)
-    checkpoints.save(parent.state_of_step_1())
+    checkpoints.restore(models.checkpoint_of(models.config_of(directory)))
+    report["masters"] = models.masters_of(learner)
+    checkpoints.save(models.state_of_step_1())
     checkpoints.poll(wait=True)
     checkpoints.close()
     learner.close()
@@ -98,12 +98,12 @@ def report_fp8(directory: Path, fp8: Any) -> dict[str, Any]:
     """Return what Transformer Engine makes of `learner.fp8`, and a pack's number of tokens."""
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    config = parent.config_of(directory)
+    config = models.config_of(directory)
     config.learner = LearnerConfig(fp8=fp8)
     with gpu_is_claimed():
-        learner = parent.learner_of(config)
+        learner = models.learner_of(config)
     (chunk,) = learner.chunks
-    (micro,) = learner.share(parent.batch_of(1)).micro_batches
+    (micro,) = learner.share(models.batch_of(1)).micro_batches
     report = {
         "recipe": type(get_fp8_recipe(chunk.config)).__name__,
         "dtypes": {parameter.dtype for parameter in chunk.parameters()},
@@ -134,10 +134,10 @@ def main(directory: Path) -> None:
 
     with mock.patch.object(layers, "has_transformer_engine", return_value=True):
         reports: dict[str, Any] = {
-            name: report_model(directory / name) for name in sorted(parent.MODELS)
+            name: report_model(directory / name) for name in sorted(models.MODELS)
         }
-        some_model = directory / min(parent.MODELS)
-        reports |= {fp8: report_fp8(some_model, fp8) for fp8 in parent.RECIPES}
+        some_model = directory / min(models.MODELS)
+        reports |= {fp8: report_fp8(some_model, fp8) for fp8 in models.RECIPES}
     reports["quantizable"] = quantizable_tokens(300)
     torch.save(reports, directory / "reports.pt")
 

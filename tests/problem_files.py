@@ -1,0 +1,46 @@
+"""Small files of problems, and a tokenizer with a token for each character."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+GOOD = {"question": "1 + 1?", "answer": "2"}
+CHAT = [{"role": "user", "content": "3 + 3?"}]
+VERL = {
+    "data_source": "math_dapo",
+    "prompt": CHAT,
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "6", "style": "rule"},
+    "extra_info": {"index": "a"},
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each ASCII character and for each of two roles."""
+    vocabulary = {chr(code): code for code in range(127)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0)))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    tokenizer.add_tokens(["<user>", "<assistant>"], special_tokens=True)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def numbered(*numbers: int) -> list[dict[str, str]]:
+    return [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in numbers]
+
+
+def write_lines(path: Path, *lines: Any) -> str:
+    """Write lines to a file, bytes unchanged and anything else as JSON; return its path."""
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(encoded) + b"\n")
+    return str(path)

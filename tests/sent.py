@@ -1,0 +1,17 @@
+"""The tensors of a publish, read back from its buckets."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qurl_megatron.weight_sync.bucket import Bucket
+
+
+def tensors_in(buckets: list[Bucket]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for bucket in buckets:
+        for name, tensor in bucket.tensors():
+            assert name not in tensors, f"{name} was sent twice"
+            tensors[name] = tensor
+        assert sum(tensor.nbytes for _, tensor in bucket.tensors()) == bucket.flat.numel()
+    return tensors
