@@ -78,7 +78,7 @@ class EvalConfig:
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
     keep: list[Text] = dataclasses.field(default_factory=list)
-    """Linear layers that stay in BF16 with any other `format`, as in a run's `quantization.keep`."""
+    """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
 
 
 @dataclass(frozen=True)
