@@ -73,7 +73,9 @@ def run(config: EvalConfig) -> None:
         prompts = {data: _load_prompts(data, config, reward, tokenizer) for data in config.data}
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
-            quantize_directory(model_dir, quantized, config.format, lambda done, total: None)
+            quantize_directory(
+                model_dir, quantized, config.format, lambda done, total: None, config.keep
+            )
             model_dir = quantized
         output.mkdir(parents=True)
         with (

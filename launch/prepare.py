@@ -168,10 +168,11 @@ def warn_of_pickles(directory: Path) -> None:
 
 
 def _make_paths_absolute(config: Config) -> None:
-    """Make the paths of models and data independent of the working directory."""
+    """Make the paths of models, data and a key independent of the working directory."""
     config.model = _absolute(config.model)
     config.critic.model = _absolute(config.critic.model)
     config.data = _absolute(config.data)
+    config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
     config.evaluation.data = {
         name: _absolute(data) for name, data in config.evaluation.data.items()
     }

@@ -18,6 +18,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from launch.servers_at import read_key
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
@@ -67,6 +68,13 @@ class ServeConfig:
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The SGLang server."""
 
+    keep: list[Text] = dataclasses.field(default_factory=list)
+    """Linear layers that stay in BF16: the run's `quantization.keep`."""
+
+    records_routing: bool = False
+    """Mixture of experts: record the experts that are chosen for each token. A run whose
+    `rollout.routing` is compare or replay needs that."""
+
 
 def run(config: ServeConfig) -> int:
     """Serve until a signal ends it; return the exit code: 1 if the server ended by itself.
@@ -82,15 +90,18 @@ def run(config: ServeConfig) -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     log_file = Path(config.log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
+    log_file.open("wb").close()  # what cannot be written is refused before anything starts
     with ExitStack() as stack:
         preload = stack.enter_context(preloaded_sglang(log_file.with_suffix(".preload.log")))
         server = start_server(
             Path(config.model).absolute(),
             config.server,
             config.format,
+            keep=config.keep,
             context_length=config.max_length,
             log_file=log_file,
             seed=config.seed,
+            records_routing=config.records_routing,
             host=config.host,
             port=config.port or None,
             api_key=key,
@@ -99,8 +110,9 @@ def run(config: ServeConfig) -> int:
         stack.callback(server.stop)
         print(f"starting a server of {config.model} in {config.format}, log {log_file}", flush=True)
         wait_ready([server], config.server.start_timeout_s)
-        name = socket.gethostname() if config.host in EVERYWHERE else config.host
-        url = f"http://{name}:{server.url.rpartition(':')[2]}"
+        url = server.url
+        if config.host in EVERYWHERE:
+            url = f"http://{socket.gethostname()}:{url.rpartition(':')[2]}"
         print(f"ready: rollout.servers_at=[{url}]", flush=True)
         while server.alive():
             time.sleep(POLL_S)
@@ -116,12 +128,18 @@ def _check(config: ServeConfig) -> None:
             f"{architecture.max_position_embeddings} positions; give at most those"
         )
     validate_server("server", config.server, architecture, config.max_length, config.format)
+    kept_layers(config.keep, architecture, "keep")
+    if config.records_routing and not architecture.num_experts:
+        raise ConfigError("records_routing=True: the model has no experts; leave it out")
     check_options({"server": config.server})
+    if not config.host:
+        raise ConfigError("host=: missing; give an address, or 0.0.0.0 to listen on all")
     with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
-        except OSError as error:
+        except (OSError, TypeError) as error:  # TypeError: it is no hostname
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"host={config.host} port={config.port}: cannot listen there: {error.strerror}"
+                f"host={config.host} port={config.port}: cannot listen there: {why}"
             ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 from pathlib import Path
@@ -31,8 +32,10 @@ def read_key(key_file: str, field: str) -> str:
         if not path.is_file():
             raise ConfigError(f"{field}={key_file}: no such file; {HOW_TO_MAKE_A_KEY}")
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{field}={key_file}: others can read it; chmod 600 {key_file}")
-        key, source = path.read_text().strip(), f"{field}={key_file}"
+            raise ConfigError(
+                f"{field}={key_file}: others can read it; chmod 600 {shlex.quote(key_file)}"
+            )
+        key, source = path.read_text(errors="replace").strip(), f"{field}={key_file}"
     else:
         key, source = os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
         if not key:

@@ -254,6 +254,14 @@ def test_commented_yaml_loads_back_equal_and_documents_every_field(
     assert max(map(len, path.read_text().splitlines())) <= 100
 
 
+@pytest.mark.parametrize("text", ["", "- steps\n", "steps\n"])
+def test_a_file_without_fields_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{path}: not a mapping of fields to values$"):
+        load(path)
+
+
 def test_valid_configuration_is_accepted(model_dir: Path) -> None:
     assert validate(runnable(model_dir)).family == "qwen2"
 

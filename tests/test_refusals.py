@@ -365,6 +365,7 @@ COMMANDS = rows("""
     eval model problems.jsonl top_p=2              less than or equal to 1
     eval model problems.jsonl format=int3          format=int3
     eval model problems.jsonl format=fp8-block     SGLang's own fp8 layers need a GPU
+    eval model problems.jsonl format=int8 keep=[no] max_prompt_length=99 max_response_length=9  no:
     eval model problems.jsonl seed=-1              seed=-1
     eval model problems.jsonl output=runs          output=runs: exists
     eval model problems.jsonl output=-x            must not begin with -

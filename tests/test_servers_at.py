@@ -35,9 +35,9 @@ from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout import remote
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import UpdateRefused
-from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
-from qurl_megatron.rollout.server import ServerFailed
+from qurl_megatron.rollout.server import ServerFailed, answers
 from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
@@ -52,6 +52,7 @@ from qurl_megatron.weight_sync.remote import (
 from tiny import build_tiny_model, quantized
 
 KEY = "0123456789abcdef"
+KEPT = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,7 @@ def test_a_key_comes_from_a_file_or_from_the_environment(
         ("short", 0o600, "a key has 16 to 512 letters"),
         ("-" + KEY, 0o600, "begins with a letter or digit"),
         (f"{KEY}\n{KEY}", 0o600, "a key has 16 to 512 letters"),
+        (f"{KEY}\xff", 0o600, "a key has 16 to 512 letters"),
     ],
 )
 def test_what_is_no_key_is_refused_on_one_line_that_does_not_show_it(
@@ -98,7 +100,7 @@ def test_what_is_no_key_is_refused_on_one_line_that_does_not_show_it(
 ) -> None:
     path = tmp_path / "key"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, encoding="latin-1")
         path.chmod(mode)
     with pytest.raises(ConfigError, match=message) as refused:
         read_key(str(path), "key_file")
@@ -161,8 +163,17 @@ def test_a_key_crosses_a_network_in_the_clear_only_with_permission(model_dir: Pa
         remote.check_servers(config, KEY)
 
 
+@pytest.mark.parametrize("url", ["http://a:99999", "https://[:::]"])
+def test_a_url_that_cannot_be_asked_is_refused(model_dir: Path, url: str) -> None:
+    config = config_of(model_dir, f"rollout.servers_at={json.dumps([url])}")
+    with pytest.raises(ConfigError, match="^rollout.servers_at: .* is no URL: "):
+        remote.check_servers(config, KEY)
+
+
 def description(model_dir: Path, **changes: Any) -> Description:
-    described = remote.description_of(Architecture.from_directory(model_dir), "int8", 100)
+    words = ["rollout.max_prompt_length=50", "rollout.max_response_length=50"]
+    config = config_of(model_dir, *words, f"quantization.keep=[{KEPT}]")
+    described = remote.description_of(Architecture.from_directory(model_dir), config)
     return dataclasses.replace(described, **changes)
 
 
@@ -176,6 +187,8 @@ def description(model_dir: Path, **changes: Any) -> Description:
             {"context_length": 99},
             "serves at most 99 tokens .* the run needs 100; .* max_length=100",
         ),
+        ({"kept": []}, f"and the run do not keep the same layers in BF16: one keeps {KEPT}; start"),
+        ({"kept": [KEPT, "other"]}, "and the run do not keep the same layers .*: one keeps other;"),
     ],
 )
 def test_a_server_that_cannot_sample_for_the_run_is_named_with_what_differs(
@@ -203,6 +216,8 @@ def answering() -> Iterator[Callable[[int, str], str]]:
         def do_GET(self) -> None:
             status, text = answer
             self.send_response(status)
+            is_page = text.startswith("<")
+            self.send_header("Content-Type", "text/html" if is_page else "application/json")
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -227,18 +242,36 @@ def answering() -> Iterator[Callable[[int, str], str]]:
 
 
 def test_a_server_of_another_kind_or_with_another_key_is_refused(
-    answering: Callable[[int, str], str],
+    answering: Callable[[int, str], str], model_dir: Path
 ) -> None:
+    wrong_types = json.dumps(dataclasses.asdict(description(model_dir)) | {"context_length": "x"})
     for status, text, message in (
         (401, "", "was started with another key; give both sides the same"),
         (404, '{"detail": "Not Found"}', "is none of qurl serve: it answers /qurl with status 404"),
         (200, "<html>", "is none of qurl serve"),
         (200, "{}", "is none of qurl serve"),
+        (200, "[1]", "is none of qurl serve"),
+        (200, wrong_types, "is none of qurl serve"),
     ):
         with pytest.raises(ConfigError, match=message):
             remote.describe(answering(status, text), KEY)
     with pytest.raises(ConfigError, match="cannot be reached: .*; start it with qurl serve"):
         remote.describe("http://127.0.0.1:9", KEY)
+
+
+def test_no_proxy_is_asked_for_a_server(
+    answering: Callable[[int, str], str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    described = description(model_dir)
+    url = answering(200, json.dumps(dataclasses.asdict(described)))
+    server = remote.remote_server(url, KEY)
+    assert answers(server) and remote.revive(server)
+    assert remote.describe(url, KEY) == described
+    with closing(Fleet("rollout", {0: server})) as fleet:
+        fleet.watch()
+        assert wait_for(fleet, "joining")
 
 
 def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
@@ -260,6 +293,10 @@ def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
         ("host=192.0.2.1", "host=192.0.2.1 port=0: cannot listen there: Cannot assign"),
         ("server.tensor_parallel_size=3", "server: 4 attention heads are not divisible by"),
         ("server.options.host=a", "server.options.host=a: refused"),
+        ("host=", "host=: missing; give an address, or 0.0.0.0 to listen on all"),
+        ("host=ä..ö", "host=ä..ö port=0: cannot listen there: encoding of hostname failed"),
+        ("keep=[no_such]", "^keep=no_such: matches no quantized layer"),
+        ("records_routing=true", "records_routing=True: the model has no experts"),
     ],
 )
 def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
@@ -270,6 +307,36 @@ def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
     with pytest.raises((ConfigError, ValueError), match=message):
         serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
     assert not (key_file.parent / "new").exists()
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_anything_starts(
+    model_dir: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "preloaded_sglang", _never)
+    for log_file in ("", str(key_file.parent), f"{key_file}/server.log"):
+        words = [f"key_file={key_file}", "max_length=100", f"log_file={log_file}"]
+        with pytest.raises(OSError, match="directory|exists"):
+            serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
+
+
+def test_a_server_elsewhere_must_record_the_experts_that_a_run_replays(model_dir: Path) -> None:
+    needed = description(model_dir, records_routing=True)
+    needed.check("http://a", description(model_dir))  # more than is needed is no harm
+    with pytest.raises(ConfigError, match="does not record the experts .*records_routing=true"):
+        description(model_dir).check("http://a", needed)
+
+
+def test_experts_in_blocks_are_divided_as_the_server_divides_them(
+    model_dir: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Architecture, "check_blocks", lambda _, *sizes: asked.append(sizes))
+    monkeypatch.setattr(Architecture, "check_server_layout", lambda *_: None)
+    words = ["format=fp8-block", "host=", "max_length=100", "server.tensor_parallel_size=4"]
+    words += [f"key_file={key_file}", "server.expert_parallel_size=2"]
+    with pytest.raises(ConfigError, match="host=: missing"):
+        serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
+    assert asked == [(4, 2)]
 
 
 # ----------------------------------------------------------------------------- the way of weights
@@ -314,7 +381,13 @@ class ServerProcess:
         self.versions: list[tuple[str, bool]] = []
         self.files: list[Path] = []
         arguments = SimpleNamespace(
-            quantization="qurl_int8", context_length=102, model_path=str(model_dir)
+            quantization="qurl_int8",
+            context_length=102,
+            model_path=str(model_dir),
+            json_model_override_args=json.dumps(
+                {"quantization_config": {"modules_to_not_convert": [KEPT]}}
+            ),
+            enable_return_routed_experts=False,
         )
         manager = SimpleNamespace(
             server_args=arguments, update_weights_from_distributed=self._update
@@ -466,4 +539,27 @@ def test_an_answer_without_weights_is_never_trained_on(
             assert asyncio.run(client._post({}, server))
             continue
         with pytest.raises(ServerFailed, match="was started again, and answered without weights"):
+            asyncio.run(client._post({}, server))
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(502, "<html>"), (504, "<html>"), (503, "<html>"), (200, "<"), (401, "{}")]
+)
+def test_an_answer_of_a_proxy_or_of_a_server_with_another_key_costs_a_server_and_not_the_run(
+    answering: Callable[[int, str], str], status: int, text: str
+) -> None:
+    client = RolloutClient(Fleet("rollout", {}), None, [])
+    server = remote.remote_server(answering(status, text), KEY)
+    with pytest.raises(ServerFailed, match=f"answered a prompt with status {status}") as failed:
+        asyncio.run(client._post({}, server))
+    assert not isinstance(failed.value, RequestRefused)
+
+
+def test_what_sglang_refuses_would_be_refused_by_other_servers_too(
+    answering: Callable[[int, str], str],
+) -> None:
+    client = RolloutClient(Fleet("rollout", {}), None, [])
+    for status, error in ((400, RequestRefused), (503, ServerBusy)):
+        server = remote.remote_server(answering(status, "{}"), KEY)
+        with pytest.raises(error):
             asyncio.run(client._post({}, server))

@@ -42,8 +42,12 @@ def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     return groups
 
 
-def kept_layers(keep: Sequence[str], architecture: Architecture) -> list[str]:
+def kept_layers(
+    keep: Sequence[str], architecture: Architecture, field: str = "quantization.keep"
+) -> list[str]:
     """Return the names of the linear layers that the patterns of `quantization.keep` match.
+
+    `field` has the patterns, in messages.
 
     Raises:
         ConfigError: a pattern matches no linear layer, or the patterns match only some of the
@@ -57,7 +61,7 @@ def kept_layers(keep: Sequence[str], architecture: Architecture) -> list[str]:
         matches = {name for group in groups for name in group if _matches(pattern, name)}
         if not matches:
             raise ConfigError(
-                f"quantization.keep={pattern}: matches no quantized layer (embeddings, norms and "
+                f"{field}={pattern}: matches no quantized layer (embeddings, norms and "
                 f"lm_head are BF16 anyway); names are such as {groups[0][0]} or *.down_proj"
             )
         kept |= matches
@@ -65,7 +69,7 @@ def kept_layers(keep: Sequence[str], architecture: Architecture) -> list[str]:
         missing = [name for name in group if name not in kept]
         if missing and len(missing) < len(group):
             raise ConfigError(
-                f"quantization.keep: has {_listed(sorted(kept & {*group}))} without "
+                f"{field}: has {_listed(sorted(kept & {*group}))} without "
                 f"{_listed(missing)}; a server holds them as one layer, so keep all or none"
             )
     return [name for group in groups for name in group if name in kept]

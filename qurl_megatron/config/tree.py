@@ -50,6 +50,8 @@ def _message(error: pydantic.ValidationError) -> str:
     reason = first["msg"].removeprefix("Value error, ")
     reason = reason[0].lower() + reason[1:]
     value = str(first["input"])
+    if not first["loc"]:
+        return "not a mapping of fields to values"
     is_key = first["loc"][-1] == "[key]"
     path = ".".join(str(part) for part in (first["loc"][:-1] if is_key else first["loc"]))
     word = path if is_key else f"{path}={value}"

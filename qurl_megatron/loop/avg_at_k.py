@@ -75,6 +75,8 @@ class EvalConfig:
     assistant's last message."""
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
+    keep: list[Text] = dataclasses.field(default_factory=list)
+    """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
 
 
 @dataclass(frozen=True)

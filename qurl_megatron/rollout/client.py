@@ -148,7 +148,12 @@ class RolloutClient:
             response = await self._http().post(url, json=body, headers=server.headers)
         except httpx.TransportError as error:
             raise server.failed(f"closed the connection while sampling ({error!r})") from None
-        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+        status = response.status_code
+        is_sglang = response.headers.get("Content-Type", "").startswith("application/json")
+        if server.is_remote and (not is_sglang or status == HTTPStatus.UNAUTHORIZED):
+            # A proxy answers for a server that does not, or a server with another key is there.
+            raise server.failed(f"answered a prompt with status {status}")
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise ServerBusy
         if response.is_error:
             raise RequestRefused(f"server {server.url} refused a prompt: {response.text}")

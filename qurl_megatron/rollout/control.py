@@ -10,7 +10,7 @@ import httpx
 import torch
 
 from qurl_megatron.config.schema import PauseMode
-from qurl_megatron.rollout.server import CONNECTIONS, Server, ServerFailed
+from qurl_megatron.rollout.server import Server, ServerFailed, connect
 from qurl_megatron.rollout.wire import dtype_names
 
 CONTROL_TIMEOUT_S = 600.0
@@ -35,9 +35,7 @@ class ServerControl:
         """
         self.server = server
         self._pause_mode = pause_mode
-        self._client = httpx.Client(
-            base_url=server.url, headers=server.headers, timeout=timeout_s, limits=CONNECTIONS
-        )
+        self._client = connect(server, timeout_s)
 
     def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.

@@ -276,7 +276,8 @@ class Fleet:
 
     async def _watch(self, read: Callable[[], Mapping[int, Server]] | None) -> None:
         probes: dict[Member, asyncio.Task[None]] = {}
-        async with httpx.AsyncClient(timeout=self._health_timeout_s, limits=CONNECTIONS) as http:
+        transport = httpx.AsyncHTTPTransport(limits=CONNECTIONS)  # as in `server.connect`
+        async with httpx.AsyncClient(timeout=self._health_timeout_s, transport=transport) as http:
             while not self._closing.is_set():
                 if read:
                     self._compare(read())

@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from torch import Tensor
 
-from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.tree import from_tree
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.control import UpdateRefused
-from qurl_megatron.rollout.server import CONNECTIONS, Server
+from qurl_megatron.rollout.server import Server, connect
 from qurl_megatron.rollout.wire import (
     DESCRIPTION_PATH,
     WEIGHTS_PATH,
@@ -49,13 +52,14 @@ def remote_server(url: str, key: str) -> Server:
     )
 
 
-def description_of(
-    architecture: Architecture, weight_format: WeightFormat, max_length: int
-) -> Description:
-    """Return what a server of this version of the package says of itself."""
-    method = ENGINE_METHODS.get(weight_format)
+def description_of(architecture: Architecture, config: Config) -> Description:
+    """Return what a server of this version of the package says of itself, if it fits a run."""
+    quantization, rollout = config.quantization, config.rollout
+    method = ENGINE_METHODS.get(quantization.format)
     model = json.loads(json.dumps(dataclasses.asdict(architecture)))  # as it comes over HTTP
-    return Description(version("qurl-megatron"), method, max_length, model)
+    kept = kept_layers(quantization.keep, architecture) if method else []
+    records = rollout.routing != "ignore"
+    return Description(version("qurl-megatron"), method, rollout.max_length, model, kept, records)
 
 
 class Unreachable(ConfigError):
@@ -74,14 +78,19 @@ def check_servers(
         ConfigError: one does not or cannot; the message names it and says why.
     """
     for url in config.rollout.servers_at:
-        if not (config.rollout.servers_plain_http or is_private(url)):
+        try:
+            _ = urlsplit(url).port  # httpx takes any number
+            is_safe = is_private(url)
+        except (ValueError, httpx.InvalidURL) as error:
+            raise ConfigError(f"rollout.servers_at: {url} is no URL: {error}") from None
+        if not (config.rollout.servers_plain_http or is_safe):
             raise ConfigError(
                 f"rollout.servers_at: {url} would carry the key and all completions in the clear; "
                 "use https:// or an SSH tunnel, or set rollout.servers_plain_http=true if you "
                 "trust every machine on the way"
             )
     architecture = Architecture.from_directory(config.model)
-    needed = description_of(architecture, config.quantization.format, config.rollout.max_length)
+    needed = description_of(architecture, config)
     for url in config.rollout.servers_at:
         try:
             describe(url, key).check(url, needed)
@@ -111,19 +120,16 @@ def describe(url: str, key: str) -> Description:
     """
     server = f"rollout.servers_at: the server at {url}"
     try:
-        answer = httpx.get(
-            f"{url}{DESCRIPTION_PATH}",
-            headers=remote_server(url, key).headers,
-            timeout=DESCRIBE_TIMEOUT_S,
-        )
-    except httpx.TransportError as error:
+        with connect(remote_server(url, key), DESCRIBE_TIMEOUT_S) as http:
+            answer = http.get(DESCRIPTION_PATH)
+    except httpx.RequestError as error:
         why = str(error) or type(error).__name__
         raise Unreachable(f"{server} cannot be reached: {why}; start it with qurl serve") from None
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         raise ConfigError(f"{server} was started with another key; give both sides the same")
     try:
-        return Description(**answer.json())
-    except (TypeError, ValueError):
+        return from_tree(Description, answer.json())
+    except ValueError:
         raise ConfigError(
             f"{server} is none of qurl serve: it answers {DESCRIPTION_PATH} with status "
             f"{answer.status_code}"
@@ -133,9 +139,7 @@ def describe(url: str, key: str) -> Description:
 def revive(server: Server) -> bool:
     """Return whether a server answers, after ending a pause in which another learner left it."""
     try:
-        with httpx.Client(
-            base_url=server.url, headers=server.headers, timeout=DESCRIBE_TIMEOUT_S
-        ) as http:
+        with connect(server, DESCRIBE_TIMEOUT_S) as http:
             http.post("/continue_generation", json={})
             return http.get("/health").is_success
     except httpx.TransportError:
@@ -148,9 +152,7 @@ class WeightsPost:
     def __init__(self, server: Server, timeout_s: float) -> None:
         """Connect nothing yet; `timeout_s` is the longest time without progress."""
         self._server = server
-        self._client = httpx.Client(
-            base_url=server.url, headers=server.headers, timeout=timeout_s, limits=CONNECTIONS
-        )
+        self._client = connect(server, timeout_s)
 
     def send(self, header: BucketHeader, payload: Tensor) -> float:
         """Send a bucket; return for how many seconds it was on its way.

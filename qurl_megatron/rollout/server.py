@@ -245,7 +245,7 @@ def start_server(
                 preexec_fn=end_only_with_parent,
             ).pid
     return Server(
-        url=f"http://{host}:{port}",
+        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
         machine=socket.gethostname(),
         pid=pid,
         start_ticks=start_ticks(pid),
@@ -301,9 +301,24 @@ def wait_ready(
 def answers(server: Server) -> bool:
     """Return whether a server has started; it does not answer while it is paused."""
     try:
-        return httpx.get(f"{server.url}/health", headers=server.headers, timeout=5.0).is_success
+        with connect(server, timeout_s=5.0) as http:
+            return http.get("/health").is_success
     except httpx.TransportError:
         return False
+
+
+def connect(server: Server, timeout_s: float) -> httpx.Client:
+    """Return a client of one server.
+
+    It has a transport of its own, and so asks no proxy that a variable such as HTTP_PROXY names. A
+    proxy cannot reach loopback, and would read what is sent there.
+    """
+    return httpx.Client(
+        base_url=server.url,
+        headers=server.headers,
+        timeout=timeout_s,
+        transport=httpx.HTTPTransport(limits=CONNECTIONS),
+    )
 
 
 def _core_bindings(server: ServerConfig) -> str:

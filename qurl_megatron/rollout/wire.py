@@ -98,6 +98,8 @@ class Description:
     method: str | None  # SGLang's name of the weight format, as in `quantize.ENGINE_METHODS`
     context_length: int  # maximum prompt plus response length, in tokens
     model: dict[str, Any]  # the fields of its `Architecture`
+    kept: list[str]  # layers in BF16, as `keep.kept_layers` returns them
+    records_routing: bool  # answers with the experts that were chosen
 
     def check(self, url: str, needed: Description) -> None:
         """Check that the server at `url` can sample for a run that needs the other description.
@@ -127,6 +129,17 @@ class Description:
                 f"{server} serves at most {self.context_length} tokens of prompt plus response; "
                 f"the run needs {needed.context_length}; start it with "
                 f"max_length={needed.context_length}"
+            )
+        if self.kept != needed.kept:
+            differs = sorted({*self.kept} ^ {*needed.kept})[0]
+            raise ConfigError(
+                f"{server} and the run do not keep the same layers in BF16: one keeps {differs}; "
+                "start it with the run's quantization.keep as keep"
+            )
+        if needed.records_routing and not self.records_routing:
+            raise ConfigError(
+                f"{server} does not record the experts that rollout.routing needs; start it with "
+                "records_routing=true"
             )
 
 

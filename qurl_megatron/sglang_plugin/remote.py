@@ -12,6 +12,7 @@ file is gone when the learner gets its answer.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import tempfile
@@ -59,11 +60,14 @@ def without_key(original: Callable[[Any], str], arguments: Any) -> str:
 async def _describe() -> Any:
     """Return the `Description` of this server."""
     arguments = _tokenizer_manager().server_args
+    changes = json.loads(arguments.json_model_override_args)
     description = Description(
         version("qurl-megatron"),
         arguments.quantization,
         arguments.context_length - CONTEXT_RESERVE,
         dataclasses.asdict(Architecture.from_directory(arguments.model_path)),
+        changes.get("quantization_config", {}).get("modules_to_not_convert", []),
+        arguments.enable_return_routed_experts,
     )
     return dataclasses.asdict(description)
 
