@@ -27,7 +27,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_server
-from qurl_megatron.data.problems import Fields, Tally, read_problems
+from qurl_megatron.data.problems import Fields, Tally, find_unverifiable, read_problems
 from qurl_megatron.data.prompts import tokenize, without_unverifiable
 from qurl_megatron.data.reward_function import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
@@ -70,7 +70,7 @@ def run(config: EvalConfig) -> None:
         validate_server("server", config.server, architecture, length, config.format)
         check_options({"server": config.server})
         tokenizer = load_tokenizer(model_dir)
-        prompts = {data: _load_prompts(data, config, reward, tokenizer) for data in config.data}
+        prompts = _load_prompts(config, reward, tokenizer)
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
             quantize_directory(
@@ -189,19 +189,26 @@ def _hugging_face_directory(model: Path, scratch: Path) -> Path:
     return scratch / "exported"
 
 
-def _load_prompts(data: str, config: EvalConfig, reward: Config, tokenizer: Any) -> list[Prompt]:
-    """Return the prompts of a data file, and print how many there are and what was dropped."""
-    tally = Tally(data)
+def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """Return the prompts of each data file, and print how many there are and what was dropped."""
+    tallies = {data: Tally(data) for data in config.data}
     fields = Fields(config.question_key, config.answer_key)
-    problems = read_problems(data, {}, seed=config.seed, fields=fields, tally=tally)
-    prompts = tokenize(
-        without_unverifiable(problems, reward, tally, drop=False),
-        tokenizer,
-        config.max_prompt_length,
-        system_prompt=config.system_prompt,
-    )
-    for line in source_lines("data", tally, prompts, {"to evaluate on": len(prompts)}):
-        print(line, flush=True)
+    problems = {
+        data: read_problems(data, {}, seed=config.seed, fields=fields, tally=tally)
+        for data, tally in tallies.items()
+    }
+    reasons = find_unverifiable(problems, reward)
+    prompts = {}
+    for data, tally in tallies.items():
+        prompts[data] = tokenize(
+            without_unverifiable(problems[data], reasons[data], reward.reward, tally, drop=False),
+            tokenizer,
+            config.max_prompt_length,
+            system_prompt=config.system_prompt,
+        )
+        uses = {"to evaluate on": len(prompts[data])}
+        for line in source_lines("data", tally, prompts[data], uses):
+            print(line, flush=True)
     return prompts
 
 

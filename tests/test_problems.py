@@ -262,11 +262,11 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
     data = write_lines(tmp_path / "a.jsonl", entry, GOOD)
     config = Config(reward="reasoning_gym")
     with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
-        find_unverifiable(read_problems(data, {}), config)
+        find_unverifiable({"data": read_problems(data, {})}, config)
     stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
     data = write_lines(tmp_path / "b.jsonl", stripped)
     with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
-        find_unverifiable(read_problems(data, {}), config)
+        find_unverifiable({"data": read_problems(data, {})}, config)
 
 
 SPELL_BACKWARD = "reasoning_gym:spell_backward"

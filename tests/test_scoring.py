@@ -18,6 +18,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import scoring
+from qurl_megatron.data.problems import DataError, Problem, find_unverifiable
 from qurl_megatron.data.scoring import RewardError, Scorer, check_reward, unverifiable
 from qurl_megatron.process import start_ticks
 
@@ -182,6 +183,32 @@ def test_plain_answers_are_checked_without_starting_a_process(
     assert time.monotonic() - begin < 5
     with pytest.raises(AssertionError, match="a process was started"):
         unverifiable(Config(reward="math"), [prompt("12:00")])
+
+
+def test_processes_start_once_for_the_answers_of_all_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Scorer] = []
+
+    def start(config: Config, workers: int) -> Scorer:
+        started.append(Scorer(config, workers))
+        return started[-1]
+
+    monkeypatch.setattr(scoring, "Scorer", start)
+    answers = {"data": ["12:00", "2x+3y=", "7"], "evaluation.data.a": ["1:2"]}
+    sources = {
+        name: [Problem("How many?", [], answer, {}, f"{name} {answer}") for answer in values]
+        for name, values in answers.items()
+    }
+    reason = "the answer '2x+3y=' cannot be read as LaTeX"
+    assert find_unverifiable(sources, Config(reward="math")) == {
+        "data": {"data 2x+3y=": reason},
+        "evaluation.data.a": {},
+    }
+    assert len(started) == 1
+    sources["evaluation.data.b"] = [Problem("How many?", [], "\\int", {}, "b line 1")]
+    with pytest.raises(DataError, match="^b line 1: the answer .* cannot be read as LaTeX"):
+        find_unverifiable(sources, Config(reward="math"))
 
 
 def test_reward_that_cannot_be_loaded_fails_every_future(tmp_path: Path) -> None:

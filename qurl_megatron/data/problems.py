@@ -38,10 +38,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,22 +156,29 @@ def read_problems(
     return list(unique.values())
 
 
-def find_unverifiable(problems: list[Problem], config: Config) -> dict[str, str]:
-    """Return why no response to a problem could be right, by its location, where that is so.
+def find_unverifiable(
+    sources: Mapping[str, Sequence[Problem]], config: Config
+) -> dict[str, dict[str, str]]:
+    """Return for each source why no response to a problem could be right, by its location.
+
+    Problems to which one could be right are left out. All sources are looked at together, because
+    the processes that do it take seconds to start.
 
     Raises:
-        DataError: that is so for every problem, or for one of reasoning_gym, whose entry then lacks
-            what its scorer needs.
+        DataError: no response could be right to any problem of a source, or to one of
+            reasoning_gym, whose entry then lacks what its scorer needs.
     """
-    reasons = {
-        problem.location: reason
-        for problem, reason in zip(problems, unverifiable(config, problems), strict=True)
-        if reason
-    }
-    if reasons and (config.reward == "reasoning_gym" or len(reasons) == len(problems)):
-        location, reason = next(iter(reasons.items()))
-        raise DataError(f"{location}: {reason}")
-    return reasons
+    every = [problem for problems in sources.values() for problem in problems]
+    answers = iter(unverifiable(config, every))
+    found = {}
+    for name, problems in sources.items():
+        asked = zip(problems, itertools.islice(answers, len(problems)), strict=True)
+        reasons = {problem.location: reason for problem, reason in asked if reason}
+        if reasons and (config.reward == "reasoning_gym" or len(reasons) == len(problems)):
+            location, reason = next(iter(reasons.items()))
+            raise DataError(f"{location}: {reason}")
+        found[name] = reasons
+    return found
 
 
 # Sources: each yields entries.

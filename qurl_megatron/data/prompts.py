@@ -54,15 +54,24 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    tallies: dict[str, Tally] = {}
+    files_data = {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
+    tallies = {field: Tally(data) for field, data in {"data": config.data, **files_data}.items()}
 
-    def prompts(field: str, data: str, options: Mapping[str, Any]) -> list[Prompt]:
-        tally = tallies[field] = Tally(data)
-        trains = field == "data"
+    def read(field: str) -> list[Problem]:
+        trains, tally = field == "data", tallies[field]
         fields = Fields(config.question_key, config.answer_key, required=trains)
-        problems = read_problems(data, options, seed=config.seed, fields=fields, tally=tally)
+        options = config.data_options if trains else {}
+        return read_problems(tally.source, options, seed=config.seed, fields=fields, tally=tally)
+
+    problems = {field: read(field) for field in tallies}
+    reasons = find_unverifiable(problems, config)
+
+    def prompts(field: str) -> list[Prompt]:
+        trains, tally = field == "data", tallies[field]
         return tokenize(
-            without_unverifiable(problems, config, tally, drop=trains),
+            without_unverifiable(
+                problems[field], reasons[field], config.reward, tally, drop=trains
+            ),
             tokenizer,
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
@@ -70,13 +79,8 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
             tally=tally,
         )
 
-    train, held_out = split_held_out(
-        prompts("data", config.data, config.data_options), config.evaluation.held_out_fraction
-    )
-    files = {
-        name: prompts(f"evaluation.data.{name}", data, {})
-        for name, data in config.evaluation.data.items()
-    }
+    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out_fraction)
+    files = {name: prompts(f"evaluation.data.{name}") for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
     if not kept:
@@ -87,28 +91,22 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
 
 
 def without_unverifiable(
-    problems: list[Problem], config: Config, tally: Tally, *, drop: bool
+    problems: list[Problem], reasons: Mapping[str, str], reward: str, tally: Tally, *, drop: bool
 ) -> list[Problem]:
     """Return the problems to use, and tell `tally` of those whose answer the verifier cannot read.
 
     With `drop` they are left out. Without it they stay, and only a response with the very text of
-    the answer can be right.
-
-    Raises:
-        DataError: the verifier can read no answer.
+    the answer can be right. `reasons` are those of `find_unverifiable` for this source.
     """
-    reasons = find_unverifiable(problems, config)
     if reasons and not drop:
         location, reason = next(iter(reasons.items()))
         tally.notes.append(
-            f"{len(reasons):,} answers cannot be compared by reward {config.reward}, and only "
+            f"{len(reasons):,} answers cannot be compared by reward {reward}, and only "
             f"their very text is right; the first is {location}: {reason}"
         )
         return problems
     for location, reason in reasons.items():
-        tally.drop(
-            f"has an answer that reward {config.reward} cannot compare", f"{location}: {reason}"
-        )
+        tally.drop(f"has an answer that reward {reward} cannot compare", f"{location}: {reason}")
     return [problem for problem in problems if problem.location not in reasons]
 
 
