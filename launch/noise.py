@@ -39,6 +39,7 @@ from qurl_megatron.quantization.attribution import (
     compare,
     divergence,
     gain,
+    module_of,
     shortened,
     split,
 )
@@ -312,15 +313,16 @@ def _advice(result: dict[str, Any]) -> str:
             "Keep no layer in BF16: none within the budget lowers the KL by more than two standard "
             "errors."
         )
+    names = ", ".join(dict.fromkeys(map(module_of, tried["names"])))
     return (
-        f"Keep no layer in BF16: {', '.join(tried['names'])} looked best on some completions, and "
-        f"on the others the KL fell by {tried['gain']:.2g} ± {tried['standard_error']:.1g} nats."
+        f"Keep no layer in BF16: {names} looked best on some completions, and on "
+        f"the others the KL fell by {tried['gain']:.2g} ± {tried['standard_error']:.1g} nats."
     )
 
 
 def _named(row: dict[str, Any]) -> str:
     """Return the name of a server's layer: `layers.0.self_attn.q_proj k_proj v_proj`."""
-    first, *others = row["names"]
+    first, *others = dict.fromkeys(map(module_of, row["names"]))
     short = first.removeprefix("model.")
     return " ".join([short, *(name.rpartition(".")[2] for name in others)])
 

@@ -1,8 +1,8 @@
 """A Hugging Face model whose linear layers compute what an SGLang server's layers compute.
 
 Each layer can be switched between codes and BF16. The arithmetic is that of the plugin on a CPU
-(`qurl_megatron/sglang_plugin/linear.py`), so codes of weights and activations are the server's, bit
-for bit. The rest of the model is that of transformers in BF16, and logits are float32.
+(`qurl_megatron/sglang_plugin/linear.py` and `moe.py`), so codes of weights and activations are the
+server's, bit for bit. The rest is that of transformers in BF16, and logits are float32.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.attribution import ActivationMeter
-from qurl_megatron.sglang_plugin import formats, linear
+from qurl_megatron.quantization.attribution import ActivationMeter, module_of
+from qurl_megatron.sglang_plugin import formats, linear, moe
 
 Sampled = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response to it."""
@@ -57,6 +58,40 @@ class SwitchedLinear(torch.nn.Module):
         return out.view(*x.shape[:-1], -1)
 
 
+class Experts(torch.nn.ModuleList):
+    """The experts of a block, each with the linear layers that a checkpoint names."""
+
+    def __init__(self, fused: Any) -> None:
+        """Take the weights of transformers' module, which holds those of all experts as one."""
+        super().__init__()
+        for gate_up, down in zip(fused.gate_up_proj, fused.down_proj, strict=True):
+            expert = torch.nn.Module()
+            gate, up = gate_up.chunk(2)
+            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                rows, columns = weight.shape
+                layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+                layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+                expert.register_module(name, layer)
+            self.append(expert)
+        self.meter: ActivationMeter | None = None
+
+    def forward(self, x: Tensor, chosen: Tensor, routing_weights: Tensor) -> Tensor:
+        """Sum the experts `chosen` [tokens, experts] of `x` [tokens, hidden] as a server does."""
+        if self.meter is not None:
+            self.meter.add(x)
+
+        def multiply(rows: Tensor, prefix: str, expert: int) -> Tensor:
+            layers: Any = self[expert]
+            if prefix == "w2":
+                return layers.down_proj(rows)
+            return torch.cat([layers.gate_proj(rows), layers.up_proj(rows)], -1)
+
+        dispatched: Any = SimpleNamespace(
+            hidden_states=x, topk_output=(routing_weights, chosen, None)
+        )
+        return moe.sum_over_experts(dispatched, multiply).hidden_states
+
+
 class Float32Head(torch.nn.Module):
     """The output layer, with float32 logits."""
 
@@ -87,12 +122,16 @@ class QuantizedModel:
             pad_token_id=0,
         )
         self.groups = fused_layers(architecture)
+        if architecture.num_experts:
+            for layer in range(architecture.num_layers):
+                block = self._model.get_submodule(f"model.layers.{layer}.mlp")
+                block.experts = Experts(block.experts)
         self._layers: dict[str, SwitchedLinear] = {}
         for name in (name for group in self.groups for name in group):
             parent, _, last = name.rpartition(".")
-            layer = SwitchedLinear(self._model.get_submodule(name), weight_format)
-            setattr(self._model.get_submodule(parent), last, layer)
-            self._layers[name] = layer
+            switched = SwitchedLinear(self._model.get_submodule(name), weight_format)
+            setattr(self._model.get_submodule(parent), last, switched)
+            self._layers[name] = switched
         self._model.lm_head = Float32Head(self._model.lm_head.weight.detach())
 
     def added_bytes(self, group: Sequence[str]) -> int:
@@ -119,7 +158,9 @@ class QuantizedModel:
     @contextmanager
     def measuring(self, meters: Sequence[ActivationMeter]) -> Iterator[None]:
         """Have these meters measure within this context."""
-        first_layers = [self._layers[group[0]] for group in self.groups]
+        first_layers: list[Any] = [
+            self._model.get_submodule(module_of(group[0])) for group in self.groups
+        ]
         for layer, meter in zip(first_layers, meters, strict=True):
             layer.meter = meter
         try:

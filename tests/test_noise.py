@@ -87,6 +87,12 @@ def test_a_layer_chosen_in_every_block_is_written_as_a_pattern() -> None:
     ]
 
 
+def test_experts_are_kept_together_by_the_name_of_their_module() -> None:
+    every = [f"model.layers.{n}.mlp.experts.{e}.up_proj" for n in range(2) for e in range(3)]
+    assert shortened(every[:3], every) == ["model.layers.0.mlp.experts"]
+    assert shortened(every, every) == ["*.experts"]
+
+
 def test_an_outlier_spoils_its_tokens_scale_but_only_its_own_block_of_128_channels() -> None:
     x = torch.ones(2, 300)
     x[0, 200] = 127.0 * 50
@@ -177,6 +183,32 @@ def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
         expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1]
     codes = model.logits(sequences)
     assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+
+
+def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_computes(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
+    data = write_questions(tmp_path / "questions.jsonl", 8)
+    words = ["noise", str(directory), str(data), "--prompts", "4", "--max-response", "4"]
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "noise.json")])
+    assert result.exit_code == 0, result.output
+    assert "layers.1.mlp.experts" in result.stdout and "experts.0" not in result.stdout
+    rows = json.loads((tmp_path / "noise.json").read_text())["by_layer"]
+    assert any(
+        row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"] for row in rows
+    )
+
+    model = QuantizedModel(directory, "int8")
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    sequences = [([5, 6, 7], [8, 9, 10, 11])]
+    with model.keeping([name for group in model.groups for name in group]):
+        kept = model.logits(sequences)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
+    assert (kept - expected).norm() < 0.3 * (model.logits(sequences) - expected).norm()
 
 
 @pytest.mark.parametrize(

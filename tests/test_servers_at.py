@@ -462,6 +462,18 @@ def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
     assert [file.exists() for file in process.files] == [False] * 3
 
 
+def test_a_full_disk_of_a_server_is_told_to_the_run(
+    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plugin, "receive_body", fail)
+    bucket = Bucket.pack(quantized(model_dir, "int8"))
+    with pytest.raises(UpdateRefused, match="http://a refused weights: .* No space left on device"):
+        process.courier().deliver(bucket, 1)
+
+
 def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     process: ServerProcess, model_dir: Path
 ) -> None:

@@ -136,12 +136,19 @@ def choose(layers: Sequence[LayerNoise], budget_bytes: float) -> list[LayerNoise
     return chosen
 
 
+def module_of(name: str) -> str:
+    """Return by which name a layer is kept: that of all experts of its block if it is of one."""
+    block, is_of_expert, _ = name.partition(".experts.")
+    return f"{block}.experts" if is_of_expert else name
+
+
 def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
     """Return `quantization.keep` for layers of these names.
 
     A layer that is chosen in every block is written `*.down_proj`, the others are written out.
     """
     patterns = []
+    names, all_names = [list(map(module_of, each)) for each in (names, all_names)]
     for name in names:
         last = name.rpartition(".")[2]
         everywhere = {other for other in all_names if other.endswith(f".{last}")}

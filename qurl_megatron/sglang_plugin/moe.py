@@ -146,7 +146,7 @@ def sum_over_experts(
     """
     x = dispatch_output.hidden_states
     routing_weights, experts, _ = dispatch_output.topk_output
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if expert < 0:
             continue

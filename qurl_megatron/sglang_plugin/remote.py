@@ -80,7 +80,7 @@ async def _receive(request: Any) -> Any:
     with tempfile.NamedTemporaryFile(prefix="weights-") as file:
         try:
             header = await receive_body(request.stream(), file.file)
-        except ValueError as error:
+        except (OSError, ValueError) as error:  # OSError: the disk is full
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         update = UpdateWeightsFromDistributedReqInput(
             names=list(header.names),
