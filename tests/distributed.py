@@ -20,6 +20,18 @@ import torch
 
 from qurl_megatron.process import free_port
 
+# What tests import in ranks. It takes seconds, SGLang's receiver of weights most of them; the fork
+# server does it once for all ranks. It does not find the modules beside this one.
+PRELOADED = [
+    "pytest",
+    "qurl_megatron.cli",
+    "qurl_megatron.learner.checkpoint",
+    "qurl_megatron.learner.critic",
+    "qurl_megatron.weight_sync.export",
+    "qurl_megatron.weight_sync.publish",
+    "qurl_megatron.sglang_plugin.receive",
+]
+
 
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
@@ -70,8 +82,7 @@ def rank_context() -> Any:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # These imports take seconds; the fork server does them once for all ranks.
-    context.set_forkserver_preload(["qurl_megatron.learner.checkpoint"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

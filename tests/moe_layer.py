@@ -9,6 +9,7 @@ from sglang.srt.layers.moe import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from torch import Tensor
+from torch.nn.functional import silu
 
 from qurl_megatron.quantization.quantize import dequantize, engine_scale, quantize
 from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
@@ -59,8 +60,36 @@ def routed() -> StandardDispatchOutput:
     )
 
 
+def rounded_as_by_kernels(
+    layer: Any, method: QuantizedExpertsMethod, dispatched: StandardDispatchOutput
+) -> Tensor:
+    """Return the layer's output `[tokens, hidden]`, rounded to bfloat16 where the kernels round.
+
+    They round gate and up, then SiLU, then its product with up, and each expert's part after it has
+    been multiplied by its routing weight. The CPU's loop rounds SiLU only in its product.
+    """
+    x, (weights, experts, _) = dispatched.hidden_states, dispatched.topk_output
+    parts = torch.zeros(*experts.shape, HIDDEN, dtype=torch.bfloat16)
+
+    def multiply(x: Tensor, prefix: str, expert: int) -> Tensor:
+        codes = getattr(layer, f"{prefix}_weight")[expert]
+        scale = getattr(layer, f"{prefix}_{method.scale_suffix}")[expert]
+        return method.linear.multiply_cpu(x.float(), codes, scale, None)
+
+    for expert in range(EXPERTS):
+        tokens, choice = torch.where(experts == expert)
+        if len(tokens):
+            gate, up = multiply(x[tokens], "w13", expert).bfloat16().chunk(2, dim=-1)
+            down = multiply(silu(gate) * up, "w2", expert)
+            parts[tokens, choice] = (down * weights[tokens, choice, None]).bfloat16()
+    return parts.float().sum(1).bfloat16()
+
+
 def compare_kernels() -> None:
-    """Print, for each format, how far SGLang's fused kernels are from the CPU's loop.
+    """Print how far SGLang's fused kernels are from the CPU, and how far they would be if it erred.
+
+    A line for each format has the relative error, then that of a CPU for which one scale of the
+    first expert is doubled: of a channel, or of a block.
 
     The kernels run in Triton's interpreter, with the tile sizes that SGLang chooses for an H100.
     Sorting tokens by expert and quantizing activations are CUDA extensions; plain torch stands for
@@ -98,10 +127,13 @@ def compare_kernels() -> None:
                 inplace=False,
             ),
         )
-        expected = method.apply(layer, dispatched).hidden_states.float()
         info = method.get_triton_quant_info(layer)
         out = method.runner.run(dispatched, info).hidden_states.float()
-        print("relative error", weight_format, ((out - expected).norm() / expected.norm()).item())
+        expected = rounded_as_by_kernels(layer, method, dispatched).float()
+        getattr(layer, f"w2_{method.scale_suffix}").data[0, 0] *= 2
+        spoilt = rounded_as_by_kernels(layer, method, dispatched).float()
+        errors = [((out - each).norm() / expected.norm()).item() for each in (expected, spoilt)]
+        print("relative error", weight_format, *errors)
 
 
 def _codes(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
