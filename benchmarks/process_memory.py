@@ -1,7 +1,13 @@
 """What the processes of a soak use, and whether it grows: `benchmarks/soak.py` prints the table.
 
-A slope is fitted to each role's memory over the publishes. Samples in a row are not
-independent of each other, so the fit is to the means of a dozen parts of each process's life.
+What a process uses at a moment is what it keeps, and what it works with just then. So a line is
+fitted to the least that it used in each of a dozen parts of its life. A process is
+
+    flat     if it is 97.5 % sure to grow by less than FLAT of its memory in 1,000 publishes
+    grows    if it is 97.5 % sure to grow by more
+    unclear  otherwise: it was measured for too short a time
+
+The first quarter of a process's life is left out: caches fill up in it.
 """
 
 from __future__ import annotations
@@ -10,13 +16,20 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
 import psutil
 
 LEARNER = "learner, fleet, starter"  # the process of the soak
-SETTLING = 10  # publishes, of each process, before its memory is measured
-BLOCKS = 12  # means that a slope is fitted to
+SETTLING = 1 / 4  # of each process's life, which is left out
+BLOCKS = 12  # parts of the rest
+FLAT = 0.01  # of its memory, which a flat process may take in 1,000 publishes
+# Student's t for an interval that a value lies above with a probability of 2.5 %, and below with
+# the same, by degrees of freedom.
+STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+STUDENT_ABOVE = 2.23  # for 10 and more
 MIB = 2**20
 
 
@@ -38,33 +51,72 @@ class Memory:
                 used = memory.rss - memory.shared
                 self.histories[role].setdefault(process.pid, []).append((publish, used))
 
-    def table(self, quiet_from: int) -> list[str]:
-        """Return a line for each role: processes, publishes, MiB, bytes per publish."""
-        lines = [f"{'process':>22}  number  publishes     MiB  bytes per publish"]
+    def growths(self, quiet_from: int) -> list[Growth]:
+        """Return how each role's memory grows; roles that were measured too briefly are missing.
+
+        Args:
+            quiet_from: the publish from which on servers are measured.
+        """
+        growths = []
         for role, processes in self.histories.items():
-            settled = []
+            lives = []
             for history in processes.values():
-                begin = history[0][0] + SETTLING
                 if role != LEARNER:
-                    begin = max(begin, quiet_from)
-                blocks = means([point for point in history if point[0] >= begin])
+                    history = [point for point in history if point[0] >= quiet_from]
+                blocks = floors(history[round(SETTLING * len(history)) :])
                 if len(blocks) > 1:
-                    settled.append(blocks)
-            if sum(len(blocks) - 1 for blocks in settled) < 3:
-                continue
-            slope, error = slope_of(settled)
-            publishes = sum(round(blocks[-1][0] - blocks[0][0]) for blocks in settled)
-            used = fmean(blocks[-1][1] for blocks in settled) / MIB
-            counts = f"{role:>22}  {len(settled):6}  {publishes:9}"
-            lines.append(f"{counts}  {used:6.0f}  {slope:+.0f} ± {error:.0f}")
-        return lines
+                    lives.append(blocks)
+            if sum(len(blocks) - 1 for blocks in lives) > 1:
+                growths.append(Growth.of(role, lives))
+        return growths
 
 
-def means(history: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Return the means of at most BLOCKS equal parts of a process's history."""
+@dataclass(frozen=True)
+class Growth:
+    """How the memory of the processes of one role grows."""
+
+    role: str
+    processes: int
+    publishes: int  # that they were measured for, together
+    used: float  # bytes, at the end
+    slope: float  # bytes per publish
+    least: float  # bounds of the slope's 95 % interval
+    most: float
+
+    @classmethod
+    def of(cls, role: str, lives: Sequence[Sequence[tuple[float, float]]]) -> Growth:
+        """Fit a line to `(publish, bytes)` of processes with levels of their own."""
+        slope, error = slope_of(lives)
+        freedom = sum(map(len, lives)) - len(lives) - 1
+        reach = STUDENT.get(freedom, STUDENT_ABOVE) * error
+        publishes = sum(round(life[-1][0] - life[0][0]) for life in lives)
+        used = fmean(life[-1][1] for life in lives)
+        return cls(role, len(lives), publishes, used, slope, slope - reach, slope + reach)
+
+    @property
+    def verdict(self) -> Literal["flat", "grows", "unclear"]:
+        """Whether the role's memory is flat, by what this module's docstring says."""
+        limit = FLAT * self.used / 1000
+        if self.most < limit:
+            return "flat"
+        return "grows" if self.least > limit else "unclear"
+
+
+def table(growths: Sequence[Growth]) -> list[str]:
+    """Return a line for each role."""
+    lines = [f"{'process':>24}  number  publishes  MiB   kB per publish, 95 % interval"]
+    for each in growths:
+        counts = f"{each.role:>24}  {each.processes:6}  {each.publishes:9}"
+        interval = f"{each.slope / 1e3:+.2f} [{each.least / 1e3:+.2f}, {each.most / 1e3:+.2f}]"
+        lines.append(f"{counts}  {each.used / MIB:4.0f}  {interval} {each.verdict}")
+    return lines
+
+
+def floors(history: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Return for at most BLOCKS equal parts of a history the middle, and the least bytes."""
     size = max(1, len(history) // BLOCKS)
     parts = [history[start : start + size] for start in range(0, len(history) - size + 1, size)]
-    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+    return [(fmean(x for x, _ in part), min(y for _, y in part)) for part in parts]
 
 
 def slope_of(histories: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:

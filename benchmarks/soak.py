@@ -1,6 +1,6 @@
 """Publish a thousand times to two servers that are killed, stopped, flooded and sent wrong weights.
 
-    python benchmarks/soak.py --publishes 1000 --minutes 30 --seed 0
+    python benchmarks/soak.py --publishes 1000 --minutes 25 --seed 0
 
 A learner with a tiny model samples one step ahead, trains and publishes, on real servers that their
 starter replaces. Every `--fault-every` publishes, at a random moment, one of these happens:
@@ -14,12 +14,14 @@ starter replaces. Every `--fault-every` publishes, at a random moment, one of th
 After every publish the checksums of each server that serves are read back. The command prints
 
     faults    of each kind, and the servers that were lost and started again
-    prompts   how many were asked for, and how many were trained on; these must be all, once each
+    prompts   how many were asked for; each was trained on once, or dropped as too old and asked for
+              again, or was asked for ahead, for the step that was not taken when time was up
     answers   whose versions or log-probs are not those of published weights; must be none
     checksums that were read back, and those that differ from what was sent; must be none
-    memory    of each process, in its last publishes, and how much it grows per
-              publish, with a standard error. Servers are measured in the last third of the
-              publishes, in which no fault ends one; the first publishes of a process are left out
+    memory    how much that of each process grows per publish; `process_memory.py` says what is
+              flat. Servers are measured in the last third of the publishes, in which no fault
+              ends one. None may grow
+    time      that steps spent on each of their parts
     orphans   processes and files that are left at the end; must be none
 
 and ends with code 1 if something must not be. `--minutes` ends it after fewer publishes.
@@ -53,7 +55,7 @@ import torch
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]  # learner and servers of the tests
 
-from benchmarks.process_memory import LEARNER, Memory  # noqa: E402
+from benchmarks.process_memory import LEARNER, Memory, table  # noqa: E402
 from e2e.deployment import (  # noqa: E402
     COMPLETIONS,
     PER_STEP,
@@ -110,6 +112,8 @@ class Outcome:
     asked: int = 0  # prompts sent, without those of a full queue
     trained: int = 0
     dropped: int = 0  # groups that were too old
+    ahead: int = 0  # groups that no step has taken
+    parts_s: Counter[str] = field(default_factory=Counter)  # seconds of parts of steps
     burst_answers: int = 0
     refusals: int = 0  # of full queues
     checksums_read: int = 0  # servers, publish by publish
@@ -295,13 +299,24 @@ class Soak:
     def _step(self, step: int) -> None:
         publisher = self._deployment.publisher
         is_quiet = step > (1 - QUIET) * self._publishes
-        self._faults.begin(step, may_end_servers=not is_quiet)
-        batch = self._batch(step, publisher.version)
-        self._train(batch)
-        published = publisher.publish()
-        self._read_back(published)
-        if step % self._measure_every == 0:
-            self._measure(step)
+        with self._timed("recovery from a fault before the next"):
+            self._faults.begin(step, may_end_servers=not is_quiet)
+        with self._timed("waiting for answers"):
+            batch = self._batch(step, publisher.version)
+        with self._timed("training"):
+            self._train(batch)
+        with self._timed("publishing"):
+            published = publisher.publish()
+        with self._timed("reading back and measuring"):
+            self._read_back(published)
+            if step % self._measure_every == 0:
+                self._measure(step)
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.outcome.parts_s[part] += time.monotonic() - begin
 
     def _batch(self, step: int, version: int) -> TrainBatch:
         """Take the groups of a step, and check what is known of them."""
@@ -394,7 +409,9 @@ class Soak:
         outcome, deployment = self.outcome, self._deployment
         trained = outcome.publishes * PER_STEP
         outcome.trained = sum(self._counts)
-        outcome.dropped = self._producer.dropped
+        outcome.dropped, outcome.ahead = self._producer.dropped, self._producer.in_flight
+        if outcome.asked != outcome.trained + outcome.dropped + outcome.ahead:
+            outcome.problems.append("a prompt was asked for and is neither trained on nor ahead")
         wrong = [
             (ordinal, self._counts[int(self._stream.prompt(ordinal).id)])
             for ordinal in range(len(self._counts))
@@ -475,9 +492,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--publishes", type=int, default=1000)
-    parser.add_argument("--minutes", type=float, default=30.0, help="no step begins after these")
+    parser.add_argument("--minutes", type=float, default=25.0, help="no step begins after these")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fault-every", type=int, default=12, help="publishes, on average")
+    parser.add_argument("--fault-every", type=int, default=15, help="publishes, on average")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
@@ -501,26 +518,36 @@ def main() -> None:
         wait_for_end = time.monotonic() + 10
         while (left := orphans(mark, scratch)) and time.monotonic() < wait_for_end:
             time.sleep(0.2)
-    report(outcome, arguments.publishes, left)
-    sys.exit(1 if outcome.problems or left else 0)
+    sys.exit(report(outcome, arguments.publishes, left))
 
 
-def report(outcome: Outcome, publishes: int, left: list[str]) -> None:
-    """Print what a soak has seen."""
+def report(outcome: Outcome, publishes: int, left: list[str]) -> int:
+    """Print what a soak has seen; return the exit code."""
     print(f"\npublishes: {outcome.publishes} of {publishes} in {outcome.seconds:.0f} s")
     faults = ", ".join(f"{kind} {count}" for kind, count in sorted(outcome.faults.items()))
     print(f"faults: {faults}; servers lost {outcome.lost}, started again {outcome.started_again}")
     print(
-        f"prompts: asked for {outcome.asked}, trained on {outcome.trained}, too old "
-        f"{outcome.dropped}; of full queues: refused {outcome.refusals} times, answered "
-        f"{outcome.burst_answers}"
+        f"prompts: asked for {outcome.asked}; trained on {outcome.trained}, dropped as too old and "
+        f"asked for again {outcome.dropped}, asked for ahead of a step that was not taken "
+        f"{outcome.ahead}"
+    )
+    print(
+        f"full queues: refused prompts {outcome.refusals} times, answered "
+        f"{outcome.burst_answers} in the end"
     )
     print(f"checksums read back from {outcome.checksums_read} servers")
     print(f"log-probs differ by at most {outcome.largest_difference:.3f} on a completion's mean")
-    print("\n".join(outcome.memory.table(round((1 - QUIET) * outcome.publishes))))
+    growths = outcome.memory.growths(round((1 - QUIET) * outcome.publishes))
+    print("\n".join(table(growths)))
+    parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in outcome.parts_s.items())
+    print(f"time: {parts}")
     for problem, times in Counter(outcome.problems).most_common(20):
         print(f"WRONG: {problem}" + (f" ({times} times)" if times > 1 else ""))
+    grows = [growth.role for growth in growths if growth.verdict == "grows"]
+    for role in grows:
+        print(f"WRONG: the memory of {role} grows")
     print(f"orphans: {', '.join(left) or 'none'}")
+    return 1 if outcome.problems or grows or left else 0
 
 
 if __name__ == "__main__":

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import os
+import ssl
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.remote import WeightsPost, revive
+from qurl_megatron.rollout.server import Server, answers
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import build_tiny_model
 
@@ -56,3 +65,26 @@ def test_publishes_leave_no_object_behind_and_give_freed_memory_back(tmp_path: P
     own = str(Counter)  # the measurement's own
     assert all(not grown.keys() - {own} for grown in growth), growth
     assert given_back > HOLES * HOLE_BYTES / 2
+
+
+def test_connections_read_the_certificates_at_most_once() -> None:
+    nobody = "http://127.0.0.1:9"
+    server = Server(nobody, "elsewhere", 0, None, 1, [], log_file=os.devnull, scratch_dir="")
+    client = RolloutClient(Fleet("rollout", {}), None, [])
+    times = 0
+    original = ssl.SSLContext.load_verify_locations
+
+    def load(context: ssl.SSLContext, *args: Path, **options: Path) -> None:
+        nonlocal times
+        times += 1
+        original(context, *args, **options)
+
+    async def connect() -> None:
+        await client._http().aclose()
+
+    with patch.object(ssl.SSLContext, "load_verify_locations", load):
+        for _ in range(2):
+            assert not answers(server) and not revive(server)
+            with closing(ServerControl(server)), closing(WeightsPost(server, timeout_s=1.0)):
+                asyncio.run(connect())
+    assert times <= 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from benchmarks.process_memory import slope_of
+from benchmarks.process_memory import LEARNER, MIB, Memory, slope_of, table
 
 
 def test_a_slope_of_memory_is_that_of_least_squares_over_levels_of_their_own() -> None:
@@ -15,3 +17,32 @@ def test_a_slope_of_memory_is_that_of_least_squares_over_levels_of_their_own() -
     assert slope == pytest.approx(5)
     # Sum of squares 2 * 18 less what a slope explains, over 8 - 3 degrees of freedom, over 2 * 5.
     assert error == pytest.approx((36 / 5 / 10) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("publishes", "kilobytes", "verdict"),
+    [(1000, 0, "flat"), (1000, 3, "flat"), (1000, 20, "grows"), (60, 5, "unclear")],
+)
+def test_temporary_memory_hides_neither_what_is_kept_nor_that_nothing_is(
+    publishes: int, kilobytes: int, verdict: str
+) -> None:
+    numbers = random.Random(1)
+    memory = Memory()
+    for publish in range(0, publishes, 3):
+        at_work = numbers.expovariate(1 / (5 * MIB))
+        settling = MIB * min(publish, publishes // 5)
+        used = 600 * MIB + settling + 1000 * kilobytes * publish + at_work
+        memory.histories[LEARNER].setdefault(1, []).append((publish, round(used)))
+    (growth,) = memory.growths(quiet_from=0)
+    assert growth.verdict == verdict
+    assert table([growth])[1].endswith(verdict)
+    assert growth.least < 1000 * kilobytes < growth.most
+
+
+def test_servers_are_measured_only_after_the_faults() -> None:
+    memory = Memory()
+    for publish in range(400):
+        used = 600 * MIB + (0 if publish >= 200 else 10**5 * publish)
+        memory.histories["scheduler 0"].setdefault(1, []).append((publish, used))
+    (quiet,), (whole,) = memory.growths(quiet_from=200), memory.growths(quiet_from=0)
+    assert quiet.slope == 0 != whole.slope

@@ -22,7 +22,7 @@ from qurl_megatron.rollout.fleet import (
     RequestRefused,
     ServerBusy,
 )
-from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server
+from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server, certificates
 
 # Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
 # minutes; neither side would be told.
@@ -172,7 +172,9 @@ class RolloutClient:
         """Return this event loop's connections; a loop that has ended leaves none open."""
         loop = asyncio.get_running_loop()
         if loop not in self._https:
-            transport = httpx.AsyncHTTPTransport(limits=CONNECTIONS, socket_options=KEEP_ALIVE)
+            transport = httpx.AsyncHTTPTransport(
+                limits=CONNECTIONS, socket_options=KEEP_ALIVE, verify=certificates()
+            )
             self._https[loop] = httpx.AsyncClient(timeout=None, transport=transport)
         return self._https[loop]
 

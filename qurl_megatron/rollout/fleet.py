@@ -38,7 +38,13 @@ import httpx
 
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.roster import incarnation, report_lost
-from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server, ServerFailed
+from qurl_megatron.rollout.server import (
+    CONNECTIONS,
+    POLL_S,
+    Server,
+    ServerFailed,
+    certificates,
+)
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
@@ -276,7 +282,9 @@ class Fleet:
 
     async def _watch(self, read: Callable[[], Mapping[int, Server]] | None) -> None:
         probes: dict[Member, asyncio.Task[None]] = {}
-        transport = httpx.AsyncHTTPTransport(limits=CONNECTIONS)  # as in `server.connect`
+        transport = httpx.AsyncHTTPTransport(  # as in `server.connect`
+            limits=CONNECTIONS, verify=certificates()
+        )
         async with httpx.AsyncClient(timeout=self._health_timeout_s, transport=transport) as http:
             while not self._closing.is_set():
                 if read:

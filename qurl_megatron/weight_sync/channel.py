@@ -36,6 +36,11 @@ _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
 _STORE_POLL_S = 0.05
 
+# Who keeps a store ends it this long after giving its channels up. Who waits for a transfer has
+# read why by then. Otherwise it would learn only that the store has gone, and torch would print a
+# page of C++ frames about that.
+NOTICE_S = 4 * _STORE_POLL_S
+
 
 class Connection(Protocol):
     """What carries a sender's buckets to one server, in order."""

@@ -16,7 +16,14 @@ from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.weight_sync.channel import Carrier, Endpoint, Rendezvous, give_up, is_given_up
+from qurl_megatron.weight_sync.channel import (
+    NOTICE_S,
+    Carrier,
+    Endpoint,
+    Rendezvous,
+    give_up,
+    is_given_up,
+)
 from qurl_megatron.weight_sync.stream import Announcement
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
@@ -144,7 +151,7 @@ class Link:
 
     def close(self) -> None:
         """Leave the server as it is."""
-        self._thread.submit(self._leave).result()
+        self._thread.submit(self._leave, notice_s=0.0).result()  # no sender waits for anything
         self._thread.shutdown()
         self._requests.shutdown(wait=False)
         self._control.close()
@@ -224,10 +231,11 @@ class Link:
                 raise self._member.server.failed(given_up or "did not load its weights in time")
         answer.result()
 
-    def _leave(self) -> None:
+    def _leave(self, notice_s: float = NOTICE_S) -> None:
         """End the channels, so that no sender waits for the server any longer."""
         if self.store is not None:
             give_up(self.store, self.url)
+            time.sleep(notice_s)
         self.endpoint, self.store, self.token, self._parameters = None, None, "", None
 
 
