@@ -84,9 +84,12 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
             places = Places()
             places.attach({"server": hand_out([model])})
             places.keep(["server"], ["server"])
-            steps["load"] = lambda: [
-                plan.write(number, bucket.flat) for number, bucket in enumerate(sent)
-            ]
+
+            def load() -> None:
+                for number, bucket in enumerate(sent):
+                    plan.write(number, bucket.flat)
+
+            steps["load"] = load
             steps["write"] = lambda: converter.write(places)
             results: dict[str, dict[str, float]] = {}
             for name, step in steps.items():
