@@ -27,8 +27,9 @@ from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
 EXPERT_ROWS = 4  # minimum for each shard of an expert's weight, which is one of many
-BATCH_ELEMENTS = 2**20  # of weights that are compared together: 4 MiB in float32
-CHUNK_ELEMENTS = 2**17  # compared at once on a CPU: 512 KiB, within a core's cache
+# Elements that are compared at once: 512 KiB in float32, within a core's cache, and 4 MiB on a GPU.
+CHUNK_ELEMENTS = 2**17
+GPU_CHUNK_ELEMENTS = 2**20
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
@@ -101,7 +102,8 @@ class DriftMeter:
             alike.setdefault(key, []).append(sample)
         self._waiting = []
         for samples in alike.values():
-            size = max(1, BATCH_ELEMENTS // max(1, samples[0].kept.numel()))
+            kept = samples[0].kept
+            size = max(1, _elements_at_once(kept) // max(1, kept.numel()))
             for start in range(0, len(samples), size):
                 batch = samples[start : start + size]
                 self._sums.append(_sums(batch))
@@ -134,31 +136,39 @@ class _Sample(NamedTuple):
     factor: float  # rows of the weight for each measured one
     previous: tuple[Tensor, Tensor] | None
 
+    def rows(self, rows: slice) -> _Sample:
+        """Return some of the rows."""
+        before = self.previous and (self.previous[0][rows], self.previous[1][rows])
+        kept, codes, scale = self.kept[rows], self.codes[rows], self.scale[rows]
+        return self._replace(kept=kept, codes=codes, scale=scale, previous=before)
+
+
+def _elements_at_once(tensor: Tensor) -> int:
+    return GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
+
 
 def _sums(samples: list[_Sample]) -> Tensor:
     """Return [samples, 5] float64: all fields of `WeightDrift` but the first, of measured rows."""
     num_rows, columns = samples[0].kept.shape
-    elements = BATCH_ELEMENTS if samples[0].kept.is_cuda else CHUNK_ELEMENTS
-    step = max(1, elements // max(1, len(samples) * columns))
-    first, *rest = (
-        _sums_of_rows(samples, slice(start, start + step))
-        for start in range(0, max(1, num_rows), step)
-    )
-    return sum(rest, first)
-
-
-def _sums_of_rows(samples: list[_Sample], rows: slice) -> Tensor:
-    """Return `_sums` of some of the measured rows."""
-    codes = checksum.stack([sample.codes[rows] for sample in samples])
-    exact = torch.stack([sample.kept[rows] for sample in samples]).float()
+    step = max(1, _elements_at_once(samples[0].kept) // max(1, len(samples) * columns))
+    if num_rows > step:
+        starts = range(0, num_rows, step)
+        return torch.stack(
+            [
+                _sums([sample.rows(slice(start, start + step)) for sample in samples])
+                for start in starts
+            ]
+        ).sum(0)
+    codes = checksum.stack([sample.codes for sample in samples])
+    exact = torch.stack([sample.kept for sample in samples]).float()
     values = codes.view(samples[0].codes.dtype).float()
-    error = values * torch.stack([sample.scale[rows] for sample in samples]) - exact
+    error = values * torch.stack([sample.scale for sample in samples]) - exact
     sums = [_sums_of_squares(error), _sums_of_squares(exact)]
     flips = torch.zeros_like(sums[0])
     before = [sample.previous for sample in samples if sample.previous is not None]
     if before:
-        previous = torch.stack([kept[rows] for kept, _ in before]).float()
-        previous_codes = checksum.stack([codes[rows] for _, codes in before])
+        previous = torch.stack([kept for kept, _ in before]).float()
+        previous_codes = checksum.stack([codes for _, codes in before])
         flips = (previous_codes != codes).sum((1, 2)).double()
         sums += [_sums_of_squares(exact - previous), _sums_of_squares(previous)]
     else:

@@ -164,7 +164,8 @@ class Converter:
                 deltas = Deltas(send, base, self._bucket_bytes, team, with_steps=self._with_steps)
             # What is kept or compared is this rank's part alone. Else rank 0 makes its part in the
             # bucket that is sent, and nothing of it is copied.
-            is_full = team.rank == 0 and base is None and not self.keeps_codes
+            is_leader = team.rank == 0 and team.size > 1
+            is_full = is_leader and base is None and not self.keeps_codes
             release: Release = None
             for planned, number in zip(plan, numbers, strict=False):  # `plan` ends first
                 tensors = planned.tensors
