@@ -16,7 +16,9 @@ of their deviation. A publish comes after 1, 4 or 16 optimizer steps.
    one core, coding takes time too: the megabits per second below which it pays are given. Every row
    of the embedding counts as moving. Rows of tokens that a batch lacks do not move, so a run sends
    less.
-3. With `--run RUN_DIR`: what each publish of a real run sent, from its metrics.jsonl.
+
+With `--run RUN_DIR` it prints instead what each publish of a real run sent to a server, from the
+run's metrics.jsonl, beside what all tensors would have taken.
 """
 
 from __future__ import annotations
@@ -258,15 +260,24 @@ def delta_total(sizes: Sizes, weight_format: WeightFormat, minibatches: int) -> 
 
 
 def print_run(run_dir: Path) -> None:
-    """Print section 3."""
-    print(f"\n3. {run_dir}: bytes of each publish, of all tensors\n")
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        step = json.loads(line)
+    """Print what each publish of a run sent, beside what all tensors take."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    print(f"{run_dir}: bytes of each publish, of all tensors\n")
+    for step in steps:
         sent, full = step["publish_bytes"], step["publish_full_bytes"]
         print(
             f"step {step['step']:4}: {sent:12,} of {full:,} ({sent / full:.4f}), codes changed "
             f"{step['code_flip_fraction']:.5f}, {step['time_publish_s']:.3f} s"
         )
+    parts = [step["publish_bytes"] / step["publish_full_bytes"] for step in steps]
+    sent = sum(step["publish_bytes"] for step in steps)
+    full = sum(step["publish_full_bytes"] for step in steps)
+    print(
+        f"\n{len(steps)} publishes: {median(parts):.4f} of all tensors [{min(parts):.4f}, "
+        f"{max(parts):.4f}]; {sent:,} bytes in all, where all tensors are {full:,} "
+        f"({sent / full:.4f})"
+    )
 
 
 def main() -> None:
@@ -275,13 +286,14 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--run", type=Path, help="directory of a run, for section 3")
+    parser.add_argument("--run", type=Path, help="directory of a run")
     arguments = parser.parse_args()
+    if arguments.run:
+        print_run(arguments.run)
+        return
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, {platform.machine()}, one thread, torch {version('torch')}\n")
     print_model(print_publishes(arguments.rows, arguments.repetitions))
-    if arguments.run:
-        print_run(arguments.run)
 
 
 if __name__ == "__main__":

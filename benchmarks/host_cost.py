@@ -1,4 +1,4 @@
-"""What a publish costs the host beside the data: `python benchmarks/host_cost.py [--before DIR]`.
+"""What a publish costs the host beside the data: `python benchmarks/host_cost.py`.
 
 A model of 64 layers of tiny tensors, so that only the host's own work is left: Python, the calls of
 torch, and waiting for a device. Three steps are timed, all in INT8 on one core of this machine:
@@ -9,12 +9,8 @@ torch, and waiting for a device. Three steps are timed, all in INT8 on one core 
 - "write": the converter writes into that model (`quantization.transport=direct`).
 
 Beside the milliseconds it prints how many operations torch was asked for, and how often the host
-read a value of a tensor, for which it would wait for a GPU. "load" has a reference that is always
-there: SGLang's own loader.
-
-With `--before DIR`, a checkout of an earlier commit, both take turns in processes of their own, and
-the ratios are printed: only ratios mean something on a busy machine. A step that the other checkout
-lacks is left out.
+read a value of a tensor, for which it would wait for a GPU. "load" has a reference: SGLang's own
+loader. Each round is a process of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ STEPS = ("convert", "load", "SGLang's load", "verify", "write")
 
 
 def measure(passes: int) -> dict[str, dict[str, float]]:
-    """Return milliseconds, operations and reads of each step, with the code on the path."""
+    """Return milliseconds, operations and reads of each step."""
     import torch
     from megatron.core import parallel_state
 
@@ -59,7 +55,12 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
     from qurl_megatron import device
     from qurl_megatron.learner.cpu_runtime import megatron_runtime
     from qurl_megatron.model.architecture import Architecture
+    from qurl_megatron.rollout.wire import dtype_names
+    from qurl_megatron.sglang_plugin import receive
+    from qurl_megatron.weight_sync.direct import Places
     from qurl_megatron.weight_sync.reshard import Converter
+    from qurl_megatron.weight_sync.stream import announce
+    from test_direct import hand_out
     from tiny import build_tiny_model
 
     with tempfile.TemporaryDirectory() as directory:
@@ -78,7 +79,18 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
             steps["SGLang's load"] = lambda: [
                 model.load_weights(list(bucket.tensors())) for bucket in sent
             ]
-            steps |= _steps_of_today(model, converter, sent)
+            names, dtypes, shapes = announce([sent])
+            plan = receive.LoadPlan(model, names, dtype_names(dtypes), shapes)
+            places = Places()
+            places.attach({"server": hand_out([model])})
+            places.keep(["server"], ["server"])
+
+            def load() -> None:
+                for number, bucket in enumerate(sent):
+                    plan.write(number, bucket.flat)
+
+            steps["load"] = load
+            steps["write"] = lambda: converter.write(places)
             results: dict[str, dict[str, float]] = {}
             for name, step in steps.items():
                 step()
@@ -96,32 +108,6 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
                 }
             parallel_state.destroy_model_parallel()
             return results
-
-
-def _steps_of_today(model: Any, converter: Any, sent: list[Any]) -> dict[str, Callable[[], Any]]:
-    """Return the steps that an earlier checkout may lack."""
-    try:
-        from qurl_megatron.sglang_plugin import receive
-        from qurl_megatron.weight_sync.direct import Places
-        from qurl_megatron.weight_sync.stream import announce
-        from test_direct import hand_out
-    except ImportError:
-        return {}
-    names, dtypes, shapes = announce([sent])
-    words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    plan = receive.LoadPlan(model, names, words, shapes)
-    places = Places()
-    places.attach({"server": hand_out([model])})
-    places.keep(["server"], ["server"])
-
-    def load() -> None:
-        for number, bucket in enumerate(sent):
-            plan.write(number, bucket.flat)
-
-    return {
-        "load": load,
-        "write": lambda: converter.write(places),
-    }
 
 
 class Shards:
@@ -151,9 +137,9 @@ class Shards:
                 yield rule, layer, shard
 
 
-def run_child(checkout: Path, passes: int) -> dict[str, dict[str, float]]:
-    """Measure the code of a checkout in a process of its own."""
-    path = os.pathsep.join(str(part) for part in (checkout, REPOSITORY / "tests"))
+def run_child(passes: int) -> dict[str, dict[str, float]]:
+    """Measure in a process of its own."""
+    path = os.pathsep.join(str(part) for part in (REPOSITORY, REPOSITORY / "tests"))
     words = [sys.executable, __file__, "--child", str(passes)]
     done = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
@@ -164,8 +150,9 @@ def run_child(checkout: Path, passes: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
@@ -175,29 +162,13 @@ def main() -> None:
         return
     print(f"{os.cpu_count()} cores, {platform.machine()}, medians of CPU milliseconds")
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
-    checkouts = {"now": REPOSITORY}
-    if arguments.before:
-        checkouts["before"] = arguments.before.resolve()
-    rounds: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in checkouts}
-    for _ in range(arguments.rounds):
-        for name, checkout in checkouts.items():
-            rounds[name].append(run_child(checkout, arguments.passes))
-    print(f"{'':8}{'step':16}{'ms':>24}{'operations':>12}{'reads':>12}")
-    for name, measured in rounds.items():
-        for step in (step for step in STEPS if step in measured[0]):
-            times = [result[step]["ms"] for result in measured]
-            spread = f"{median(times):.1f} [{min(times):.1f}, {max(times):.1f}]"
-            last = measured[-1][step]
-            counts = f"{last['operations']:12.0f}{last['reads']:12.0f}"
-            print(f"{name:8}{step:16}{spread:>24}{counts}")
-    for step in STEPS if arguments.before else ():
-        old = step if step in rounds["before"][0] else "SGLang's load"
-        if step in rounds["now"][0] and step != "write":
-            ratios = [
-                now[step]["ms"] / before[old]["ms"]
-                for now, before in zip(rounds["now"], rounds["before"], strict=True)
-            ]
-            print(f"ratio   {step:16}{median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+    rounds = [run_child(arguments.passes) for _ in range(arguments.rounds)]
+    print(f"{'step':16}{'ms':>24}{'operations':>12}{'reads':>12}")
+    for step in STEPS:
+        times = [result[step]["ms"] for result in rounds]
+        spread = f"{median(times):.1f} [{min(times):.1f}, {max(times):.1f}]"
+        last = rounds[-1][step]
+        print(f"{step:16}{spread:>24}{last['operations']:12.0f}{last['reads']:12.0f}")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ def simulate(planned: plan.Plan, workload: Workload, seed: int) -> float:
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
     generator = np.random.default_rng(seed)
     learner_s = sum(time_s for phase, time_s in planned.step_s.items() if phase != "rollout")
-    load = plan.server_load(MODEL, planned.config, planned.servers, planned.slots, workload)
+    load = plan.server_load(
+        MODEL, planned.config, planned.servers, planned.slots, workload, planned.publish.time_s
+    )
     servers = [SimulatedServer(load.token_s, planned.slots) for _ in range(planned.servers)]
 
     def issue(batch: int) -> None:

@@ -31,6 +31,7 @@ from qurl_megatron.config.overrides import with_overrides  # noqa: E402
 from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
 from qurl_megatron.model.architecture import Architecture  # noqa: E402
 from qurl_megatron.planning import memory, step_time  # noqa: E402
+from qurl_megatron.planning.publish import plan_publish  # noqa: E402
 from qurl_megatron.planning.step_time import Workload  # noqa: E402
 from recipes.scaling_32b import ARCHITECTURES, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
@@ -217,7 +218,7 @@ def compare_published() -> None:
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
              "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
-    print_row("TP8 x PP2", step_time.publish_s(QWEN2_32B, config), 14.2, "s")
+    print_row("TP8 x PP2", plan_publish(QWEN2_32B, config).time_s, 14.2, "s")
     print("\n   Layout of Qwen3-32B on 32 GPUs")
     print("   NeMo-RL: learner TP4 x PP4 (x DP2), micro batches of 1, sequences of 4096")
     words = ["learner.tensor_parallel_size=4", "learner.pipeline_parallel_size=4",

@@ -15,8 +15,9 @@ All but "delta" give rank 0, or the server, the same tensors, byte for byte. At 
 of quantizing alone is compared with a copy of as many bytes, which is the limit that memory
 bandwidth sets.
 
-"sent" counts the bytes that ranks send each other. "memory" is the largest growth of a rank's
-resident set (on a GPU, of its allocator's peak) beside the layer itself.
+"sent" counts the bytes that ranks send each other. "CPU" adds up the processor time of all ranks,
+the kernel's included; on a busy machine it says more than the time that passed. "memory" is the
+largest growth of a rank's resident set (on a GPU, of its allocator's peak) beside the layer itself.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ class Measured:
     """One pass of one path on one rank."""
 
     time_s: float
+    cpu_s: float
     sent_bytes: int
     memory_bytes: int
 
@@ -201,10 +203,11 @@ def measure(run_pass: Callable[[], Any], sent: SentBytes) -> Measured:
     dist.barrier()
     _reset_peak()
     before, sent.total = _resident_bytes(), 0
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     run_pass()
+    cpu_s = time.process_time() - cpu_start
     dist.barrier()
-    return Measured(time.perf_counter() - start, sent.total, _peak_bytes() - before)
+    return Measured(time.perf_counter() - start, cpu_s, sent.total, _peak_bytes() - before)
 
 
 def _reset_peak() -> None:
@@ -328,7 +331,8 @@ def main() -> None:
         f"BF16 take {limit / MIB:.0f} MiB; medians of {arguments.repetitions}, [least, most]\n"
     )
     print(
-        "TP  format  path              sent MiB   time s                 most extra MiB on a rank"
+        "TP  format  path              sent MiB   time s                 CPU s   "
+        "most extra MiB on a rank"
     )
     for size in arguments.tensor_parallel_sizes:
         if device.accelerator() == "cuda" and size > torch.cuda.device_count():
@@ -357,7 +361,7 @@ def report(
 ) -> None:
     """Print the rows of one tensor-parallel size."""
     for weight_format in formats:
-        figures: dict[str, tuple[float, float, float]] = {}
+        figures: dict[str, tuple[float, float, float, float]] = {}
         for path in PATHS:
             by_rank = [
                 [m for _, f, p, r, m in rows if (f, p, r) == (weight_format, path, rank)]
@@ -365,12 +369,13 @@ def report(
             ]
             sent = sum(measured[0].sent_bytes for measured in by_rank) / MIB
             times = [measured.time_s for measured in by_rank[0]]
+            cpu_s = sum(median(m.cpu_s for m in measured) for measured in by_rank)
             memory = max(m.memory_bytes for measured in by_rank for m in measured) / MIB
-            figures[path] = sent, median(times), memory
+            figures[path] = sent, median(times), cpu_s, memory
             spread = f"[{min(times):.2f}, {max(times):.2f}]"
             print(
                 f"{size:2}  {weight_format:6}  {path:16}  {sent:8.0f}   {median(times):6.2f} "
-                f"{spread:15}   {memory:8.0f}",
+                f"{spread:15}   {cpu_s:5.2f}   {memory:8.0f}",
                 flush=True,
             )
         baseline = figures["gather first"]
@@ -379,8 +384,8 @@ def report(
                 a / b if b else math.nan for a, b in zip(figures[path], baseline, strict=True)
             ]
             print(
-                f"    {path:16}  bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, memory "
-                f"{ratios[2]:.2f} of gathering first",
+                f"    {path:16}  bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, CPU {ratios[2]:.2f}, "
+                f"memory {ratios[3]:.2f} of gathering first",
                 flush=True,
             )
         print()

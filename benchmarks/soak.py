@@ -39,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -113,7 +113,9 @@ class Outcome:
     trained: int = 0
     dropped: int = 0  # groups that were too old
     ahead: int = 0  # groups that no step has taken
-    parts_s: Counter[str] = field(default_factory=Counter)  # seconds of parts of steps
+    parts_s: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # seconds of parts of steps
     burst_answers: int = 0
     refusals: int = 0  # of full queues
     checksums_read: int = 0  # servers, publish by publish

@@ -32,6 +32,7 @@ from qurl_megatron.rollout.remote import WeightsPost
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
 from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
 from qurl_megatron.weight_sync import coding, delta
+from qurl_megatron.weight_sync import layout as sent_layout
 from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
@@ -66,6 +67,7 @@ class Version:
 def record_versions(directory: Path, config: LearnerConfig) -> dict[WeightFormat, list[Version]]:
     """Update a learner's weights several times, and convert them to all formats each time."""
     device.initialize_distributed()  # both learners use it
+    sent_layout.PLACED_BYTES = 4000  # so that some parts are received in their places
     versions: dict[WeightFormat, list[Version]] = {}
     for name, formats in model_formats().items():
         learner = Learner(directory / name, config, OptimizerConfig())

@@ -10,6 +10,7 @@ import ssl
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -74,7 +75,7 @@ def test_connections_read_the_certificates_at_most_once() -> None:
     times = 0
     original = ssl.SSLContext.load_verify_locations
 
-    def load(context: ssl.SSLContext, *args: Path, **options: Path) -> None:
+    def load(context: ssl.SSLContext, *args: Any, **options: Any) -> None:
         nonlocal times
         times += 1
         original(context, *args, **options)

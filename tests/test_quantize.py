@@ -200,6 +200,20 @@ def test_views_that_are_not_contiguous_are_quantized_like_their_copies() -> None
         assert same_bytes(quantized, quantize(view.contiguous(), "int8"))
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-tensor", "fp8-block"])
+def test_codes_are_written_into_columns_of_a_wider_tensor(
+    weight_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qurl_megatron.quantization.quantize.CHUNK_ELEMENTS", 3 * 24)
+    weight = torch.randn(7, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = quantize(weight, weight_format, with_checksum=True)
+    wide = torch.zeros(7, 40, dtype=torch.uint8).view(expected.codes.dtype)
+    part = quantize(weight, weight_format, out=wide[:, 8:32], with_checksum=True)
+    assert torch.equal(wide[:, 8:32].view(torch.uint8), expected.codes.view(torch.uint8))
+    assert not wide.view(torch.uint8)[:, :8].any() and not wide.view(torch.uint8)[:, 32:].any()
+    assert part.checksum == expected.checksum
+
+
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_code_flips_counts_changed_codes(weight_format: str) -> None:
     weight = torch.tensor([[448.0, 20.0, -20.0, 3.0]])

@@ -27,6 +27,7 @@ from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.weight_sync import layout
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
@@ -63,6 +64,7 @@ LAYOUTS = {
 }
 SCALE = 1.5
 BUCKET_BYTES = 40_000
+PLACED_BYTES = 4_000  # so that some parts are received in their places, and others share a message
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
 KEEP = ["model.layers.1.mlp", "*.o_proj"]
 KEPT = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -84,6 +86,7 @@ def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
 
 def convert(model_dir: Path, config: LearnerConfig) -> dict[str, tuple[list[Bucket], Conversion]]:
     """Run `CONVERTERS` one after another on one learner."""
+    layout.PLACED_BYTES = PLACED_BYTES
     learner = build_learner(model_dir, config)
     results: dict[str, tuple[list[Bucket], Conversion]] = {}
     for name, (weight_format, kept) in CONVERTERS.items():

@@ -43,6 +43,7 @@ from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import remote as sender
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.channel import Channels
 from qurl_megatron.weight_sync.remote import (
     CODING_PAYS_BELOW_BYTES_PER_S,
     Coder,
@@ -471,7 +472,28 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
     monkeypatch.setattr(plugin, "receive_body", fail)
     bucket = Bucket.pack(quantized(model_dir, "int8"))
     with pytest.raises(UpdateRefused, match="http://a refused weights: .* No space left on device"):
-        process.courier().deliver(bucket, 1)
+        process.connection().deliver(bucket, 1)
+
+
+def test_a_coded_delta_counts_as_the_bytes_that_crossed_the_link(
+    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MEASURED_BYTES", 2**30)
+    weights = quantized(model_dir, "int8")
+    channels = Channels()
+    channels._open = {"slow": process.connection()}
+    key_frame = Bucket.pack(weights)
+    assert channels.send(["slow"], key_frame, 1, announced=True)() == len(key_frame.flat)
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        if tensor.dtype == torch.int8:
+            tensor.view(-1)[::50] += 1
+    bucket = bucket_of_delta(weights, new, 1)
+    channels._open["slow"].rate = 1.0  # type: ignore[attr-defined]
+    assert 0 < channels.send(["slow"], bucket, 2, announced=False)() < len(bucket.flat) / 2
+    channels._open["slow"].failure = RuntimeError("gone")
+    assert channels.send(["slow"], bucket, 3, announced=False)() == 0
+    channels.keep([], 0)
 
 
 def test_the_routes_need_the_key_and_say_why_weights_are_refused(

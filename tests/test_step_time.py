@@ -264,24 +264,3 @@ def test_tokens_go_to_their_experts_and_back_over_the_link_of_the_layout() -> No
     assert seconds == pytest.approx(num_bytes * 15 / 16 / 50e9)
     whole = dataclasses.replace(of_eight, expert_parallel_size=1)
     assert step_time._all_to_all_s(architecture, whole, 1000) == 0
-
-
-def test_a_publish_gathers_over_nvlink_and_sends_over_infiniband() -> None:
-    """BF16, TP 8 x PP 5: 40 GPUs are several nodes. TP 4 x PP 2 is one node."""
-    num_bytes = 2 * PARAMETERS["Qwen2.5-32B"]
-    config = study("", 64, "bf16")
-    to_servers = 6 * num_bytes / 50e9  # a copy for each
-    expected = 7 / 8 * num_bytes / 5 / 450e9 + 4 / 5 * num_bytes / 50e9 + to_servers
-    assert step_time.publish_s(QWEN2, config) == pytest.approx(expected)
-    config.learner.tensor_parallel_size, config.learner.pipeline_parallel_size = 4, 2
-    expected = 3 / 4 * num_bytes / 2 / 450e9 + 1 / 2 * num_bytes / 450e9 + to_servers
-    assert step_time.publish_s(QWEN2, config) == pytest.approx(expected)
-
-
-def test_a_quantized_publish_takes_the_time_of_its_bytes() -> None:
-    """One byte per linear weight, 4 per scale and 2 per other value, over 2 per value."""
-    scales = 64 * (5120 + 2 * 1024 + 5120 + 2 * 27648 + 5120)
-    total = PARAMETERS["Qwen2.5-32B"]
-    ratio = (LINEAR + 4 * scales + 2 * (total - LINEAR)) / (2 * total)
-    bf16, int8 = (step_time.publish_s(QWEN2, study("", 64, f)) for f in ("bf16", "int8"))
-    assert int8 / bf16 == pytest.approx(ratio)

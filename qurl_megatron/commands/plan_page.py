@@ -9,6 +9,7 @@ from rich.table import Table
 from qurl_megatron.planning.limits import largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
 from qurl_megatron.planning.plan import Plan, layout_overrides
+from qurl_megatron.planning.publish import PublishPlan
 
 
 def print_plan(plan: Plan) -> None:
@@ -37,11 +38,23 @@ def print_plan(plan: Plan) -> None:
     )
     console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
     console.print(
-        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. A "
-        f"publish of all tensors sends {plan.publish_bytes / 1e9:.1f} GB. The formulas, their "
-        "sources and what they omit: qurl_megatron/planning/memory.py and step_time.py. The errors "
-        "of the estimate: docs/findings/planning.md.",
+        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. "
+        f"{_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
+        "memory.py, step_time.py and publish.py in qurl_megatron/planning. The errors of the "
+        "estimate: docs/findings/planning.md.",
         soft_wrap=True,
+    )
+
+
+def _describe_publish(publish: PublishPlan) -> str:
+    full = f"{publish.full_bytes / 1e9:.1f} GB"
+    if publish.is_direct:
+        return f"A publish writes {full} into the parameters of each server."
+    if publish.sent_bytes == publish.full_bytes:
+        return f"A publish of all tensors sends {full} to each server."
+    return (
+        f"A publish sends a server what changed, about {publish.sent_bytes / 1e9:.2f} of {full}, "
+        "and all of it to one that joins."
     )
 
 

@@ -268,6 +268,35 @@ def published_bytes(
 
 
 @functools.cache
+def layer_bytes(
+    architecture: Architecture, weight_format: WeightFormat, keep: tuple[str, ...] = ()
+) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Return where the bytes of a published policy are; they add up to `published_bytes`.
+
+    Returns:
+        For each layer, the bytes of all but its experts, and of its experts. Then the bytes in
+        front of the first layer, and behind the last.
+    """
+    layers = [[0, 0] for _ in range(architecture.num_layers)]
+    outside = [0, 0]
+    for rule, count in _counted_rules(architecture):
+        for hf_tensor in rule.tensors:
+            plain = 2 * _numel(hf_tensor, architecture)
+            if not rule.layered:
+                outside[not rule.megatron_names[0].startswith("embedding")] += plain
+                continue
+            coded = plain
+            if rule.quantized and weight_format != "bf16":
+                shape = weight_map.full_shape(hf_tensor, architecture)
+                coded = math.prod(shape) + 4 * _num_scales(shape, weight_format)
+            kept = _kept_in(hf_tensor, architecture, keep)
+            for number, layer in enumerate(layers):
+                num_bytes = plain if number in kept else coded
+                layer[rule.of_experts] += num_bytes * (count // architecture.num_layers)
+    return [(dense, experts) for dense, experts in layers], (outside[0], outside[1])
+
+
+@functools.cache
 def server_weight_bytes(
     architecture: Architecture,
     weight_format: WeightFormat,

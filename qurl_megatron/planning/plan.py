@@ -23,18 +23,17 @@ from qurl_megatron.planning.memory import (
     bucket_memory,
     kv_bytes_per_token,
     learner_memory,
-    published_bytes,
     server_weight_bytes,
     total_bytes,
     with_cheapest_recomputation,
 )
+from qurl_megatron.planning.publish import PublishPlan, is_direct, plan_publish
 from qurl_megatron.planning.step_time import (
     GPUS_PER_NODE,
     Workload,
     decode_s,
     learner_s,
     prefill_s,
-    publish_s,
     rollout_s,
 )
 
@@ -53,7 +52,7 @@ class Plan:
     server_bytes: dict[str, int]  # by part, on one GPU of a server
     kv_tokens: int  # capacity of a server's KV cache
     slots: int  # sequences that a server decodes at once
-    publish_bytes: int  # sent to each server
+    publish: PublishPlan
     step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
     asynchronous: SteadyState | None  # None: synchronous
 
@@ -99,6 +98,11 @@ def plan(
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
     learner, server = config.learner, rollout.server
+    if config.quantization.transport == "direct" and not is_direct(config):
+        raise ConfigError(
+            f"quantization.transport=direct: {gpus} GPUs are not all in one node of "
+            f"{GPUS_PER_NODE}; set it to broadcast or auto"
+        )
 
     buckets = bucket_memory(architecture, config)
     by_stage = [
@@ -132,6 +136,7 @@ def plan(
         "KV cache": kv_tokens * per_token,
         "left for graphs and activations": GPU_BYTES - room,
     }
+    publish = plan_publish(architecture, config)
     step_s = {
         "rollout": rollout_s(
             architecture,
@@ -144,11 +149,11 @@ def plan(
             max_response=rollout.max_response_length,
         ),
         **learner_s(architecture, config, workload),
-        "publish": publish_s(architecture, config),
+        "publish": publish.time_s,
     }
     asynchronous = None
     if rollout.max_staleness:
-        load = server_load(architecture, config, servers, slots, workload)
+        load = server_load(architecture, config, servers, slots, workload, publish.time_s)
         learner_time_s = sum(time_s for phase, time_s in step_s.items() if phase != "rollout")
         asynchronous = steady_state(load, learner_time_s, rollout.max_staleness)
     return Plan(
@@ -162,14 +167,19 @@ def plan(
         server_bytes=server_bytes,
         kv_tokens=kv_tokens,
         slots=slots,
-        publish_bytes=published_bytes(architecture, weight_format, keep),
+        publish=publish,
         step_s=step_s,
         asynchronous=asynchronous,
     )
 
 
 def server_load(
-    architecture: Architecture, config: Config, servers: int, slots: int, workload: Workload
+    architecture: Architecture,
+    config: Config,
+    servers: int,
+    slots: int,
+    workload: Workload,
+    publish_s: float,
 ) -> ServerLoad:
     """Return the share of a step of each of `servers`, which decode `slots` sequences at once."""
     rollout = config.rollout
@@ -186,7 +196,7 @@ def server_load(
     def pause_s(running: float) -> float:
         read_again = rollout.pause_mode == "retract"
         context = running * (workload.mean_prompt + lengths.mean_age)
-        return publish_s(architecture, config) + (read_s(context) if read_again else 0.0)
+        return publish_s + (read_s(context) if read_again else 0.0)
 
     prompts = rollout.prompts_per_step / servers
     return ServerLoad(

@@ -41,10 +41,7 @@ query channels, V vocabulary rows.
                number of copies of an expert for those of experts. Plus one pass
                over the rank's optimizer state, and if it is offloaded its copies to the host and
                back.
-    publish    (t - 1) / t of the bytes over NVLink to the first rank of each stage; (p - 1) / p of
-               them to rank 0, over InfiniBand if a replica of the learner spans nodes; all of them
-               to the servers over InfiniBand. The three transfers follow one another. This is a
-               lower bound, without the pause, the loading and the checksums.
+    publish    `publish.py` has its terms.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
 sampling.
@@ -63,7 +60,6 @@ from qurl_megatron.planning.memory import (
     num_linear_weights,
     num_micro_batches,
     num_output_weights,
-    published_bytes,
     recomputed_layers,
     server_weight_bytes,
     stage_layers,
@@ -306,19 +302,3 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
         if learner.offload_optimizer:
             update_s += minibatches * 2 * state_bytes(learner) * numel / copies / HOST_BYTES_PER_S
     return {"proximal": proximal_s, "update": update_s}
-
-
-def publish_s(architecture: Architecture, config: Config) -> float:
-    """Return a lower bound on the seconds of a publish, from its bytes and the links they cross."""
-    learner = config.learner
-    quantization = config.quantization
-    num_bytes = published_bytes(architecture, quantization.format, tuple(quantization.keep))
-    size, stages = learner.tensor_parallel_size, learner.pipeline_parallel_size
-    in_one_node = size * stages <= GPUS_PER_NODE
-    between_stages = NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S
-    # All stages gather at the same time, each its own part of the bytes.
-    gather_s = (size - 1) / size * num_bytes / stages / NVLINK_BYTES_PER_S
-    to_rank_0_s = (stages - 1) / stages * num_bytes / between_stages
-    # Rank 0 sends every server its own copy.
-    to_servers_s = config.rollout.servers * num_bytes / INFINIBAND_BYTES_PER_S
-    return gather_s + to_rank_0_s + to_servers_s

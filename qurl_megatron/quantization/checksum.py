@@ -92,13 +92,16 @@ def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
 
     All of them begin at `row` and `column` of their tensors.
     """
-    bits = as_integers(values.contiguous())
+    bits = as_integers(values)
     bits = bits.unsqueeze(2) if bits.dim() == 2 else bits
+    if bits.is_cuda or bits.stride(2) != 1:
+        bits = bits.contiguous()
     number, rows, columns = bits.shape
+    lengths = (columns, column, bits.stride(0), bits.stride(1), bits.data_ptr())
     row_weights = _hash_rows(row, rows, bits.device)
     if bits.dtype != torch.int8:
         column_weights = _hash_columns(column, columns, bits.device)
-    elif columns and not (columns % 4 or column % 4 or bits.data_ptr() % 4):
+    elif columns and not any(length % 4 for length in lengths):
         column_weights = _hash_columns(column // 4, columns // 4, bits.device)
         bits = bits.view(torch.uint32)
     else:
@@ -113,9 +116,12 @@ def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
         return (bits.to(torch.int64) @ column_weights) @ row_weights
     total = torch.zeros(number, dtype=torch.int64, device=bits.device)
     step = max(1, CHUNK_ELEMENTS // max(1, number * columns))
+    # One buffer for all chunks: the pages of a new one would be cleared for each.
+    buffer = torch.empty((number, min(step, rows), bits.shape[2]), dtype=torch.int64)
     for start in range(0, rows, step):
-        chunk = bits[:, start : start + step].to(torch.int64)
-        total += (chunk @ column_weights) @ row_weights[start : start + step]
+        chunk = bits[:, start : start + step]
+        integers = buffer[:, : chunk.shape[1]].copy_(chunk)
+        total += (integers @ column_weights) @ row_weights[start : start + step]
     return total
 
 

@@ -229,19 +229,22 @@ def quantize(
     if absmax is None:
         absmax = block_absmax(weight, weight_format, offset, refuses=refuses)
     scale, factor = _scales(absmax, format_, weight.dtype)
+    buffer = None  # one for all chunks: the pages of a new one would be cleared for each
     for rows in _row_chunks(weight):
         spread = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
-        exact = _rows(
-            weight, rows
-        ).float()  # may be a view of the weight: nothing below writes into it
-        scaled = exact * spread if format_.multiplies else exact / spread
+        exact = _rows(weight, rows)
+        if buffer is None:
+            buffer = torch.empty(exact.shape, dtype=torch.float32, device=weight.device)
+        scaled = _rows(buffer, slice(0, len(exact))).copy_(exact)
+        if format_.multiplies:
+            scaled.mul_(spread)
+        else:
+            scaled.div_(spread)
         # absmax / scale can round to slightly more than the largest code.
         scaled.clamp_(-format_.largest, format_.largest)
-        _rows(codes, rows).copy_(
-            scaled.round_().to(format_.dtype)
-            if format_.dtype == torch.int8
-            else scaled.to(format_.dtype)
-        )
+        if format_.dtype == torch.int8:
+            scaled.round_()
+        _rows(codes, rows).copy_(scaled)
     total = None
     if with_checksum:
         total = checksum.checksum_tensor([checksum.Part(codes, *offset)])[0]

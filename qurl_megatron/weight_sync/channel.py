@@ -47,14 +47,16 @@ class Connection(Protocol):
 
     failure: RuntimeError | None  # after which it sends nothing more
 
-    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[int]:
         """Send a bucket of a version; done when it may be released, or sending has failed.
+
+        The result is how many bytes it took.
 
         Args:
             announced: the request told the server the bucket's size.
         """
 
-    def end(self) -> Future[None]:
+    def end(self) -> Future[int]:
         """Tell the server that no more buckets come, which were not announced."""
 
     def close(self) -> None:
@@ -144,11 +146,11 @@ class Channel:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=rendezvous.channel(sender))
         self._do(self._join)
 
-    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[int]:
         """Broadcast a bucket's values; rank 0 told the server the version."""
-        return self._do(lambda: self._send(bucket.flat, announced))
+        return self._do(lambda: self._send(bucket.flat, announced), len(bucket.flat))
 
-    def end(self) -> Future[None]:
+    def end(self) -> Future[int]:
         """Tell the server that no more buckets come, which were not announced."""
         return self._do(lambda: self._send_size(0))
 
@@ -157,17 +159,21 @@ class Channel:
         self._thread.submit(self._leave).result()
         self._thread.shutdown()
 
-    def _do(self, work: Callable[[], None]) -> Future[None]:
-        def guarded() -> None:
+    def _do(self, work: Callable[[], None], num_bytes: int = 0) -> Future[int]:
+        """Do work after all earlier work; the result is `num_bytes`, and 0 after a failure."""
+
+        def guarded() -> int:
             if self.failure is not None:
-                return
+                return 0
             try:
                 work()
+                return num_bytes
             except RuntimeError as error:  # torch's errors of process groups among them
                 self.failure = error
                 if self._store is not None:
                     give_up(self._store, f"learner rank {rank()}: {error}")
                 self._leave()
+                return 0
 
         return self._thread.submit(guarded)
 
@@ -251,13 +257,15 @@ class Channels:
 
     def send(
         self, tokens: list[str], bucket: Bucket, version: int, *, announced: bool
-    ) -> Callable[[], None]:
-        """Send a bucket to these servers; return a function that waits until it is sent."""
+    ) -> Callable[[], int]:
+        """Send a bucket to these servers; return a function that waits until it is sent.
+
+        That returns how many bytes it took: of servers that took different numbers, the most.
+        """
         sending = [self._open[token].send(bucket, version, announced=announced) for token in tokens]
 
-        def wait() -> None:
-            for future in sending:
-                future.result()
+        def wait() -> int:
+            return max([future.result() for future in sending], default=0)
 
         return wait
 

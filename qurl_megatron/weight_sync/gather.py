@@ -7,7 +7,8 @@ pipeline stage, say. Its first rank gathers the tensors and sends them to the se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,38 +88,75 @@ def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
     return values
 
 
+def empty_full(tensors: list[SentTensor]) -> Bucket:
+    """Allocate a full bucket."""
+    return Bucket.empty(((t.name, t.dtype, t.shape) for t in tensors), device())
+
+
 def empty_part(tensors: list[SentTensor], rank: int) -> Bucket:
     """Allocate a rank's part of a bucket: a smaller bucket with the rank's part of each tensor."""
-    entries = ((tensor.name, tensor.dtype, tensor.shape_on(rank)) for tensor in tensors)
-    return Bucket.empty(entries, device())
+    return Bucket.empty(_part_entries(tensors, rank), device())
 
 
-def gather(tensors: list[SentTensor], own: Bucket, team: Team) -> Bucket | None:
-    """Return the full bucket on the team's rank 0, None elsewhere."""
+def part_views(full: Bucket, tensors: list[SentTensor], rank: int) -> dict[str, Tensor]:
+    """Return where the tensors of a rank's part lie in a full bucket, by name."""
+    views = dict(full.tensors())
+    return {tensor.name: views[tensor.name][tensor.index_on(rank)] for tensor in tensors}
+
+
+def gather(tensors: list[SentTensor], own: Bucket, team: Team, *, is_full: bool) -> Bucket | None:
+    """Return the full bucket on the team's rank 0, None elsewhere.
+
+    Args:
+        own: this rank's part, or on rank 0 a full bucket in which rank 0's part is in its place.
+        is_full: it is a full bucket.
+    """
     if team.size == 1:
         return own
-    sizes = [sum(tensor.part_bytes(rank) for tensor in tensors) for rank in range(team.size)]
-    flats = gather_flat(own.flat, sizes, team)
-    if flats is None:
+    pieces = _pieces(tensors)
+    if team.rank != 0:
+        sizes = [sum(tensor.part_bytes(team.rank) for tensor in piece) for piece in pieces]
+        _transfer(own.flat.split(sizes), [], team)
         return None
-    bucket = Bucket.empty(((t.name, t.dtype, t.shape) for t in tensors), device())
-    full = dict(bucket.tensors())
-    for rank in range(team.size):
-        part = own
-        if rank:
-            entries = [(t.name, t.dtype, t.shape_on(rank)) for t in tensors]
-            part = Bucket.around(entries, flats[rank])
-        flats[rank] = own.flat  # releases it once it is placed
-        for (name, view), index in zip(part.tensors(), _indices(part, tensors, rank), strict=True):
-            copy_values(full[name][index], view)
-        del part
+    bucket = own
+    if not is_full:
+        bucket = empty_full(tensors)
+        _place(own, part_views(bucket, tensors, 0))
+    incoming: list[list[Tensor]] = [[]]  # for each rank, of which rank 0 sends itself nothing
+    waiting: list[tuple[Bucket, dict[str, Tensor]]] = []  # what is to be copied, and to where
+    for rank in range(1, team.size):
+        places = part_views(bucket, tensors, rank)
+        incoming.append([])
+        for piece in pieces:
+            if piece[0].is_placed:
+                flat = places[piece[0].name].view(torch.uint8).view(-1)
+            else:
+                part = Bucket.empty(_part_entries(piece, rank), device())
+                waiting.append((part, places))
+                flat = part.flat
+            incoming[rank].append(flat)
+    _transfer([], incoming, team)
+    for part, places in waiting:
+        _place(part, places)
     return bucket
 
 
-def _indices(part: Bucket, tensors: list[SentTensor], rank: int) -> list[tuple[slice, ...]]:
-    """Return where the tensors of a rank's part lie in the full tensors."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    return [by_name[name].index_on(rank) for name in part.names]
+def _pieces(tensors: Sequence[SentTensor]) -> list[list[SentTensor]]:
+    """Return the tensors of each message in which a rank sends its part."""
+    groups = itertools.groupby(tensors, lambda tensor: tensor.name if tensor.is_placed else "")
+    return [list(group) for _, group in groups]
+
+
+def _part_entries(
+    tensors: Sequence[SentTensor], rank: int
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(tensor.name, tensor.dtype, tensor.shape_on(rank)) for tensor in tensors]
+
+
+def _place(part: Bucket, places: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of a part to their places."""
+    for name, view in part.tensors():
+        copy_values(places[name], view)
 
 
 def gather_flat(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:
@@ -126,22 +164,28 @@ def gather_flat(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] |
 
     One collective; its first tensor is `own` itself.
     """
-    if team.size == 1:
-        return [own]
-    ranks = dist.get_process_group_ranks(team.group)
     if team.rank != 0:
-        if len(own):
-            operation = dist.P2POp(dist.isend, own, ranks[0], team.group)
-            for work in dist.batch_isend_irecv([operation]):
-                work.wait()
+        _transfer([own], [], team)
         return None
     flats = [own, *(torch.empty(n, dtype=own.dtype, device=own.device) for n in sizes[1:])]
+    _transfer([], [[], *([flat] for flat in flats[1:])], team)
+    return flats
+
+
+def _transfer(outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]], team: Team) -> None:
+    """Send tensors to the team's rank 0, and receive those of each rank there."""
+    ranks = dist.get_process_group_ranks(team.group)
     operations = [
-        dist.P2POp(dist.irecv, flat, rank, team.group)
-        for flat, rank in zip(flats[1:], ranks[1:], strict=True)
-        if len(flat)
+        dist.P2POp(dist.isend, tensor, ranks[0], team.group, tag)
+        for tag, tensor in enumerate(outgoing)
+        if len(tensor)
+    ]
+    operations += [
+        dist.P2POp(dist.irecv, tensor, rank, team.group, tag)
+        for rank, tensors in zip(ranks, incoming, strict=False)
+        for tag, tensor in enumerate(tensors)
+        if len(tensor)
     ]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    return flats

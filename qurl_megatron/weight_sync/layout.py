@@ -26,6 +26,8 @@ import torch
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 
+PLACED_BYTES = 2**20  # of a full tensor; see `SentTensor.is_placed`
+
 
 @dataclass(frozen=True)
 class SentTensor:
@@ -63,6 +65,14 @@ class SentTensor:
     def num_bytes(self) -> int:
         """Size of the full tensor, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_placed(self) -> bool:
+        """True if a rank's part is received where it lies in the full tensor, and not copied there.
+
+        Such a part is a run of rows, and a message of its own. Small ones share a message.
+        """
+        return self.partition_dim == 0 and self.num_bytes >= PLACED_BYTES
 
 
 @dataclass(frozen=True)
@@ -113,8 +123,12 @@ class PlannedBucket:
 
     @cached_property
     def tensors(self) -> list[SentTensor]:
-        """The bucket's full tensors."""
-        return [tensor for weight in self.weights for tensor in weight.tensors]
+        """The bucket's full tensors, in their order in the bucket: of each dtype, placed ones last.
+
+        So a rank's part of all others is one run of bytes, and one message.
+        """
+        tensors = [tensor for weight in self.weights for tensor in weight.tensors]
+        return sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.is_placed))
 
     @cached_property
     def quantized(self) -> list[str]:

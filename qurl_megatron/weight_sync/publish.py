@@ -85,7 +85,9 @@ class Published:
 
     version: int  # the weight version the servers serve
     num_servers: int  # servers that serve it
-    sent_bytes: int  # size of all buckets: of a delta, of a key frame, or of both
+    # Of a delta, of a key frame, or of both. If servers took different numbers of bytes for a
+    # bucket, because its delta was coded for some of them, the most.
+    sent_bytes: int
     conversion: Conversion  # `conversion.num_bytes` is the size of a key frame
 
 
@@ -298,9 +300,13 @@ class Publisher:
             self._channels.keep(endpoints, senders.index(dist.get_rank()))
 
         def send(bucket: Bucket) -> Callable[[], None]:
-            nonlocal sent_bytes
-            sent_bytes += bucket.flat.numel()
-            return self._channels.send(tokens, bucket, self.version, announced=base is None)
+            wait = self._channels.send(tokens, bucket, self.version, announced=base is None)
+
+            def release() -> None:
+                nonlocal sent_bytes
+                sent_bytes += wait()
+
+            return release
 
         def all_sent() -> None:
             # A server reads the senders of a delta in turn, each to its end.

@@ -75,21 +75,22 @@ class HttpConnection:
         self._flush_cache = endpoint.flush_cache
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=endpoint.token)
 
-    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+    def send(self, bucket: Bucket, version: int, *, announced: bool) -> Future[int]:
         """Send a bucket; done when the server has loaded it, or has failed."""
 
-        def work() -> None:
+        def work() -> int:
             if self.failure is None:
                 try:
-                    self.deliver(bucket, version)
+                    return self.deliver(bucket, version)
                 except RuntimeError as error:
                     self.failure = error
+            return 0
 
         return self._thread.submit(work)
 
-    def end(self) -> Future[None]:
+    def end(self) -> Future[int]:
         """Return at once: each request is complete by itself."""
-        return self._thread.submit(lambda: None)
+        return self._thread.submit(lambda: 0)
 
     def deliver(self, bucket: Bucket, version: int) -> int:
         """Send a bucket of a version; return how many bytes that took.

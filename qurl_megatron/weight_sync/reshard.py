@@ -13,9 +13,9 @@ Invariants, each with a test:
   byte. If a block of one scale lies on several tensor-parallel ranks (as a row of a row-parallel
   layer does), its absmax is max-reduced over them first.
 - A bucket holds at most `bucket_bytes`, or a single larger weight with its scales.
-- Beside the model, a rank holds at most two buckets and one tensor: while it converts, its own part
-  of a bucket and the full bucket that is on its way; while it gathers, the full bucket and its
-  parts. A full bucket is released before the next is gathered.
+- Beside the model, a rank holds at most two buckets and one tensor: while it converts, the bucket
+  that is on its way and the next one, of which other ranks than a sender hold their part; while it
+  gathers, the full bucket and its parts. A bucket is released before the next is gathered.
 - Checksums are computed from the shards, before anything is sent.
 - A GPU is waited for once in a pass: what is measured stays on it until the end (`conversion.py`).
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
@@ -60,14 +60,15 @@ from qurl_megatron.weight_sync.direct import Places, write
 from qurl_megatron.weight_sync.drift import EXPERT_ROWS, MEASURED_ROWS, DriftMeter
 from qurl_megatron.weight_sync.gather import (
     Team,
+    empty_full,
     empty_part,
     find_senders,
     gather,
+    part_views,
     to_rank_zero,
 )
 from qurl_megatron.weight_sync.layout import (
     PlannedBucket,
-    SentTensor,
     SentWeight,
     blocks_are_shared,
     scale_index,
@@ -161,15 +162,30 @@ class Converter:
             deltas = None
             if base is not None:
                 deltas = Deltas(send, base, self._bucket_bytes, team, with_steps=self._with_steps)
+            # What is kept or compared is this rank's part alone. Else rank 0 makes its part in the
+            # bucket that is sent, and nothing of it is copied.
+            is_leader = team.rank == 0 and team.size > 1
+            is_full = is_leader and base is None and not self.keeps_codes
             release: Release = None
             for planned, number in zip(plan, numbers, strict=False):  # `plan` ends first
-                own = self._convert_bucket(planned, team, measures)
+                tensors = planned.tensors
+                own = empty_full(tensors) if is_full else empty_part(tensors, team.rank)
+                self._convert_bucket(
+                    planned,
+                    part_views(own, tensors, 0) if is_full else dict(own.tensors()),
+                    team,
+                    measures,
+                )
                 if deltas is not None:
-                    deltas.add(planned.tensors, self._kept[number], own)
+                    deltas.add(tensors, self._kept[number], own)
                 else:
                     if release:
-                        release()  # before the next full bucket is allocated
-                    release = _gather_and_send(planned.tensors, own, team, send)
+                        release()  # before memory for the parts of other ranks is allocated
+                        release = None
+                    bucket = gather(tensors, own, team, is_full=is_full)
+                    if bucket is not None:
+                        release = send(bucket)
+                    del bucket
                 if self.keeps_codes:
                     self._kept[number : number + 1] = [own]
                 del own  # before the next is allocated
@@ -248,11 +264,11 @@ class Converter:
                 else:
                     yield SentWeight.plain(part, torch.float32 if masters else torch.bfloat16)
 
-    def _convert_bucket(self, planned: PlannedBucket, team: Team, measures: Measures) -> Bucket:
-        """Return this rank's part of a bucket, and measure it."""
+    def _convert_bucket(
+        self, planned: PlannedBucket, views: dict[str, Tensor], team: Team, measures: Measures
+    ) -> None:
+        """Write this rank's part of a bucket into `views`, by name, and measure it."""
         shared = self._share_absmax(planned, team, measures)
-        own = empty_part(planned.tensors, team.rank)
-        views = dict(own.tensors())
         summed = set()
         for weight in planned.weights:
             name = weight.part.name
@@ -267,7 +283,6 @@ class Converter:
             [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest],
         )
         measures.meter.add_up()
-        return own
 
     def _quantize(
         self,
@@ -339,9 +354,3 @@ class Converter:
             scale = quantize.block_scale(grid, self._format, part.view.dtype)
             shared[part.name] = grid[scale_index(part, self._format)], scale
         return shared
-
-
-def _gather_and_send(tensors: list[SentTensor], own: Bucket, team: Team, send: Send) -> Release:
-    """Gather a full bucket on the team's rank 0, and send it."""
-    bucket = gather(tensors, own, team)
-    return None if bucket is None else send(bucket)

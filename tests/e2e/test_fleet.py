@@ -147,7 +147,7 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     its_channel = both.publisher._channels._open[link.endpoint.token]
     sent: list[Connection] = []
 
-    def send(channel: Channel, bucket: Bucket, version: int, *, announced: bool) -> Future[None]:
+    def send(channel: Channel, bucket: Bucket, version: int, *, announced: bool) -> Future[int]:
         sent.append(channel)
         if channel is its_channel and sent.count(channel) == 2:
             send_signal(lost, number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,8 +153,11 @@ def deployments(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     preload: Preload | None,
-) -> Iterator[dict[str, Deployment]]:
-    """Start one server for each format that a selected test needs, all at once."""
+) -> Iterator[Callable[[WeightFormat], Deployment]]:
+    """Start one server for each format that a selected test needs, all at once.
+
+    Each is waited for when it is first asked for: one that dies fails the tests of its format only.
+    """
     selected = [getattr(item, "callspec", None) for item in request.session.items]
     selected_formats = {spec.params.get("deployment") for spec in selected if spec}
     with ExitStack() as stack:
@@ -171,15 +174,24 @@ def deployments(
             for weight_format, dimensions in FORMATS.items()
             if weight_format in selected_formats
         }
-        yield {
-            weight_format: stack.enter_context(joined(*server, weight_format))
-            for weight_format, server in starting.items()
-        }
+        ready: dict[str, Deployment] = {}
+
+        def deployment_of(weight_format: WeightFormat) -> Deployment:
+            if weight_format not in ready:
+                server, model_dirs = starting[weight_format]
+                ready[weight_format] = stack.enter_context(
+                    joined(server, model_dirs, weight_format)
+                )
+            return ready[weight_format]
+
+        yield deployment_of
 
 
 @pytest.fixture(params=FORMATS)
-def deployment(request: pytest.FixtureRequest, deployments: dict[str, Deployment]) -> Deployment:
-    return deployments[request.param]
+def deployment(
+    request: pytest.FixtureRequest, deployments: Callable[[WeightFormat], Deployment]
+) -> Deployment:
+    return deployments(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,141 @@
+"""Estimate what a publish sends, and how long that takes on H100s.
+
+Symbols are those of `step_time`. The senders are those of `weight_sync`: the first tensor-parallel
+rank of each pipeline stage, and of experts the first rank of each expert-parallel one. Each gathers
+its own part of the bytes, and sends every server a copy of that.
+
+    gather     (t - 1) / t of a sender's bytes over NVLink; of experts, with their own t
+    send       a sender's bytes over InfiniBand, for each server
+    receive    all bytes over InfiniBand, into each server at the same time
+    publish    the longer of a sender's gather and send, one after the other, and of receive
+    direct     a rank's own bytes over NVLink, for each server
+
+This is a lower bound, without the pause, the loading and the checksums. Stages are counted as if
+each had its layers in one piece.
+
+With `quantization.publish` set to `delta` or `auto`, the bytes are those of what changes in a step.
+How much that is depends on the run; here it is what `benchmarks/delta.py` measures of Qwen2.5-32B,
+in proportion to the learning rate.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.memory import layer_bytes, stage_layers
+from qurl_megatron.planning.step_time import (
+    GPUS_PER_NODE,
+    INFINIBAND_BYTES_PER_S,
+    NVLINK_BYTES_PER_S,
+)
+
+# Bytes of a delta over those of all tensors, by optimizer steps since the last publish, at a
+# learning rate of 1e-6: `python -m benchmarks.delta` (docs/findings/systems.md).
+_INT8 = {1: 91 / 34341, 4: 298 / 34341, 16: 855 / 34341}
+_FP8 = {1: 184 / 34341, 4: 609 / 34341, 16: 1755 / 34341}
+DELTA_PARTS: dict[WeightFormat, dict[int, float]] = {
+    "int8": _INT8,
+    "int4": _INT8,  # the steps of its grid are larger, so this is too much
+    "fp8": _FP8,
+    "fp8-tensor": _FP8,
+    "fp8-block": {1: 182 / 34330, 4: 608 / 34330, 16: 1746 / 34330},
+    "bf16": {1: 1905 / 65528, 4: 5734 / 65528, 16: 15192 / 65528},
+}
+MEASURED_LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class Sender:
+    """What one rank gathers and sends, in bytes of all tensors."""
+
+    dense: float  # of all tensors but experts'
+    experts: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that it sends to each server."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """One publish to servers that hold the version before."""
+
+    sent_bytes: float  # to each server
+    full_bytes: float  # of all tensors
+    is_direct: bool  # it is written into the servers' parameters
+    time_s: float  # lower bound
+
+
+def senders(architecture: Architecture, config: Config) -> list[Sender]:
+    """Return what each sender sends in a publish of all tensors."""
+    learner, quantization = config.learner, config.quantization
+    layers, outside = layer_bytes(architecture, quantization.format, tuple(quantization.keep))
+    groups = learner.expert_parallel_size
+    found = []
+    ends = list(itertools.accumulate(stage_layers(architecture, learner), initial=0))
+    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
+        dense = sum(num_bytes for num_bytes, _ in layers[begin:end])
+        dense += outside[0] * (stage == 0) + outside[1] * (end == ends[-1])
+        experts = sum(num_bytes for _, num_bytes in layers[begin:end]) / groups
+        found += [Sender(dense, experts), *[Sender(0, experts)] * (groups - 1)]
+    return found
+
+
+@functools.cache
+def delta_part(weight_format: WeightFormat, steps: int, learning_rate: float) -> float:
+    """Return the bytes of a delta over those of all tensors, after so many optimizer steps.
+
+    Between the measured numbers of steps, and beyond them, it grows with a power of the number.
+    """
+    measured = DELTA_PARTS[weight_format]
+    numbers = sorted(measured)
+    high = next((n for n in numbers[1:] if steps <= n), numbers[-1])
+    low = numbers[numbers.index(high) - 1]
+    power = math.log(measured[high] / measured[low]) / math.log(high / low)
+    part = measured[low] * (steps / low) ** power
+    return min(1.0, part * learning_rate / MEASURED_LEARNING_RATE)
+
+
+def plan_publish(architecture: Architecture, config: Config) -> PublishPlan:
+    """Return what a publish to the servers of `config` sends, and a lower bound on its seconds."""
+    learner, quantization, servers = config.learner, config.quantization, config.rollout.servers
+    sending = senders(architecture, config)
+    full_bytes = sum(sender.num_bytes for sender in sending)
+    size, expert_size = learner.tensor_parallel_size, learner.expert_tensor_parallel_size
+    if is_direct(config):
+        rank_bytes = max(each.dense / size + each.experts / expert_size for each in sending)
+        time_s = servers * rank_bytes / NVLINK_BYTES_PER_S
+        return PublishPlan(full_bytes, full_bytes, is_direct=True, time_s=time_s)
+    part = 1.0
+    if quantization.publish != "full":
+        optimizer = config.optimizer
+        part = delta_part(
+            quantization.format, optimizer.minibatches_per_step, optimizer.learning_rate
+        )
+
+    def seconds(sender: Sender) -> float:
+        gathered = (size - 1) / size * sender.dense
+        gathered += (expert_size - 1) / expert_size * sender.experts
+        send_s = servers * sender.num_bytes / INFINIBAND_BYTES_PER_S
+        return gathered / NVLINK_BYTES_PER_S + send_s
+
+    receive_s = full_bytes / INFINIBAND_BYTES_PER_S
+    time_s = part * max(receive_s, *map(seconds, sending))
+    return PublishPlan(part * full_bytes, full_bytes, is_direct=False, time_s=time_s)
+
+
+def is_direct(config: Config) -> bool:
+    """Return whether ranks write into the servers' parameters: all are in one node."""
+    quantization, rollout = config.quantization, config.rollout
+    gpus = config.learner.world_size + rollout.servers * rollout.server.tensor_parallel_size
+    return (
+        quantization.transport != "broadcast"
+        and quantization.publish == "full"
+        and gpus <= GPUS_PER_NODE
+    )

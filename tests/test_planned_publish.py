@@ -1,0 +1,145 @@
+"""Check planned publishes against numbers computed by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from published import PARAMETERS
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.planning import memory
+from qurl_megatron.planning.plan import plan
+from qurl_megatron.planning.publish import delta_part, plan_publish, senders
+from recipes.qwen3_moe import ARCHITECTURES as EXPERTS
+from recipes.scaling_32b import ARCHITECTURES, study
+
+QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
+LINEAR = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120  # weights of a layer
+SCALES = 5120 + 2 * 1024 + 5120 + 2 * 27648 + 5120
+REST = 2 * 5120 + 5120 + 2 * 1024  # norms and biases of a layer
+VOCABULARY = 152064 * 5120
+NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second
+
+
+def planned(weight_format: WeightFormat, *words: str) -> Config:
+    """Return the study of 32B on 64 GPUs: a learner of 8 x 5, and six servers of four."""
+    return with_overrides(study("", 64, weight_format), list(words))
+
+
+def test_each_stage_sends_its_own_layers_and_what_lies_outside_of_them() -> None:
+    """64 layers on five stages are 13, 13, 13, 13 and 12."""
+    layer = LINEAR + 4 * SCALES + 2 * REST
+    sent = [sender.num_bytes for sender in senders(QWEN2, planned("int8"))]
+    assert sent == [
+        13 * layer + 2 * VOCABULARY,
+        *[13 * layer] * 3,
+        12 * layer + 2 * VOCABULARY + 2 * 5120,
+    ]
+
+
+def test_the_senders_send_all_tensors_once() -> None:
+    words = ["quantization.keep=[model.layers.3, '*.o_proj']"]
+    for weight_format in memory_formats():
+        config = planned(weight_format, *words)
+        total = memory.published_bytes(QWEN2, weight_format, tuple(config.quantization.keep))
+        assert sum(sender.num_bytes for sender in senders(QWEN2, config)) == total
+
+
+def memory_formats() -> list[WeightFormat]:
+    return ["int8", "int4", "fp8", "fp8-tensor", "fp8-block", "bf16"]
+
+
+def test_experts_have_a_sender_for_each_expert_parallel_rank() -> None:
+    architecture = EXPERTS["Qwen3-30B-A3B"]
+    config = planned("bf16")
+    config.learner = dataclasses.replace(
+        config.learner,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        data_parallel_size=4,
+        layers_in_last_pipeline_stage=None,
+        expert_parallel_size=8,
+    )
+    of_an_expert = 2 * 3 * 768 * 2048
+    experts = 48 * (128 // 8) * of_an_expert
+    first, *others = senders(architecture, config)
+    assert [each.num_bytes for each in others] == [experts] * 7
+    assert first.experts == experts
+    assert first.dense + 8 * experts == memory.published_bytes(architecture, "bf16")
+    # Its gather is that of the dense tensors: an expert is whole on its rank.
+    publish = plan_publish(architecture, config)
+    expected = first.dense / 2 / NVLINK + 6 * first.num_bytes / INFINIBAND
+    assert publish.time_s == pytest.approx(expected)
+
+
+def test_the_fullest_sender_decides_and_sends_every_server_a_copy() -> None:
+    fullest = 2 * (13 * (LINEAR + REST) + VOCABULARY)
+    publish = plan_publish(QWEN2, planned("bf16"))
+    assert publish.time_s == pytest.approx(7 / 8 * fullest / NVLINK + 6 * fullest / INFINIBAND)
+    assert publish.sent_bytes == publish.full_bytes == 2 * PARAMETERS["Qwen2.5-32B"]
+
+
+def test_no_publish_is_shorter_than_a_server_takes_to_receive_it() -> None:
+    """With one server, five senders could send faster than it receives."""
+    publish = plan_publish(QWEN2, planned("bf16", "rollout.servers=1"))
+    assert publish.time_s == pytest.approx(2 * PARAMETERS["Qwen2.5-32B"] / INFINIBAND)
+
+
+def test_a_delta_takes_the_time_of_its_bytes() -> None:
+    """Two optimizer steps lie halfway, in powers of two, between the measured 1 and 4."""
+    whole = plan_publish(QWEN2, planned("int8"))
+    words = ["quantization.publish=delta", "optimizer.minibatches_per_step=2"]
+    delta = plan_publish(QWEN2, planned("int8", *words, "optimizer.learning_rate=1e-6"))
+    part = (91 * 298) ** 0.5 / 34341
+    assert delta.sent_bytes == pytest.approx(part * whole.sent_bytes)
+    assert delta.time_s == pytest.approx(part * whole.time_s)
+    assert delta.full_bytes == whole.full_bytes
+    faster = plan_publish(QWEN2, planned("int8", *words, "optimizer.learning_rate=3e-6"))
+    assert faster.time_s == pytest.approx(3 * delta.time_s)
+
+
+@pytest.mark.parametrize(
+    ("steps", "learning_rate", "part"),
+    [
+        (1, 1e-6, 1905 / 65528),
+        (4, 1e-6, 5734 / 65528),
+        (16, 1e-6, 15192 / 65528),
+        (64, 1e-6, 15192 / 65528 * 15192 / 5734),
+        (16, 1e-4, 1.0),
+    ],
+)
+def test_a_delta_grows_with_the_steps_and_is_never_more_than_all_tensors(
+    steps: int, learning_rate: float, part: float
+) -> None:
+    assert delta_part("bf16", steps, learning_rate) == pytest.approx(part)
+
+
+def small(**changes: Any) -> Config:
+    """Return a learner of two ranks and two servers of two, in one node."""
+    config = planned("int8", "rollout.server.tensor_parallel_size=2", "rollout.servers=2")
+    config.learner = dataclasses.replace(
+        config.learner,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        layers_in_last_pipeline_stage=None,
+    )
+    config.quantization = dataclasses.replace(config.quantization, **changes)
+    return config
+
+
+@pytest.mark.parametrize("transport", ["direct", "auto"])
+def test_within_a_node_each_rank_writes_its_part_for_each_server(transport: str) -> None:
+    publish = plan_publish(QWEN2, small(transport=transport))
+    total = memory.published_bytes(QWEN2, "int8")
+    assert publish.is_direct
+    assert publish.time_s == pytest.approx(2 * total / 2 / NVLINK)
+    assert not plan_publish(QWEN2, small(transport="auto", publish="delta")).is_direct
+    assert not plan_publish(QWEN2, small()).is_direct
+
+
+def test_writing_into_parameters_of_other_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="64 GPUs are not all in one node of 8; set it to br"):
+        plan(QWEN2, planned("int8", "quantization.transport=direct"), 64)
