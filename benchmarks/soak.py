@@ -113,9 +113,9 @@ class Outcome:
     trained: int = 0
     dropped: int = 0  # groups that were too old
     ahead: int = 0  # groups that no step has taken
-    parts_s: defaultdict[str, float] = field(
+    parts_s: defaultdict[str, float] = field(  # seconds of parts of steps
         default_factory=lambda: defaultdict(float)
-    )  # seconds of parts of steps
+    )
     burst_answers: int = 0
     refusals: int = 0  # of full queues
     checksums_read: int = 0  # servers, publish by publish
@@ -405,6 +405,7 @@ class Soak:
                         roles[f"{command[0].split()[0]} {index}"] = process
                         self._processes_seen.add(process)
         self.outcome.memory.measure(step, roles)
+        self.outcome.memory.measure_own(step)
 
     def _look_back(self) -> None:
         """Check what can be known at the end only."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import pytest
 
-from benchmarks.process_memory import LEARNER, MIB, Memory, slope_of, table
+from benchmarks.process_memory import ALLOCATED, LEARNER, MIB, Memory, slope_of, table
 
 
 def test_a_slope_of_memory_is_that_of_least_squares_over_levels_of_their_own() -> None:
@@ -46,3 +47,18 @@ def test_servers_are_measured_only_after_the_faults() -> None:
         memory.histories["scheduler 0"].setdefault(1, []).append((publish, used))
     (quiet,), (whole,) = memory.growths(quiet_from=200), memory.growths(quiet_from=0)
     assert quiet.slope == 0 != whole.slope
+
+
+def test_what_was_allocated_and_not_freed_is_exact() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    memory = Memory()
+    memory.measure_own(0)
+    pieces = [libc.malloc(100_000) for _ in range(100)] + [libc.malloc(40 * MIB)]
+    memory.measure_own(1)
+    for piece in pieces:
+        libc.free(piece)
+    memory.measure_own(2)
+    before, with_pieces, after = (used for _, used in memory.histories[ALLOCATED][0])
+    assert with_pieces - before == pytest.approx(100 * 100_000 + 40 * MIB, rel=0.01)
+    assert after == pytest.approx(before, abs=100_000)
