@@ -140,6 +140,10 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
         (["scaling_32b"], 2, "model=: missing"),
         (["Qwen2.5-32B", "--gpus", "8"], 2, "no layout of 8 GPUs fits"),
+        *(
+            (["Qwen2.5-32B", "--log-deviation", value], 2, f"--log-deviation {value}: must be abo")
+            for value in ("0.0", "-1.0", "nan", "inf")
+        ),
         (["Qwen4-32B"], 2, "Qwen4-32B: no such directory, model (Qwen2.5-32B, Qwen3-32B, "),
         (["Qwen3-30B-A3B", "--gpus", "16"], 0, "learner.expert_parallel_size=4"),
         (["Qwen3-30B-A3B", "learner.expert_parallel_size=3"], 2, "128 experts are not divisible"),

@@ -66,6 +66,11 @@ def plan(
                 raise ConfigError(
                     f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
                 )
+        if log_deviation is not None and not 0 < log_deviation <= 10:
+            raise ConfigError(
+                f"--log-deviation {log_deviation}: must be above 0 and at most 10; around 1 for "
+                "reasoning"
+            )
         chosen = plan_or_suggest(
             architecture,
             config,
