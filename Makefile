@@ -1,7 +1,8 @@
 # Every target sets up .venv first; nothing is written outside this directory.
 PYTHON ?= python3
 PYTEST = .venv/bin/pytest -rs --durations=15
-NO_SERVERS = -n 2 --dist loadfile --ignore tests/e2e --ignore tests/slurm tests
+# Files in the order of tests/conftest.py: xdist would begin with those of the most tests.
+NO_SERVERS = -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/e2e --ignore tests/slurm tests
 
 .PHONY: demo test test-fast test-slurm docs lint
 demo: .venv/ready

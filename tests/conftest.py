@@ -4,6 +4,39 @@ from collections.abc import Iterator
 
 import pytest
 
+from qurl_megatron.config.schema import Config
+
+# A worker takes file after file. The longest are first, so that none is left over at the end.
+LONGEST_FILES = [
+    "test_checkpoint",
+    "test_learner",
+    "test_delta_publish",
+    "test_memory",
+    "test_experts",
+    "test_sglang_loader",
+    "test_sglang_moe",
+    "test_transformer_engine_layers",
+    "test_scale",
+    "test_experiment",
+    "test_cli",
+    "test_reshard",
+    "test_expert_sync",
+    "test_quantize_kernels",
+    "test_moe_kernels",
+    "test_packaging",
+    "test_docs",
+    "test_refusals",
+    "test_direct",
+    "test_publish",
+    "test_flat_memory",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort test files by how long they take; the tests of a file keep their order."""
+    place = {name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -13,3 +46,22 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
         yield
+
+
+@pytest.fixture
+def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the quickstart few problems, and a reward that needs no process to look at them.
+
+    Every preparation of a run generates and checks them all, which takes seconds for 10,000.
+    """
+    from recipes import quickstart
+
+    whole = quickstart.recipe
+
+    def recipe() -> Config:
+        config = whole()
+        config.data_options["size"] = 2000
+        config.reward = "exact"
+        return config
+
+    monkeypatch.setattr(quickstart, "recipe", recipe)

@@ -13,9 +13,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import recipes
 from launch.serve import ServeConfig
+from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.avg_at_k import EvalConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
@@ -82,13 +84,7 @@ def test_every_metric_has_an_entry(site: Path) -> None:
 
 
 def test_every_command_has_a_section(site: Path) -> None:
-    help_text = subprocess.run(
-        [sys.executable, "-c", "from qurl_megatron.cli import main; main()", "--help"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    help_text = CliRunner().invoke(app, ["--help"]).stdout
     commands = set(re.findall(r"^│ ([a-z]+) ", help_text, re.MULTILINE))
     assert commands
     assert commands <= anchors(site / "commands.html")

@@ -23,6 +23,8 @@ from qurl_megatron import cli
 from qurl_megatron.config.schema import ConfigError
 from recipe_inputs import RECIPES, write_inputs
 
+pytestmark = pytest.mark.usefixtures("short_quickstart")
+
 GPUS_PER_NODE = 8
 
 

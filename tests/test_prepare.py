@@ -14,6 +14,8 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.yaml_file import load
 from recipe_inputs import write_inputs
 
+pytestmark = pytest.mark.usefixtures("short_quickstart")
+
 
 @pytest.fixture(autouse=True)
 def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
