@@ -26,7 +26,7 @@ def test_drift_is_that_of_the_whole_weight(
     num_rows: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is exact for a weight of few rows, and otherwise an estimate."""
-    monkeypatch.setattr(drifts, "CHUNK_ELEMENTS", 64 * 30)  # 30 rows, which do not divide 128
+    monkeypatch.setattr(drifts, "BATCH_ELEMENTS", 64 * 30)  # 30 rows, which do not divide 128
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(num_rows, 64, generator=generator)
     new = old + 0.01 * torch.randn(num_rows, 64, generator=generator)

@@ -251,6 +251,11 @@ def quantize(
     return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
 
 
+def elements_at_once(weight: Tensor) -> int:
+    """Return how many elements of a weight are converted to float32 at once."""
+    return GPU_CHUNK_ELEMENTS if weight.is_cuda else CHUNK_ELEMENTS
+
+
 def takes_checksum(weight: Tensor) -> bool:
     """Return whether `quantize` takes a checksum on the way, without another pass over codes."""
     return weight.is_cuda
@@ -369,8 +374,7 @@ def _column_blocks_absmax(
 
 
 def _row_chunks(weight: Tensor) -> Iterator[slice]:
-    elements = GPU_CHUNK_ELEMENTS if weight.is_cuda else CHUNK_ELEMENTS
-    rows = max(1, elements // max(1, weight.shape[1]))
+    rows = max(1, elements_at_once(weight) // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         yield slice(start, min(start + rows, weight.shape[0]))
 

@@ -27,9 +27,7 @@ from qurl_megatron.quantization.quantize import QuantizedTensor
 
 MEASURED_ROWS = 128  # maximum for each shard of a weight
 EXPERT_ROWS = 4  # minimum for each shard of an expert's weight, which is one of many
-# Elements that are compared at once: 512 KiB in float32, within a core's cache, and 4 MiB on a GPU.
-CHUNK_ELEMENTS = 2**17
-GPU_CHUNK_ELEMENTS = 2**20
+BATCH_ELEMENTS = 2**20  # that are compared together at most: 4 MiB in float32
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
@@ -144,7 +142,8 @@ class _Sample(NamedTuple):
 
 
 def _elements_at_once(tensor: Tensor) -> int:
-    return GPU_CHUNK_ELEMENTS if tensor.is_cuda else CHUNK_ELEMENTS
+    """Return how many elements are compared at once: on a CPU 2^17, which stay in its cache."""
+    return min(BATCH_ELEMENTS, quantize.elements_at_once(tensor) // 2)
 
 
 def _sums(samples: list[_Sample]) -> Tensor:
