@@ -14,19 +14,27 @@ from pathlib import Path
 import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from launch.local import LEARNER
+from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
 from qurl_megatron.preload import ForkedProcess, Preload
+from qurl_megatron.rollout.roster import read_roster
 
 QURL = Path(sys.executable).with_name("qurl")
 FORKED = "tests.e2e.forked"
+PER_STEP, COMPLETIONS = 8, 4
 SMALL = [
     "name=run",
     "steps=2",
-    "rollout.prompts_per_step=8",
-    "rollout.completions_per_prompt=4",
+    f"rollout.prompts_per_step={PER_STEP}",
+    f"rollout.completions_per_prompt={COMPLETIONS}",
     "warmup.max_steps=0",
     "evaluation.problems=0",
 ]
-TIMEOUT_S = 240.0
+# A quickstart with few problems, and a verifier that its processes need not import.
+QUICK = ["quickstart", *SMALL, "data_options.size=1000", "reward=exact"]
+# Many of these answers run while weights are published: a few at a time, or long ones.
+LONG_ANSWERS = ["rollout.max_response_length=64", "rollout.server.max_running_requests=8"]
+TIMEOUT_S = 480.0
 Start = Callable[..., "Command"]
 """Type of the fixture `start`: starts `qurl` with the given arguments."""
 
@@ -98,17 +106,32 @@ class Command:
         return [process for process in self.started if process.is_running()]
 
     def find(self, word: str) -> psutil.Process:
-        """Return a process of this command with `word` in its name or command line."""
+        """Return the oldest process of this command with `word` in its name or command line."""
         self.poll()
-        for process in self.started:
+        for process in sorted(self.started, key=psutil.Process.create_time):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if word in process.name() or word in " ".join(process.cmdline()):
                     return process
         raise AssertionError(f"no process {word!r}")
 
+    def first_rank(self) -> psutil.Process:
+        """Return rank 0 of the learner, which is older than the processes that ranks start."""
+        return self.find(f"{LEARNER} runs/")
+
+    def server_pid(self, set_name: str, index: int) -> int:
+        """Return the main process of a server."""
+        return read_roster(self.run_dir / "servers.json")[set_name][index].pid
+
 
 def metrics_of(run: Command) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def prompts_trained(run: Command) -> int:
+    """Return how many prompts the newest checkpoint counts as trained, and no others as taken."""
+    state = read_state(list_checkpoints(run.run_dir)[-1]).prompts
+    assert state["epoch"] == 0
+    return state["position"]
 
 
 def curve_steps(run: Command, tag: str) -> list[int]:

@@ -1,27 +1,44 @@
-"""A sender of weights and a reference computation for tests of a real server."""
+"""One server, a sender of weights like rank 0 of a learner, and what both must fulfil."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import AutoTokenizer
 
-from qurl_megatron.config.schema import PauseMode
+from e2e.reference import Weights
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
+from qurl_megatron.preload import Preload
 from qurl_megatron.process import free_port
+from qurl_megatron.quantization.checksum import checksum, combine
+from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.server import Server, start_server, wait_ready
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.link import PublishError, verify
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
 from qurl_megatron.weight_sync.stream import announce, channel_name
+from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
-LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-Weights = dict[str, Tensor]
+START_TIMEOUT_S = 300.0
+CONTEXT_LENGTH = 256
+PROMPTS = [
+    Prompt(
+        id=str(row), question="", answer="", token_ids=[5 + 7 * row + 3 * i for i in range(9 + row)]
+    )
+    for row in range(4)
+]
 
 
 class Sender:
@@ -86,201 +103,133 @@ class Sender:
         self.control.close()
 
 
-class Reference:
-    """A Qwen2, or Qwen3-MoE, in plain PyTorch that computes with the tensors a server was sent.
+@dataclass(frozen=True)
+class Deployment:
+    """A running server, its model and two sets of weights for it."""
 
-    Activations are rounded to bfloat16 where the server rounds them. A difference there could flip
-    an activation's code, which changes the log-probs as much as quantization itself.
-    """
+    weight_format: WeightFormat
+    server: Server
+    sender: Sender
+    client: RolloutClient
+    model_dirs: list[Path]
+    weights: list[Weights]
 
-    def __init__(
-        self,
-        model_dir: Path,
-        weights: Weights,
-        tensor_parallel_size: int = 1,
-        kv_cache_dtype: torch.dtype = torch.bfloat16,
-        expert_parallel_size: int = 1,
-    ) -> None:
-        self._config = json.loads((model_dir / "config.json").read_text())
-        self._weights = weights
-        self._ranks = tensor_parallel_size
-        self._kv_cache_dtype = kv_cache_dtype
-        self._expert_groups = expert_parallel_size
-        self.routed_experts: list[Tensor] = []  # by layer, of the last call: [time, top_k] int64
-
-    def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
-        """Return the natural log-probs of the response's tokens: float32 `[response]`."""
-        logits = self.logits(torch.tensor(prompt + response))[len(prompt) - 1 : -1]
-        scaled = (logits / temperature).log_softmax(-1)
-        return scaled.gather(1, torch.tensor(response)[:, None])[:, 0]
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of tokens `[time]`: float32 `[time, vocabulary]`."""
-        branch = self._embed(tokens)
-        stream = torch.zeros_like(branch)
-        self.routed_experts = []
-        for layer in range(self._config["num_hidden_layers"]):
-            path = f"model.layers.{layer}"
-            hidden, stream = self._add_and_norm(stream, branch, f"{path}.input_layernorm")
-            branch = self._attention(hidden, f"{path}.self_attn")
-            hidden, stream = self._add_and_norm(stream, branch, f"{path}.post_attention_layernorm")
-            if f"{path}.mlp.gate.weight" in self._weights:
-                branch = self._experts(hidden, f"{path}.mlp")
-                continue
-            gate = silu(self._linear(hidden, f"{path}.mlp.gate_proj"))
-            up = self._linear(hidden, f"{path}.mlp.up_proj")
-            branch = self._row_parallel(gate * up, f"{path}.mlp.down_proj")
-        hidden, _ = self._add_and_norm(stream, branch, "model.norm")
-        return self._unembed(hidden)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self._weights["model.embed_tokens.weight"][tokens]
-
-    def _unembed(self, hidden: Tensor) -> Tensor:
-        embedding = self._weights["model.embed_tokens.weight"]
-        return hidden.float() @ self._weights.get("lm_head.weight", embedding).float().t()
-
-    def _add_and_norm(self, stream: Tensor, branch: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        total = stream.float() + branch.float()
-        return self._norm(total, name), total.bfloat16()
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        x = x.float()
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._config["rms_norm_eps"])
-        return (normed * self._weights[f"{name}.weight"]).bfloat16()
-
-    def _attention(self, hidden: Tensor, path: str) -> Tensor:
-        size = self._config["head_dim"]
-        query, key, value = (
-            self._linear(hidden, f"{path}.{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1)
-            for name in "qkv"
+    def generate(self, prompts: list[Prompt], temperature: float = 1.0) -> list[list[Completion]]:
+        return self.client.generate(
+            prompts, completions_per_prompt=2, temperature=temperature, max_response_length=24
         )
-        if f"{path}.q_norm.weight" in self._weights:
-            query, key = self._norm(query, f"{path}.q_norm"), self._norm(key, f"{path}.k_norm")
-        out = scaled_dot_product_attention(
-            self._rotate(query).float(),
-            self._rotate(key).to(self._kv_cache_dtype).float(),
-            value.to(self._kv_cache_dtype).float(),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return self._row_parallel(out.transpose(0, 1).flatten(1).bfloat16(), f"{path}.o_proj")
 
-    def _experts(self, hidden: Tensor, path: str) -> Tensor:
-        """Sum over each token's experts; each group of ranks has a part of all experts.
+    def ask(self, token_ids: list[int], **sampling: Any) -> tuple[list[int], list[float], int]:
+        """Return tokens, log-probs and the number of cached prompt tokens of one request."""
+        body = {"input_ids": token_ids, "return_logprob": True, "sampling_params": sampling}
+        response = httpx.post(
+            f"{self.server.url}/generate", json=body, timeout=60
+        ).raise_for_status()
+        answer = response.json()
+        meta = answer["meta_info"]
+        logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+        return answer["output_ids"], logprobs, meta["cached_tokens"]
 
-        The ranks of a group share each expert's channels, and round their sums to bfloat16.
-        """
-        scores = self._linear(hidden, f"{path}.gate").float().softmax(-1)
-        weights, chosen = scores.topk(self._config["num_experts_per_tok"])
-        weights /= weights.sum(-1, keepdim=True)
-        self.routed_experts.append(chosen)
-        num_experts = scores.shape[-1]
-        per_group = num_experts // self._expert_groups
-        sharing = self._ranks // self._expert_groups
-        width = self._config["moe_intermediate_size"] // sharing
-        sums = []
-        for first in range(0, num_experts, per_group):
-            sums += [torch.zeros(hidden.shape, dtype=torch.float64) for _ in range(sharing)]
-            for expert in range(first, first + per_group):
-                tokens, place = torch.where(chosen == expert)
-                x, name = hidden[tokens], f"{path}.experts.{expert}"
-                gate = silu(self._linear(x, f"{name}.gate_proj").float())
-                product = (gate * self._linear(x, f"{name}.up_proj").float()).bfloat16()
-                for rank, total in enumerate(sums[-sharing:]):
-                    part = slice(rank * width, (rank + 1) * width)
-                    down = self._linear(product[:, part], f"{name}.down_proj", part).double()
-                    total.index_add_(0, tokens, down * weights[tokens, place, None])
-        return torch.stack([total.bfloat16() for total in sums]).sum(dim=0)
-
-    def _rotate(self, heads: Tensor) -> Tensor:
-        """Apply rotary position embeddings to `[heads, time, head_dim]`."""
-        size, theta = heads.shape[-1], self._config["rope_parameters"]["rope_theta"]
-        frequency = 1.0 / theta ** (torch.arange(0, size, 2) / size)
-        angle = torch.arange(heads.shape[1])[:, None] * frequency
-        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-        left, right = heads.chunk(2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-    def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
-        """Map `[time, in]` to `[time, out]` in float64, with codes if the weight has scales."""
-        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        weight, x = weight[:, columns], x.float()
-        scale = self._weights.get(f"{name}.weight_scale")
-        block_scale = self._weights.get(f"{name}.weight_scale_inv")
-        if scale is not None:
-            codes, x_scale = self._codes(x, weight.dtype)
-            out = codes.double() @ weight.double().t() * x_scale * scale.t()
-        elif block_scale is not None:
-            first, *_ = columns.indices(block_scale.shape[1] * 128)
-            out = self._block_product(x, weight, block_scale[:, first // 128 :])
-        else:
-            out = x.double() @ weight.double().t()
-        return (out if bias is None else out + bias.double()).bfloat16()
-
-    @staticmethod
-    def _codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the codes of x `[time, in]` and one scale per row."""
-        scale = x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[dtype]
-        codes = x / scale
-        return codes.round() if dtype == torch.int8 else codes.to(dtype), scale
-
-    def _block_product(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """Multiply by each 128 x 128 block of the weight, with the scales of both factors."""
-        out = torch.zeros(len(x), len(weight), dtype=torch.float64)
-        for column, x_block in enumerate(x.split(128, dim=1)):
-            codes, x_scale = self._codes(x_block, weight.dtype)
-            weight_blocks = weight[:, column * 128 : (column + 1) * 128].split(128)
-            for row, weight_block in enumerate(weight_blocks):
-                product = codes.double() @ weight_block.double().t()
-                out[:, row * 128 : (row + 1) * 128] += product * x_scale * scale[row, column]
-        return out
-
-    def _row_parallel(self, x: Tensor, name: str) -> Tensor:
-        """Sum over ranks; each quantizes its part of x and rounds its product."""
-        width = x.shape[1] // self._ranks
-        columns = [slice(start, start + width) for start in range(0, x.shape[1], width)]
-        return torch.stack([self._linear(x[:, part], name, part) for part in columns]).sum(dim=0)
+    def greedy(self) -> tuple[list[int], list[float], int]:
+        return self.ask(PROMPTS[3].token_ids, temperature=0, max_new_tokens=16, ignore_eos=True)
 
 
-class MixedReference(Reference):
-    """A `Reference` in which every position computes with the weights of its own version.
+@contextmanager
+def launched(
+    directory: Path,
+    weight_format: WeightFormat,
+    preload: Preload | None,
+    tensor_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    records_routing: bool = False,
+    **model: Any,
+) -> Iterator[tuple[Server, list[Path]]]:
+    """Start a server; yield it before it is ready, with two models of its shape."""
+    model_dirs = [
+        build_tiny_model(directory / name, seed=seed, **model) for seed, name in enumerate("ab")
+    ]
+    config = ServerConfig(
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel_size=expert_parallel_size,
+        threads=1,
+        mem_fraction_static=0.3,
+        max_total_tokens=8192,
+    )
+    server = start_server(
+        model_dirs[0],
+        config,
+        weight_format,
+        context_length=CONTEXT_LENGTH,
+        log_file=directory / "server.log",
+        seed=0,
+        records_routing=records_routing,
+        preload=preload,
+    )
+    try:
+        yield server, model_dirs
+    finally:
+        server.stop()
 
-    Positions attend to keys and values of other versions, like requests that keep theirs while a
-    server is updated.
-    """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        weights: dict[int, Weights],
-        versions: Tensor,
-        tensor_parallel_size: int = 1,
-    ) -> None:
-        """Store the weights by version, and the version of each position: `[time]`."""
-        self._parts = [
-            (versions == version, Reference(model_dir, weights[version], tensor_parallel_size))
-            for version in sorted(set(versions.tolist()))
-        ]
-        super().__init__(model_dir, {}, tensor_parallel_size)
+@contextmanager
+def joined(
+    server: Server,
+    model_dirs: list[Path],
+    weight_format: WeightFormat,
+    routing_shape: tuple[int, int] | None = None,
+) -> Iterator[Deployment]:
+    """Wait until a server is ready; yield it with a sender of weights."""
+    wait_ready([server], START_TIMEOUT_S)
+    sender = Sender(server)
+    fleet = Fleet("rollout", {0: server}, loaded=True)
+    yield Deployment(
+        weight_format,
+        server,
+        sender,
+        RolloutClient(
+            fleet,
+            AutoTokenizer.from_pretrained(model_dirs[0]),
+            [EOS_TOKEN_ID],
+            routing_shape=routing_shape,
+        ),
+        model_dirs,
+        [quantized(path, weight_format) for path in model_dirs],
+    )
+    sender.close()
 
-    def _select(self, compute: Callable[[Reference], Tensor]) -> Tensor:
-        """Return the rows that each version's reference computes for its positions."""
-        rows = [(is_own, compute(reference)) for is_own, reference in self._parts]
-        out = torch.empty_like(rows[0][1])
-        for is_own, computed in rows:
-            out[is_own] = computed[is_own]
-        return out
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self._select(lambda reference: reference._embed(tokens))
+def assert_reloads_bit_for_bit(deployment: Deployment, reloads: int) -> None:
+    seen = []
+    for reload in range(reloads):
+        deployment.sender.send(deployment.weights[reload % 2])
+        seen.append(deployment.greedy()[:2])
+    assert seen[0] != seen[1]
+    assert seen == seen[:2] * (reloads // 2)
 
-    def _unembed(self, hidden: Tensor) -> Tensor:
-        return self._select(lambda reference: reference._unembed(hidden))
 
-    def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
-        return self._select(lambda reference: reference._linear(x, name, columns))
+def held_checksums(deployment: Deployment) -> dict[str, int]:
+    return combine(deployment.sender.control.checksums())
 
-    def _add_and_norm(self, stream: Tensor, branch: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        normed = self._select(lambda reference: reference._add_and_norm(stream, branch, name)[0])
-        return normed, self._parts[0][1]._add_and_norm(stream, branch, name)[1]
+
+def corrupt(weights: Weights, name: str) -> Weights:
+    """Return the weights with the lowest bit of the last element of `name` flipped."""
+    memory = weights[name].clone().contiguous()
+    memory.view(-1).view(torch.uint8)[-memory.element_size()] ^= 1
+    return {**weights, name: memory}
+
+
+def assert_checksums_match_the_held_tensors(
+    deployment: Deployment, corrupted: Sequence[str]
+) -> None:
+    """Send weights as they are, and with one bit flipped in each of these tensors."""
+    for weights in deployment.weights:
+        deployment.sender.send(weights)
+        sent = {name: checksum(tensor) for name, tensor in weights.items()}
+        assert held_checksums(deployment) == sent
+        verify(deployment.sender.control, sent)
+    for name in corrupted:
+        deployment.sender.send(corrupt(weights, name))
+        held = held_checksums(deployment)
+        assert {key for key in sent if held[key] != sent[key]} == {name}
+        with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {name}"):
+            verify(deployment.sender.control, sent)

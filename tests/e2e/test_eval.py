@@ -8,14 +8,21 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from e2e.reference import Reference
 from e2e.running import Start
-from e2e.serving import Reference
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 LENGTH = 6
+REWARD = """
+def reward(completion, problem):
+    if problem.question == "What is 7 + 7?":
+        raise ValueError("seven is not scored")
+    is_right = completion.strip() == problem.answer.strip()
+    return {"reward": is_right - 0.5, "accuracy": is_right}
+"""
 
 
-def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(
+def test_greedy_and_sampled_answers_are_those_of_the_quantized_model_scored_by_a_users_function(
     start: Start, tmp_path: Path
 ) -> None:
     model_dir = build_tiny_model(tmp_path / "model")
@@ -34,7 +41,8 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(
         for number, question in enumerate(questions):
             answer = greedy(question) if number < 6 else "something else"
             file.write(json.dumps({"question": question, "answer": answer}) + "\n")
-    words = ["reward=exact", "format=int8", "k=4", f"output={tmp_path / 'eval'}"]
+    (tmp_path / "mine.py").write_text(REWARD)
+    words = ["reward=mine.py:reward", "format=int8", "k=4", f"output={tmp_path / 'eval'}"]
     words += ["max_prompt_length=32", f"max_response_length={LENGTH}", "top_p=0.9"]
     words += ["server.max_total_tokens=4096", "server.mem_fraction_static=0.3"]
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
@@ -48,6 +56,9 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model(
     assert "75.0%" in run.text() and "Avg@4 sampled" in run.text()
     answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     assert [answer["question"] for answer in answers] == questions
+    *scored, failed = (answer["greedy"] for answer in answers)
+    assert all(greedy["reward"] == greedy["accuracy"] - 0.5 for greedy in scored)
+    assert (failed["reward"], failed["failure"]) == (0, "ValueError: seven is not scored")
     sampled = [completion["text"] for answer in answers for completion in answer["sampled"]]
     assert len(sampled) == 32 and len(set(sampled)) > 8
     assert list(tmp_path.glob("eval*")) == [tmp_path / "eval"]

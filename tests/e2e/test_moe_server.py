@@ -7,21 +7,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e.serving import Reference
-from e2e.test_server import (
-    NEARER,
+from e2e.reference import NEARER, Reference
+from e2e.serving import (
     PROMPTS,
     START_TIMEOUT_S,
     Deployment,
+    assert_checksums_match_the_held_tensors,
     assert_reloads_bit_for_bit,
-    corrupt,
-    held_checksums,
     joined,
     launched,
 )
@@ -32,7 +29,6 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import start_server, wait_ready
-from qurl_megatron.weight_sync.link import PublishError, verify
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -169,19 +165,10 @@ def test_weights_reload_any_number_of_times_bit_for_bit(experts: Experts) -> Non
 
 
 def test_the_server_returns_the_checksum_of_every_experts_tensors(experts: Experts) -> None:
-    deployment: Any = experts.deployment
-    for weights in deployment.weights:
-        deployment.sender.send(weights)
-        sent = {name: checksum(tensor) for name, tensor in weights.items()}
-        assert held_checksums(deployment) == sent
-        verify(deployment.sender.control, sent)
-    last = [name for name in weights if "layers.1.mlp.experts.7.down_proj" in name]
-    for name in (*last, "model.layers.0.mlp.gate.weight"):
-        deployment.sender.send(corrupt(weights, name))
-        held = held_checksums(deployment)
-        assert {key for key in sent if held[key] != sent[key]} == {name}
-        with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {name}"):
-            verify(deployment.sender.control, sent)
+    deployment = experts.deployment
+    last = [name for name in deployment.weights[0] if "layers.1.mlp.experts.7.down_proj" in name]
+    corrupted = [*last, "model.layers.0.mlp.gate.weight"]
+    assert_checksums_match_the_held_tensors(deployment, corrupted)
 
 
 def test_two_groups_of_ranks_load_a_quantized_directory(

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from e2e.serving import Reference, Sender
-from e2e.test_server import NEARER, PROMPTS, START_TIMEOUT_S
+from e2e.reference import NEARER, Reference
+from e2e.serving import PROMPTS, START_TIMEOUT_S, Sender
 from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.preload import Preload

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from batches import score
 from distributed import run_ranks
-from e2e.serving import Reference
+from e2e.reference import Reference
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig

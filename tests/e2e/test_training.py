@@ -1,38 +1,112 @@
-"""`qurl train` with a model and problems given by path, and with two BF16 servers."""
+"""`qurl train` with BF16 servers and a reward of the user's own, and with experts."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import reasoning_gym
+from safetensors.torch import load_file
 
-from e2e.running import SMALL, Start, metrics_of
+from e2e.running import COMPLETIONS, PER_STEP, QUICK, SMALL, Command, Start, metrics_of
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.preload import Preload
+from tiny import build_tiny_model
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
+REWARD = """
+def reward(completion, problem):
+    if completion.startswith("e"):
+        raise ValueError("it begins with e")
+    is_right = completion.strip() == problem.answer
+    return {"reward": is_right - 0.5, "accuracy": is_right, "length": len(completion)}
+"""
 
 
-def test_grpo_trains_a_model_and_problems_given_by_path(start: Start, tmp_path: Path) -> None:
-    from recipes import quickstart
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, preload: Preload | None) -> Iterator[Command]:
+    """Yield a run that was told to stop in its third step or later, and has ended."""
+    directory = tmp_path_factory.mktemp("training")
+    (directory / "mine.py").write_text(REWARD)
+    run = Command(
+        directory,
+        "train",
+        *QUICK,
+        "steps=1000",
+        "learner.dtype=bfloat16",
+        "learner.tensor_parallel_size=1",
+        "quantization.format=bf16",
+        "rollout.servers=2",
+        "rollout.server.mem_fraction_static=0.6",
+        "checkpoint.every_steps=1000",
+        "reward=mine.py:reward",
+        "reward_wrong=-2",
+        preload=preload,
+    )
+    try:
+        run.wait_for("step 2/")
+        assert list_checkpoints(run.run_dir) == []  # the schedule saves none
+        run.process.send_signal(signal.SIGUSR1)
+        run.exit_code()
+        yield run
+    finally:
+        run.end()
 
-    quickstart.build_model(tmp_path / "model", seed=0)
-    tasks = reasoning_gym.create_dataset("number_sorting", size=500, seed=0, max_numbers=3)
+
+def test_a_run_stops_early_on_sigusr1_with_a_checkpoint(stopped: Command) -> None:
+    assert stopped.exit_code() == STOPPED_EARLY == 75, stopped.text()
+    assert "stopped early" in stopped.text()
+    (saved,) = list_checkpoints(stopped.run_dir)
+    assert read_state(saved).step == len(metrics_of(stopped)) >= 2
+    assert not (stopped.run_dir / "summary.json").exists()
+    assert stopped.survivors() == []
+
+
+def test_two_bf16_servers_have_engine_noise_only(stopped: Command) -> None:
+    assert 0 < metrics_of(stopped)[0]["logprob_abs_diff"] < NOISE_BF16
+
+
+def test_a_reward_function_is_trained_on(stopped: Command) -> None:
+    steps: list[dict[str, Any]] = list(metrics_of(stopped))
+    for step in steps:
+        assert step["reward_parts"]["length"] > 0
+        assert 0 <= step["reward_parts"]["accuracy"] <= 1
+        assert -2 <= step["reward_mean"] <= 0.5
+        failures = step["verifier_failures"]
+        assert step["verifier_timeouts"] == 0
+        assert ("ValueError: it begins with e" in step["verifier_failure"]) == (failures > 0)
+        # Failed responses have no parts; the others have 0.5 below their accuracy.
+        num_responses = PER_STEP * COMPLETIONS
+        scored = num_responses - failures
+        right = step["reward_parts"]["accuracy"] * scored
+        total = right - 0.5 * scored - 2 * failures
+        assert abs(step["reward_mean"] * num_responses - total) < 1e-6
+
+
+def test_grpo_trains_experts_and_problems_given_by_path(start: Start, tmp_path: Path) -> None:
+    """The servers verify every expert's tensors at each publish, or the run would end."""
+    model = build_tiny_model(
+        tmp_path / "model", "qwen3_moe", max_position_embeddings=2048, num_hidden_layers=1
+    )
+    tasks = reasoning_gym.create_dataset("number_sorting", size=100, seed=0, max_numbers=3)
     with (tmp_path / "problems.jsonl").open("w") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in tasks)
     run = start(
         "train",
         "grpo",
-        f"model={tmp_path / 'model'}",
+        f"model={model}",
         f"data={tmp_path / 'problems.jsonl'}",
         "reward=reasoning_gym",
         *SMALL,
-        "quantization.format=fp8",
+        "quantization.format=int8",
+        "quantization.publish=delta",
         "learner.dtype=float32",
-        "learner.recompute=full",
+        "rollout.routing=compare",
         "rollout.max_prompt_length=1024",
         "rollout.max_response_length=8",
         "rollout.server.mem_fraction_static=0.2",
@@ -41,34 +115,13 @@ def test_grpo_trains_a_model_and_problems_given_by_path(start: Start, tmp_path: 
     assert run.exit_code() == 0, run.text()
     steps = metrics_of(run)
     assert len(steps) == 2
-    assert all(
-        0 <= step["kl_reference"] < 1e-6 for step in steps
-    )  # without rewards the policy does not change
-    assert run.survivors() == []
-
-
-def test_two_bf16_servers_have_engine_noise_only_and_the_run_stops_early_on_sigusr1(
-    start: Start,
-) -> None:
-    run = start(
-        "train",
-        "quickstart",
-        *SMALL,
-        "steps=1000",
-        "learner.dtype=bfloat16",
-        "learner.tensor_parallel_size=1",
-        "quantization.format=bf16",
-        "rollout.servers=2",
-        "rollout.server.mem_fraction_static=0.6",
-        "checkpoint.every_steps=1000",
-    )
-    run.wait_for("step 1/")
-    assert 0 < metrics_of(run)[0]["logprob_abs_diff"] < NOISE_BF16
-    assert list_checkpoints(run.run_dir) == []  # the schedule saves none
-    os.kill(run.process.pid, signal.SIGUSR1)
-    assert run.exit_code() == STOPPED_EARLY == 75
-    (saved,) = list_checkpoints(run.run_dir)
-    assert read_state(saved).step == len(metrics_of(run)) >= 1
-    assert "stopped early" in run.text()
-    assert not (run.run_dir / "summary.json").exists()
+    # The learner in full precision and the server in INT8 differ, and little.
+    assert all(0 < step["logprob_abs_diff"] < 0.2 for step in steps)
+    # Its router chooses other experts for a few tokens.
+    assert all(0 < step["routing_changed_fraction"] < 0.3 for step in steps)
+    # Without rewards the policy does not change.
+    assert all(0 <= step["kl_reference"] < 1e-6 for step in steps)
+    exported = [load_file(file) for file in (run.run_dir / "final_model").glob("*.safetensors")]
+    names = sorted(name for tensors in exported for name in tensors)
+    assert names == sorted(load_file(model / "model.safetensors"))
     assert run.survivors() == []

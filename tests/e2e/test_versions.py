@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from e2e.serving import MixedReference, Reference, Weights
-from e2e.test_server import NEARER, START_TIMEOUT_S
+from e2e.reference import NEARER, MixedReference, Reference, Weights
+from e2e.serving import START_TIMEOUT_S
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, PauseMode, ServerConfig
 from qurl_megatron.config.values import OptionValue
