@@ -16,6 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import proxy_bypass
 
 import pytest
 import torch
@@ -29,15 +30,16 @@ from launch import serve
 from launch.servers_at import KEY_VARIABLE, check_servers_at, read_key, save_servers_at
 from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.preload import PreloadFailed
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout import remote
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
-from qurl_megatron.rollout.server import ServerFailed, answers
+from qurl_megatron.rollout.server import ServerFailed, answers, start_server
 from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import remote as plugin
 from qurl_megatron.weight_sync import delta
@@ -273,6 +275,25 @@ def test_no_proxy_is_asked_for_a_server(
     with closing(Fleet("rollout", {0: server})) as fleet:
         fleet.watch()
         assert wait_for(fleet, "joining")
+
+
+def test_a_server_asks_no_proxy_when_it_asks_itself(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+
+    def start(*_: object, environment: dict[str, str], **__: object) -> None:
+        given.update(environment)
+        raise PreloadFailed("not started")
+
+    preload: Any = SimpleNamespace(wait_ready=lambda: None, start=start)
+    settings = {"context_length": 10, "log_file": tmp_path / "log", "seed": 0}
+    with pytest.raises(PreloadFailed):
+        start_server(model_dir, ServerConfig(), "int8", preload=preload, **settings)  # type: ignore[arg-type]
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, given[name])
+        assert proxy_bypass("127.0.0.1")
+        monkeypatch.delenv(name)
 
 
 def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(

@@ -211,6 +211,8 @@ def start_server(
         # A crashed server would otherwise diagnose itself for over a minute before it ends.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
     }
     if host == LOOPBACK:
         # Its process groups are on this machine too, and need not listen elsewhere.
