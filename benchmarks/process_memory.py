@@ -34,6 +34,7 @@ PYTHON_BLOCK = 64  # bytes of a small Python object, about
 SETTLING = 1 / 4  # of each process's life, which is left out
 BLOCKS = 12  # parts of the rest
 FLAT = 0.01  # of its memory, which a flat process may take in 1,000 publishes
+ENOUGH = 200  # publishes that a verdict needs; before them a process still warms up
 # Student's t for an interval that a value lies above with a probability of 2.5 %, and below with
 # the same, by degrees of freedom.
 STUDENT = {1: 12.7, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
@@ -127,6 +128,8 @@ class Growth:
     @property
     def verdict(self) -> Literal["flat", "grows", "unclear"]:
         """Whether the role's memory is flat, by what this module's docstring says."""
+        if self.publishes < ENOUGH:
+            return "unclear"
         limit = FLAT * self.used / 1000
         if self.most < limit:
             return "flat"

@@ -22,7 +22,13 @@ def test_a_slope_of_memory_is_that_of_least_squares_over_levels_of_their_own() -
 
 @pytest.mark.parametrize(
     ("publishes", "kilobytes", "verdict"),
-    [(1000, 0, "flat"), (1000, 3, "flat"), (1000, 20, "grows"), (60, 5, "unclear")],
+    [
+        (1000, 0, "flat"),
+        (1000, 3, "flat"),
+        (1000, 20, "grows"),
+        (60, 5, "unclear"),
+        (120, 900, "unclear"),
+    ],
 )
 def test_temporary_memory_hides_neither_what_is_kept_nor_that_nothing_is(
     publishes: int, kilobytes: int, verdict: str
