@@ -141,8 +141,8 @@ def test_reported_accuracies_match_the_saved_answers(
 
 
 def test_curves_are_in_tensorboard(finished: Finished) -> None:
-    assert curve_steps(finished.command, "loss") == [1, 2]
-    assert curve_steps(finished.command, "evaluation/words/Avg@1/mean") == [0, 2]
+    assert curve_steps(finished.run_dir, "loss") == [1, 2]
+    assert curve_steps(finished.run_dir, "evaluation/words/Avg@1/mean") == [0, 2]
 
 
 def test_int8_rollouts_have_more_noise_than_bf16_evaluation(finished: Finished) -> None:
