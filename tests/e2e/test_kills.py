@@ -23,7 +23,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import PARTIAL
 from qurl_megatron.learner.checkpoint import list_checkpoints
 
-STEPS = 6
+STEPS = 16  # a phase may take a few of them, where the machine is busy
 POLL_S = 0.005
 WORDS = ["checkpoint.every_steps=1", "evaluation.problems=8"]
 WORDS += ["rollout.max_staleness=1", f"steps={STEPS}"]
