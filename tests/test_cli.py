@@ -222,6 +222,7 @@ def test_dry_run_prints_the_summary_and_starts_and_writes_nothing(
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith(f"data: {tmp_path}/problems.jsonl\n  700 entries: ")
     assert "\nchat template: none, " in ended.stdout
+    capsys.readouterr()  # what building the model printed
     with pytest.raises(SystemExit) as refused:
         cli.app([*words, "rollout.max_prompt_length=3"])
     shown = capsys.readouterr()

@@ -134,7 +134,7 @@ def prompts_trained(run: Command) -> int:
     return state["position"]
 
 
-def curve_steps(run: Command, tag: str) -> list[int]:
+def curve_steps(run_dir: Path, tag: str) -> list[int]:
     """Return the steps at which TensorBoard shows a metric."""
-    shown = EventAccumulator(str(run.run_dir / "tensorboard")).Reload()
+    shown = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     return [event.step for event in shown.Scalars(tag)]

@@ -76,14 +76,16 @@ def test_one_publish_gives_both_servers_the_same_weights(both: Deployment) -> No
     assert both.checksums(0) == both.checksums(1) == published.conversion.checksums
 
 
-def test_twenty_publishes_between_faults_lose_no_prompt_and_serve_no_wrong_weights(
+def test_publishes_between_faults_of_each_kind_lose_no_prompt_and_serve_no_wrong_weights(
     both: Deployment,
 ) -> None:
-    seen = Soak(both, publishes=20, seed=0, fault_every=2, until=math.inf).run()
+    # The last third of the publishes has no faults that end a server: then both are read back.
+    publishes = 8
+    seen = Soak(both, publishes=publishes, seed=0, fault_every=1, until=math.inf).run()
     assert seen.problems == []
-    assert seen.publishes == 20 and seen.trained == 20 * PER_STEP
+    assert seen.publishes == publishes and seen.trained == publishes * PER_STEP
     assert seen.faults.keys() == set(FAULTS)
-    assert seen.lost >= 3 and seen.refusals > 0 and seen.checksums_read >= 20
+    assert seen.lost >= 3 and seen.refusals > 0 and seen.checksums_read >= 2 * publishes / 3
 
 
 def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> None:

@@ -1,7 +1,8 @@
 """A run that is killed in every phase, one after the other, leaves no process and completes.
 
-One run directory is resumed again and again. What the run has written tells its phase: files that
-appear, or seconds of a phase that the last step measured.
+One run directory is resumed again and again. Its servers sample one step ahead, so whatever ends it
+finds groups in flight. What the run has written tells its phase: a line, files that appear, or
+seconds of a phase that the last step measured.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from e2e.running import SMALL, TIMEOUT_S, Command, Start, metrics_of
+from e2e.running import PER_STEP, QUICK, TIMEOUT_S, Command, Start, metrics_of, prompts_trained
+from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import PARTIAL
 from qurl_megatron.learner.checkpoint import list_checkpoints
 
-STEPS = 5
+STEPS = 16  # a phase may take a few of them, where the machine is busy
 POLL_S = 0.005
-WORDS = ["checkpoint.every_steps=1", "evaluation.held_out_fraction=0.01"]
+WORDS = ["checkpoint.every_steps=1", "evaluation.problems=8"]
+WORDS += ["rollout.max_staleness=1", f"steps={STEPS}"]
 
 
 def wait_until(run: Command, is_reached: Callable[[], bool]) -> None:
@@ -38,10 +42,9 @@ def wait_until(run: Command, is_reached: Callable[[], bool]) -> None:
     run.poll()
 
 
-def newest_log(run: Command, name: str) -> str:
-    """Return a log of the newest attempt that has it; empty if there is none."""
-    paths = sorted(run.run_dir.glob(f"logs/**/{name}"), key=lambda path: path.stat().st_mtime)
-    return paths[-1].read_text(errors="replace") if paths else ""
+def says(run: Command, text: str) -> Callable[[], bool]:
+    """Return a function that is true once the command has printed a text."""
+    return lambda: text in run.text()
 
 
 def in_next_step(run: Command, phase: str) -> Callable[[], bool]:
@@ -76,26 +79,41 @@ def exists(run: Command, pattern: str) -> Callable[[], bool]:
     return is_reached
 
 
-Phase = Callable[[Command], Callable[[], bool]]
-# (phase, how to know it, signal to the launcher)
-TABLE: list[tuple[str, Phase, signal.Signals]] = [
-    ("preparing", lambda run: lambda: True, signal.SIGKILL),
-    ("servers starting", lambda run: exists(run, "logs/**/preload.log"), signal.SIGTERM),
-    (
-        "evaluation",
-        lambda run: lambda: "batch" in newest_log(run, "server_evaluation_0.log"),
-        signal.SIGKILL,
-    ),
-    ("first publish", lambda run: exists(run, "evaluation/*/*"), signal.SIGKILL),
-    ("sampling", lambda run: in_next_step(run, "rollout"), signal.SIGKILL),
-    ("update", lambda run: in_next_step(run, "update"), signal.SIGTERM),
-    (
+@dataclass(frozen=True)
+class Kill:
+    """A phase, how to know it, and the signal that ends the run in it or after its step."""
+
+    phase: str
+    reached: Callable[[Command], Callable[[], bool]]
+    signal: signal.Signals
+    to_rank: bool = False  # the signal is for a learner rank; otherwise for the launcher
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        if self.to_rank:
+            return 1
+        if self.signal == signal.SIGUSR1:
+            return STOPPED_EARLY
+        return -self.signal if self.signal == signal.SIGKILL else 128 + self.signal
+
+
+TABLE = [
+    Kill("preparing", lambda run: lambda: True, signal.SIGKILL),
+    Kill("before it starts", lambda run: says(run, "run directory"), signal.SIGUSR1),
+    Kill("servers starting", lambda run: exists(run, "logs/**/server_*.log"), signal.SIGINT),
+    Kill("evaluation", lambda run: says(run, "server evaluation_0 serves"), signal.SIGKILL),
+    Kill("first publish", lambda run: exists(run, "evaluation/*/*"), signal.SIGKILL),
+    Kill("any", lambda run: in_next_step(run, "rollout"), signal.SIGUSR1),
+    Kill("sampling", lambda run: in_next_step(run, "rollout"), signal.SIGKILL, to_rank=True),
+    Kill("update", lambda run: in_next_step(run, "update"), signal.SIGTERM),
+    Kill(
         "checkpoint being written",
         lambda run: exists(run, f"checkpoints/*{PARTIAL}"),
         signal.SIGKILL,
     ),
-    ("export", lambda run: exists(run, f"final_model{PARTIAL}"), signal.SIGKILL),
-    ("last evaluation and report", lambda run: exists(run, "final_model"), signal.SIGTERM),
+    Kill("export", lambda run: exists(run, f"final_model{PARTIAL}"), signal.SIGKILL),
+    Kill("last evaluation and report", lambda run: exists(run, "final_model"), signal.SIGTERM),
 ]
 
 
@@ -119,36 +137,74 @@ def listened(run: Command) -> set[tuple[str, int]]:
     return found
 
 
+def send(kill: Kill, run: Command) -> None:
+    """Send the signal to the launcher or to rank 0 of the learner."""
+    if kill.to_rank:
+        run.first_rank().send_signal(kill.signal)
+    else:
+        run.process.send_signal(kill.signal)
+
+
+def assert_says_why_it_ended(kill: Kill, run: Command) -> None:
+    text = run.text()
+    assert "Traceback" not in text
+    if kill.to_rank:
+        attempts = len([*run.run_dir.glob("logs/resumed_*")])
+        assert "learner rank 0 ended with code -9" in text
+        assert f"logs/resumed_{attempts}/learner_rank0.log" in text
+    elif kill.signal in (signal.SIGINT, signal.SIGTERM):
+        assert f"interrupted by {kill.signal.name}" in text
+
+
+def steps_saved(run: Command) -> int:
+    """Return the step of the newest checkpoint; 0 if there is none."""
+    names = [checkpoint.name for checkpoint in list_checkpoints(run.run_dir)]
+    return int(max(names, default="step_0").removeprefix("step_"))
+
+
 def test_a_run_that_is_killed_in_every_phase_leaves_no_process_and_completes(
     start: Start, tmp_path: Path, listening: set[tuple[str, int]]
 ) -> None:
     def begin() -> Command:
         if (tmp_path / "runs" / "run" / "config.yaml").exists():
             return start("resume", "runs/run")
-        words = [*SMALL, *WORDS, f"steps={STEPS}", "evaluation.problems=8"]
-        return start("train", "quickstart", *words)
+        return start("train", *QUICK, *WORDS)
 
-    for phase, reached, number in TABLE:
+    first_steps = set()  # of an attempt
+    for kill in TABLE:
         run = begin()
-        is_reached = reached(run)
-        if phase == "preparing":
+        saved = steps_saved(run)
+        first_steps.add(saved + 1)
+        is_reached = kill.reached(run)
+        if kill.phase == "preparing":
             time.sleep(0.3)  # it checks and prepares
         wait_until(run, is_reached)
         listening |= listened(run)
-        whole = list_checkpoints(run.run_dir)
-        run.process.send_signal(number)
+        if kill.phase == "evaluation":  # the kernel has processes of every kind to end
+            assert run.first_rank() and run.find("sglang::scheduler")
+        saved = steps_saved(run)
+        send(kill, run)
         code = run.process.wait(TIMEOUT_S)
-        assert code == (-number if number == signal.SIGKILL else 128 + number), (phase, run.text())
+        assert code == kill.exit_code, (kill.phase, run.text())
         _, alive = psutil.wait_procs(run.survivors(), timeout=30)
-        assert alive == [], phase
-        assert "Traceback" not in run.text(), (phase, run.text())
+        assert alive == [], kill.phase
+        assert_says_why_it_ended(kill, run)
         # No checkpoint that was whole is lost, but those that newer ones replaced.
-        assert not whole or max(list_checkpoints(run.run_dir)) >= max(whole), phase
+        assert steps_saved(run) >= saved, kill.phase
 
     run = begin()
+    first_steps.add(steps_saved(run) + 1)
     assert run.exit_code() == 0, run.text()
     assert run.survivors() == []
-    assert [step["step"] for step in metrics_of(run)] == list(range(1, STEPS + 1))
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["weight_version"] for step in steps] == list(range(2, STEPS + 2))
+    # What was in flight at the end of an attempt was sampled again, with the checkpoint's weights.
+    assert {step["step"] for step in steps if step["token_lag_max"] == 0} == {
+        step for step in first_steps if step <= STEPS
+    }
+    assert max(step["token_lag_max"] for step in steps) <= 1
+    assert prompts_trained(run) == STEPS * PER_STEP
     assert list(run.run_dir.rglob(f"*{PARTIAL}")) == []
     assert {path.name for path in run.run_dir.iterdir()} >= {"summary.json", "final_model"}
     assert (run.run_dir / "report" / "index.html").exists()

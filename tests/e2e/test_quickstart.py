@@ -1,8 +1,12 @@
-"""One small quickstart of the installed command, to its end: output, files, `qurl eval`."""
+"""`qurl launch` of two quickstarts, one after the other: the first to its end, output and files.
+
+Each is the installed command, which nemo-run's local executor starts.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,28 +19,32 @@ import pytest
 import reasoning_gym
 from transformers import AutoModelForCausalLM
 
-from e2e.running import SMALL, Command, Start, curve_steps, metrics_of
+from e2e.running import SMALL, Command, Start, curve_steps
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.preload import Preload
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run of two steps with a warm-up, an evaluation file and a change of stage."""
+    """A finished run of two steps with a warm-up, an evaluation file and a change of stage.
 
-    command: Command
+    It is the first of a sweep, which was told to end in its second run.
+    """
+
+    command: Command  # the sweep
     words: list[dict[str, Any]]  # the problems of the evaluation file, in order
     words_file: Path
 
     @property
     def run_dir(self) -> Path:
-        return self.command.run_dir
+        return self.command.output.parent / "runs" / "sweep-2"
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        return metrics_of(self.command)
+        return json_lines(self.run_dir / "metrics.jsonl")
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -51,7 +59,9 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
+) -> Iterator[Finished]:
     directory = tmp_path_factory.mktemp("quickstart")
     words = reasoning_gym.create_dataset(
         "spell_backward", size=16, seed=0, min_word_len=4, max_word_len=4
@@ -59,9 +69,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     pq.write_table(pa.Table.from_pylist(list(words)), directory / "words.parquet")
     command = Command(
         directory,
-        "train",
+        "launch",
         "quickstart",
-        *SMALL,
+        *(word for word in SMALL if not word.startswith(("name=", "steps="))),
+        "name=sweep",
+        "--sweep",
+        "steps=2,100000",
+        "data_options.size=2000",
+        "scoring_workers=1",
         "warmup.max_steps=4",
         "warmup.check_every_steps=2",
         "warmup.target_accuracy=0.99",
@@ -71,15 +86,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         "evaluation.k=2",
         "quantization.publish=delta",
         "rollout.stages.2={max_response_length: 10, completions_per_prompt: 6}",
+        preload=preload,
     )
     try:
-        assert command.exit_code() == 0, command.text()
+        command.wait_for("run directory .*sweep-100000")  # nemo-run shows the output of each
+        command.process.send_signal(signal.SIGTERM)
+        command.exit_code()
+        yield Finished(command, list(words), directory / "words.parquet")
     finally:
         command.end()
-    yield Finished(command, list(words), directory / "words.parquet")
 
 
-def test_no_process_survives_the_run(finished: Finished) -> None:
+def test_a_sweep_runs_its_runs_in_order_and_ends_on_sigterm(finished: Finished) -> None:
+    assert finished.command.exit_code() == 128 + signal.SIGTERM, finished.command.text()
+    assert finished.summary["steps"] == 2
+    second = finished.run_dir.with_name("sweep-100000")
+    assert second.exists() and not (second / "summary.json").exists()
+
+
+def test_no_process_survives_the_runs(finished: Finished) -> None:
     assert len(finished.command.started) >= 5
     assert finished.command.survivors() == []
 
@@ -141,8 +166,8 @@ def test_reported_accuracies_match_the_saved_answers(
 
 
 def test_curves_are_in_tensorboard(finished: Finished) -> None:
-    assert curve_steps(finished.command, "loss") == [1, 2]
-    assert curve_steps(finished.command, "evaluation/words/Avg@1/mean") == [0, 2]
+    assert curve_steps(finished.run_dir, "loss") == [1, 2]
+    assert curve_steps(finished.run_dir, "evaluation/words/Avg@1/mean") == [0, 2]
 
 
 def test_int8_rollouts_have_more_noise_than_bf16_evaluation(finished: Finished) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.shaped_link import ShapedLink
-from e2e.running import SMALL, Command, metrics_of
+from e2e.running import QUICK, Command, metrics_of
 from launch.servers_at import read_key
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
@@ -24,7 +24,7 @@ from recipes import quickstart
 
 KEY = "the-key-of-the-test"
 SLOW = 4e6  # bytes per second, at which deltas are coded
-STEPS = 6
+STEPS = 4
 
 
 @dataclass
@@ -108,14 +108,14 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     elsewhere: Elsewhere, tmp_path: Path, preload: Preload | None
 ) -> None:
     link = elsewhere.link
-    words = [*SMALL, f"model={elsewhere.model}", "rollout.servers=0", "quantization.publish=delta"]
+    words = [*QUICK, f"model={elsewhere.model}", "rollout.servers=0", "quantization.publish=delta"]
     words += [f"rollout.servers_at=[{link.url}]", "checkpoint.every_steps=0"]
     words += [f"steps={STEPS}", "optimizer.learning_rate=1e-6"]
     (tmp_path / "wrong").write_text("another-key-of-it")
     (tmp_path / "wrong").chmod(0o600)
     refused = Command(
         tmp_path,
-        *("train", "quickstart", *words, "rollout.servers_key_file=wrong"),
+        *("train", *words, "rollout.servers_key_file=wrong"),
         preload=preload,
     )
     assert refused.exit_code() == 2
@@ -124,7 +124,7 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     assert not (tmp_path / "runs").exists()
 
     words.append(f"rollout.servers_key_file={elsewhere.key_file}")
-    run = Command(tmp_path, "train", "quickstart", *words, preload=preload)
+    run = Command(tmp_path, "train", *words, preload=preload)
     try:
         run.wait_for(rf"step +2/{STEPS}")
         elsewhere.serve.process.send_signal(signal.SIGKILL)
