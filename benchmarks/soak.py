@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import platform
 import random
@@ -79,6 +80,7 @@ from qurl_megatron.algorithm.score import Score  # noqa: E402
 from qurl_megatron.config.schema import RolloutConfig  # noqa: E402
 from qurl_megatron.data.prompts import PromptStream  # noqa: E402
 from qurl_megatron.loop.producer import Producer, ScoredGroup  # noqa: E402
+from qurl_megatron.process import trim_heap  # noqa: E402
 from qurl_megatron.rollout.control import ServerControl  # noqa: E402
 from qurl_megatron.rollout.fleet import AdmissionNeeded  # noqa: E402
 from qurl_megatron.rollout.server import Server, ServerFailed, preloaded_sglang  # noqa: E402
@@ -257,7 +259,7 @@ class Soak:
         self._faults = Faults(deployment, seed, fault_every, self.outcome)
         self._counts = bytearray(publishes * PER_STEP)  # how often each prompt was trained on
         self._random = random.Random(seed)
-        self._measure_every = max(1, publishes // 300)
+        self._measure_every = max(1, publishes // 100)
         self._processes_seen: set[psutil.Process] = set()
         self._said_before = len(deployment.said)
         prompts = [make_prompt(number) for number in range(publishes * PER_STEP)]
@@ -395,6 +397,8 @@ class Soak:
 
     def _measure(self, step: int) -> None:
         """Note the processes that there are, and what memory they use."""
+        gc.collect()  # garbage that Python would free later is no growth
+        trim_heap()
         me = psutil.Process()
         roles = {LEARNER: me}
         for index, server in self._deployment.roster.items():

@@ -55,9 +55,11 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     del store
     Link._leave(link)  # the link of a server that is lost lets go of its store
     assert link.store is None
-    sending.result(timeout=TIMEOUT_S)
+    while channel.failure is None:
+        time.sleep(0.01)
     assert str(channel.failure) == "http://lost"
+    server.kill()  # gloo waits for a peer that lives, for as long as its timeout
+    sending.result(timeout=TIMEOUT_S)
     channel.close()
-    server.kill()
     server.join()
     assert "TCPStore" not in capfd.readouterr().err

@@ -112,8 +112,10 @@ TABLE = [
         lambda run: exists(run, f"checkpoints/*{PARTIAL}"),
         signal.SIGKILL,
     ),
-    Kill("export", lambda run: exists(run, f"final_model{PARTIAL}"), signal.SIGKILL),
-    Kill("last evaluation and report", lambda run: exists(run, "final_model"), signal.SIGTERM),
+    # In the midst of the export or right after it: it lasts milliseconds.
+    Kill("export", lambda run: exists(run, "final_model*"), signal.SIGKILL),
+    # No step is left, so this is the last evaluation.
+    Kill("last evaluation", lambda run: says(run, "server evaluation_0 serves"), signal.SIGTERM),
 ]
 
 

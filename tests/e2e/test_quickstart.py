@@ -192,7 +192,10 @@ def test_completions_of_every_step_are_kept_with_the_ratio_of_each_token(
     ratios = [ratio for sample in samples for ratio in sample["ratios"]]
     assert len(ratios) == sum(sample["length"] for sample in samples)
     assert len(set(ratios)) > 4 and all(0.3 < ratio < 3 for ratio in ratios)
-    assert "Completions: run" in (finished.run_dir / "report" / "index.html").read_text()
+    assert (
+        f"Completions: {finished.run_dir.name}"
+        in (finished.run_dir / "report" / "index.html").read_text()
+    )
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_linked(finished: Finished) -> None:
