@@ -10,9 +10,11 @@ BF16 rollouts and with the uncorrected objectives.
     large_gap      4-bit codes in the same INT8 layers and twice the learning rate, so that the
                    quantized policy is as far from the learner as in the paper's late training
     asynchronous   the large gap, and servers that sample up to four steps ahead
-    long           the large gap, and answers of 64 tokens: four digits are continued by 64 more,
-                   each the sum modulo 10 of the one before and the fourth before. An answer is
-                   right if all of them are. 16 x 8 answers a step
+    long           4-bit codes, and answers of 64 tokens: four digits are continued by 64 more, each
+                   the sum modulo 10 of the one before and the fourth before. An answer is right if
+                   all of them are. 32 x 8 answers a step, at two thirds of the learning rate
+    experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
+                   learner compares with its own, or replays
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures and resumes the runs that were interrupted; `--runs 1` ends after
@@ -57,6 +59,7 @@ class Setting:
     arms: dict[str, list[str]]  # name -> overrides of the arm; the others are compared to the first
     overrides: list[str] = field(default_factory=list)  # of every arm
     adds_digits: bool = False  # False: the quickstart's task
+    recipe: str = "quickstart"
 
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
@@ -87,11 +90,20 @@ SETTINGS = {
         | {f"{name} int4": arm(name, "int4") for name in ("naive", "decoupled", "tis", "acr")},
         [TWICE_THE_RATE, "rollout.max_staleness=4"],
     ),
-    "long": Setting(BF16 | INT4, [TWICE_THE_RATE], adds_digits=True),
+    "long": Setting(BF16 | INT4, ["optimizer.learning_rate=1e-4"], adds_digits=True),
+    "experts": Setting(
+        {"compare bf16": [*arm("tis", "bf16"), "rollout.routing=compare"]}
+        | {
+            f"{routing} {weight_format}": [*arm("tis", weight_format), f"rollout.routing={routing}"]
+            for weight_format in ("int8", "int4")
+            for routing in ("compare", "replay")
+        },
+        recipe="quickstart_experts",
+    ),
 }
 # With one learner rank, the learner waits while the server samples, and the reverse. So a run keeps
 # about one core busy, and two runs share two cores.
-COMMON_OVERRIDES = ["learner.tensor_parallel_size=1", "checkpoint.keep_last=1"]
+ONE_RANK = ["learner.tensor_parallel_size=1", "learner.expert_parallel_size=1"]
 
 
 def main() -> None:
@@ -194,10 +206,12 @@ class Results:
         baseline = column(arms[0], "held_out_accuracy")
         print(
             f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
-            "| fewest steps | collapsed | KL k3 | max ratio | above C | clipped | widened |"
+            "| fewest steps | collapsed | KL k3 | max ratio | above C | clipped | widened "
+            "| other experts |"
         )
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print(f"|{'---|' * 12}")
         for name in arms:
+            changed = [self._runs[name, seed].get("routing_changed_fraction") for seed in seeds]
             after = column(name, "held_out_accuracy")
             gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
             cells = (
@@ -212,18 +226,20 @@ class Results:
                 f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
                 f"{fmean(column(name, 'clip_fraction')):.2%}",
                 f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
+                "" if None in changed else f"{fmean(changed):.2%}",
             )
             print(f"| {' | '.join(cells)} |")
 
 
 def start_directory(output_dir: Path, setting: Setting, seed: int) -> Path:
-    return output_dir / f"start-{'digits-' if setting.adds_digits else ''}{seed}"
+    task = "digits" if setting.adds_digits else setting.recipe
+    return output_dir / f"start-{task}-{seed}"
 
 
 def recipe(output_dir: Path, setting: Setting) -> list[str]:
     """Return the recipe of the setting's task and its overrides; write problems of its own."""
     if not setting.adds_digits:
-        return ["quickstart"]
+        return [setting.recipe]
     path = output_dir / "digits.jsonl"
     if not path.exists():
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -235,15 +251,15 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
         "reward=exact",
         "rollout.max_prompt_length=4",
         f"rollout.max_response_length={DIGITS + 1}",
-        "rollout.prompts_per_step=16",
+        "rollout.prompts_per_step=32",
         "evaluation.problems=256",
     ]
 
 
 def overrides(setting: Setting, name: str, seed: int) -> list[str]:
     """Return the overrides of an arm's run, the model aside."""
-    run = ["warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}", *COMMON_OVERRIDES]
-    return [*run, *setting.overrides, *setting.arms[name]]
+    run = ["warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}", "checkpoint.keep_last=1"]
+    return [*run, *ONE_RANK, *setting.overrides, *setting.arms[name]]
 
 
 def rows_of_digits() -> Iterator[dict[str, str]]:
@@ -259,7 +275,7 @@ def rows_of_digits() -> Iterator[dict[str, str]]:
 def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
     """Write the model after its warm-up, with a run of one step at learning rate 0."""
     directory = start_directory(output_dir, setting, seed)
-    words = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
+    words = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0", *ONE_RANK]
     complete_run(directory, [*recipe(output_dir, setting), *words])
 
 
@@ -302,6 +318,7 @@ def summarize(run_dir: Path) -> dict[str, float]:
         "acr_widened_fraction",
         "clip_fraction",
         "code_flip_fraction",
+        "routing_changed_fraction",  # only in a mixture of experts
     )
     return {
         "held_out_accuracy_before": summary["held_out_accuracy_before"],
@@ -309,7 +326,11 @@ def summarize(run_dir: Path) -> dict[str, float]:
         "steps": len(steps),
         "collapsed": collapsed([step["reward_mean"] for step in steps]),
         "ratio_proximal_behaviour_max": max(step["ratio_proximal_behaviour_max"] for step in steps),
-        **{metric: fmean(step[metric] for step in late) for metric in means},
+        **{
+            metric: fmean(step[metric] for step in late)
+            for metric in means
+            if late[0][metric] is not None
+        },
     }
 
 

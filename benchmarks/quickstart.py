@@ -1,7 +1,7 @@
-"""Measure what the quickstart learns, over several seeds: `python benchmarks/quickstart.py`.
+"""Measure what a quickstart learns, over several seeds: `python benchmarks/quickstart.py`.
 
-Each seed is one complete `qurl train quickstart`. The seeds run one after the other. The README
-quotes the resulting table.
+Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names. The seeds
+run one after the other. The README quotes the resulting table.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ QURL = Path(sys.executable).with_name("qurl")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--recipe", choices=["quickstart", "quickstart_experts"], default="quickstart"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", default="runs")
     arguments = parser.parse_args()
@@ -30,11 +33,13 @@ def main() -> None:
     print("seed  before   after    gain  steps  RL time  whole command  mean publish")
     gains = []
     for seed in arguments.seeds:
-        name = f"quickstart-seed{seed}-{time.strftime('%H%M%S')}"
+        name = f"{arguments.recipe}-seed{seed}-{time.strftime('%H%M%S')}"
         start = time.perf_counter()
         overrides = [f"seed={seed}", f"name={name}", f"output_dir={arguments.output_dir}"]
         subprocess.run(
-            [QURL, "train", "quickstart", *overrides], check=True, stdout=subprocess.DEVNULL
+            [QURL, "train", arguments.recipe, *overrides],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
         command_s = time.perf_counter() - start
         summary = json.loads((Path(arguments.output_dir) / name / "summary.json").read_text())

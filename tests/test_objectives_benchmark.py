@@ -10,7 +10,6 @@ from benchmarks.objectives import DIGITS, SETTINGS, overrides, recipe, rows_of_d
 from launch.prepare import check_new, load_recipe
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.validate import validate
-from recipes import quickstart
 
 
 def test_a_row_continues_with_sums_of_two_digits_before() -> None:
@@ -25,8 +24,8 @@ def test_a_row_continues_with_sums_of_two_digits_before() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_arm_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    quickstart.build_model(model, seed=0)
     setting = SETTINGS[name]
+    load_recipe(setting.recipe).build_model(model, seed=0)
     recipe_name, *words = recipe(tmp_path, setting)
     words.append(f"model={model}")
     for arm in setting.arms:
