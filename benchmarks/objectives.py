@@ -211,7 +211,8 @@ class Results:
         )
         print(f"|{'---|' * 12}")
         for name in arms:
-            changed = [self._runs[name, seed].get("routing_changed_fraction") for seed in seeds]
+            changed = "routing_changed_fraction"
+            knows_experts = all(changed in self._runs[name, seed] for seed in seeds)
             after = column(name, "held_out_accuracy")
             gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
             cells = (
@@ -226,7 +227,7 @@ class Results:
                 f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
                 f"{fmean(column(name, 'clip_fraction')):.2%}",
                 f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
-                "" if None in changed else f"{fmean(changed):.2%}",
+                f"{fmean(column(name, changed)):.2%}" if knows_experts else "",
             )
             print(f"| {' | '.join(cells)} |")
 
