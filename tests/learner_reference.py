@@ -32,6 +32,7 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2}
 CP2: dict[str, Any] = {"context_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_parallel_size": 2}
 VPP2: dict[str, Any] = {**PP2, "virtual_pipeline_parallel_size": 2}
 BUDGET: dict[str, Any] = {"tokens_per_micro_batch": 20}
 SELECTIVE: dict[str, Any] = {"recompute": "selective"}

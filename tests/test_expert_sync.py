@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bits import as_bytes
 from distributed import run_ranks
+from learner_reference import DP2, EP2, PP2, TP2
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.quantization import uaq
@@ -38,10 +39,6 @@ DIMENSIONS: dict[str, Any] = {
     "num_experts": 8,
     "moe_intermediate_size": 80,
 }
-TP2: dict[str, Any] = {"tensor_parallel_size": 2}
-DP2: dict[str, Any] = {"data_parallel_size": 2}
-PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-EP2: dict[str, Any] = {"expert_parallel_size": 2}
 EP4: dict[str, Any] = {"expert_parallel_size": 4}
 ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
 # Layouts, and which of the ranks send.

@@ -20,6 +20,7 @@ from learner_reference import (
     CP2,
     DIMS,
     DP2,
+    EP2,
     FULL,
     OFFLOAD,
     OPTIMIZER,
@@ -42,7 +43,6 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
-EP2: dict[str, Any] = {"expert_parallel_size": 2}
 EP4: dict[str, Any] = {"expert_parallel_size": 4}
 ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
