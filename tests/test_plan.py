@@ -16,6 +16,7 @@ from qurl_megatron.planning import plan
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
 from qurl_megatron.planning.publish import senders
 from qurl_megatron.planning.step_time import Workload
+from recipes import qwen3_moe
 from recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
 
@@ -66,6 +67,8 @@ def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
          "the weights do not fit"),
         ("learner.tensor_parallel_size=3", 64, "40 attention heads are not divisible by"),
         ("advantage_estimator=gae", 64, "plans do not support a critic"),
+        ("rollout.servers_at=[https://a:1]", 64, "plans do not support servers elsewhere"),
+        ("rollout.routing=replay", 64, "rollout.routing=replay: the model has no experts"),
         ("rollout.server.tensor_parallel_size=5", 64, "must divide the 8 GPUs of a node"),
         ("", 40, "the learner's 40 leave 0, and a rollout server needs 4"),
         ("evaluation.problems=8 evaluation.server.tensor_parallel_size=4", 44,
@@ -81,6 +84,19 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_does_not(
         plan.plan(QWEN2, config, gpus)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rollout.routing=replay learner.recompute=full", "would replay another micro batch"),
+        ("quantization.uaq.scale=1.5", "a model with experts needs a power of two"),
+    ],
+)
+def test_a_plan_for_experts_is_refused_as_the_run_would_be(words: str, message: str) -> None:
+    config = with_overrides(qwen3_moe.study("Qwen3-30B-A3B", 16), words.split())
+    with pytest.raises(ConfigError, match=message):
+        plan.plan(qwen3_moe.ARCHITECTURES["Qwen3-30B-A3B"], config, 16)
 
 
 def test_a_plan_publishes_to_the_servers_that_it_has() -> None:

@@ -124,6 +124,24 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
             )
 
 
+def check_routing(config: Config, architecture: Architecture) -> None:
+    """Check that the learner can do with the servers' choice of experts what `rollout.routing` says.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    routing, learner = config.rollout.routing, config.learner
+    if routing != "ignore" and not architecture.num_experts:
+        raise ConfigError(
+            f"rollout.routing={routing}: the model has no experts; leave it at ignore"
+        )
+    if routing == "replay" and learner.recompute == "full" and learner.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "rollout.routing=replay: with pipeline stages, a layer that is computed again would "
+            "replay another micro batch; set learner.recompute=selective, or leave it out"
+        )
+
+
 def validate_server(
     name: str,
     server: ServerConfig,
@@ -296,21 +314,7 @@ def _validate_model(config: Config) -> Architecture:
             )
     check_scales(config.quantization.uaq, architecture)
     kept_layers(config.quantization.keep, architecture)
-    if config.rollout.routing != "ignore" and not architecture.num_experts:
-        raise ConfigError(
-            f"rollout.routing={config.rollout.routing}: the model has no experts; "
-            "leave it at ignore"
-        )
-    learner = config.learner
-    if (
-        config.rollout.routing == "replay"
-        and learner.recompute == "full"
-        and learner.pipeline_parallel_size > 1
-    ):
-        raise ConfigError(
-            "rollout.routing=replay: with pipeline stages, a layer that is computed again would "
-            "replay another micro batch; set learner.recompute=selective, or leave it out"
-        )
+    check_routing(config, architecture)
     return architecture
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.validate import check_layout
+from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
 from qurl_megatron.planning.limits import deciding_parts, time_parts
@@ -226,9 +226,16 @@ def _check_layout(
     learner, rollout = config.learner, config.rollout
     server_size = rollout.server.tensor_parallel_size
     kept_layers(config.quantization.keep, architecture)  # refuses patterns that match nothing
+    check_scales(config.quantization.uaq, architecture)
+    check_routing(config, architecture)
     if config.advantage_estimator == "gae":
         raise ConfigError(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
+        )
+    if rollout.servers_at:
+        raise ConfigError(
+            f"rollout.servers_at={rollout.servers_at}: plans do not support servers elsewhere, "
+            "whose GPUs and network are unknown; leave it out"
         )
     try:
         check_layout(architecture, learner)
