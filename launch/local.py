@@ -20,7 +20,7 @@ from launch.bad_input import exit_on_bad_input
 from launch.owner import claim
 from launch.placement import place_servers, server_specs
 from launch.servers import Servers
-from launch.servers_at import save_servers_at
+from launch.servers_at import release_servers_at, save_servers_at
 from launch.status import how_to_resume
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
@@ -84,6 +84,7 @@ def _run(config: Config) -> int:
             return 1
         finally:
             _stop_ranks(ranks)
+            release_servers_at(config)
 
 
 def _start_servers(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import stat
 import sys
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.rollout.remote import Unreachable, check_servers, remote_server
-from qurl_megatron.rollout.roster import SERVERS_AT, save_roster
+from qurl_megatron.rollout.remote import Unreachable, check_servers, release, remote_server
+from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
+from qurl_megatron.rollout.server import Server
 
 KEY_VARIABLE = "QURL_SERVERS_KEY"
 HOW_TO_MAKE_A_KEY = "make one with: (umask 077; openssl rand -hex 32 > qurl.key)"
@@ -66,21 +68,37 @@ def check_servers_at(config: Config, *, resumes: bool = False) -> None:
         print(f"qurl: {error}; the run goes on without it", file=sys.stderr)
 
     if config.rollout.servers_at:
-        check_servers(config, _key(config), go_on if resumes else None)
+        run = next((server.run for server in _saved(config)), "")
+        check_servers(config, _key(config), run, go_on if resumes else None)
 
 
 def save_servers_at(config: Config) -> None:
     """Write the roster of the servers elsewhere into the run's directory, if there are any.
 
+    It has the name under which the run claims them, which stays the same when the run resumes.
+
     Raises:
         ConfigError: the key is missing.
     """
     path, rollout = config.run_dir / SERVERS_AT, config.rollout
+    new = f"{config.run_dir.name}-{secrets.token_hex(4)}"
+    run = next((server.run for server in _saved(config)), new)
     path.unlink(missing_ok=True)  # an earlier start may have had other servers
     if rollout.servers_at:
         key = _key(config)
-        servers = [remote_server(url, key) for url in rollout.servers_at]
+        servers = [remote_server(url, key, run) for url in rollout.servers_at]
         save_roster(path, {"rollout": dict(enumerate(servers, start=rollout.servers))})
+
+
+def release_servers_at(config: Config) -> None:
+    """Let the servers elsewhere serve other runs: this one has ended, or will resume."""
+    for server in _saved(config):
+        release(server)
+
+
+def _saved(config: Config) -> list[Server]:
+    """Return the servers of the roster that `save_servers_at` wrote, if it did."""
+    return list(read_set([config.run_dir / SERVERS_AT], "rollout").values())
 
 
 def _key(config: Config) -> str:

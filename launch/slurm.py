@@ -45,7 +45,7 @@ from launch.owner import claim
 from launch.placement import JobPlan, NodeGroup, make_plan
 from launch.prepare import prepare_resume_or_new, print_data_summary
 from launch.servers import RestartLimit
-from launch.servers_at import save_servers_at
+from launch.servers_at import release_servers_at, save_servers_at
 from launch.slurm_task import START_FAILED, roster_of
 from launch.status import how_to_resume, is_finished
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
@@ -100,6 +100,7 @@ def _run(config: Config, max_restarts: int) -> int:
     if not preflight(attempt, plan, learner_group, rollout_group):
         return 2
     with contextlib.ExitStack() as stack:
+        stack.callback(release_servers_at, config)
         rollout = RolloutSide(attempt, rollout_group)
         stack.callback(rollout.end)
         threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import http.server
 import json
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.request import proxy_bypass
 
+import httpx
 import pytest
 import torch
 from fastapi import FastAPI
@@ -141,6 +143,10 @@ def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
         4: "https://host/a/b",
     }
     assert all(server.is_remote and server.api_key == KEY for server in servers.values())
+    save_servers_at(config)  # when the run resumes
+    assert read_roster(path)["rollout"] == servers
+    (run,) = {server.run for server in servers.values()}
+    assert re.fullmatch(r"run-[0-9a-f]{8}", run)
     config.rollout.servers_at = []
     save_servers_at(config)
     assert not path.exists()
@@ -189,6 +195,10 @@ def description(model_dir: Path, **changes: Any) -> Description:
         (
             {"context_length": 99},
             "serves at most 99 tokens .* the run needs 100; .* max_length=100",
+        ),
+        (
+            {"run": "first-01"},
+            "serves the run first-01; give each run servers of its own, or start",
         ),
         ({"kept": []}, f"and the run do not keep the same layers in BF16: one keeps {KEPT}; start"),
         ({"kept": [KEPT, "other"]}, "and the run do not keep the same layers .*: one keeps other;"),
@@ -534,6 +544,44 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     assert process.http.get("/health").status_code == 404  # not one of these routes
 
 
+def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(method: str, path: str, run: str = "") -> httpx.Response:
+        headers = remote.remote_server("http://a", KEY, run).headers
+        return process.http.request(method, path, headers=headers)
+
+    def served() -> str:
+        return ask("GET", "/qurl", "second").json()["run"]
+
+    assert served() == ""
+    assert ask("POST", "/qurl/weights", "first").status_code == 400  # no body, and yet a request
+    assert served() == "first"
+    for path in ("/qurl/weights", "/generate", "/pause_generation"):
+        refused = ask("POST", path, "second")
+        assert refused.status_code == 409
+        assert refused.json() == {"success": False, "message": "it serves the run first"}
+        assert ask("POST", path).status_code != 409  # of no run, as a person's
+    ask("DELETE", "/qurl/run", "second")
+    assert served() == "first"
+    ask("DELETE", "/qurl/run", "first")
+    assert served() == ""
+    assert ask("POST", "/qurl/weights", "second").status_code == 400
+    assert ask("POST", "/qurl/weights", "first").status_code == 409
+    monkeypatch.setattr(plugin, "CLAIM_S", 0.0)
+    assert ask("POST", "/qurl/weights", "first").status_code == 400
+
+
+def test_a_run_keeps_a_server_while_a_request_takes_longer_than_a_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin, "CLAIM_S", 0.0)
+    claim = plugin.Claim()
+    with claim.held_by("first"):
+        assert claim.run == "first"
+    assert claim.run == ""
+
+
 def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
     arguments = SimpleNamespace(api_key=KEY, port=7)
     assert plugin.without_key(repr, arguments) == "namespace(api_key='...', port=7)"
@@ -598,7 +646,8 @@ def test_an_answer_without_weights_is_never_trained_on(
 
 
 @pytest.mark.parametrize(
-    ("status", "text"), [(502, "<html>"), (504, "<html>"), (503, "<html>"), (200, "<"), (401, "{}")]
+    ("status", "text"),
+    [(502, "<html>"), (504, "<html>"), (503, "<html>"), (200, "<"), (401, "{}"), (409, "{}")],
 )
 def test_an_answer_of_a_proxy_or_of_a_server_with_another_key_costs_a_server_and_not_the_run(
     answering: Callable[[int, str], str], status: int, text: str

@@ -125,7 +125,7 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
 
 
 def check_routing(config: Config, architecture: Architecture) -> None:
-    """Check that the learner can do with the servers' choice of experts what `rollout.routing` says.
+    """Check that the model and the layout can do what `rollout.routing` says.
 
     Raises:
         ConfigError: it cannot.

@@ -150,8 +150,11 @@ class RolloutClient:
             raise server.failed(f"closed the connection while sampling ({error!r})") from None
         status = response.status_code
         is_sglang = response.headers.get("Content-Type", "").startswith("application/json")
-        if server.is_remote and (not is_sglang or status == HTTPStatus.UNAUTHORIZED):
-            # A proxy answers for a server that does not, or a server with another key is there.
+        if server.is_remote and (
+            not is_sglang or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT)
+        ):
+            # A proxy answers for a server that does not, or a server with another key is there, or
+            # it serves another run.
             raise server.failed(f"answered a prompt with status {status}")
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise ServerBusy

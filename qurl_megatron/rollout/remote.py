@@ -6,6 +6,7 @@ no shared file system, no process group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -27,17 +28,22 @@ from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.server import Server, connect
 from qurl_megatron.rollout.wire import (
     DESCRIPTION_PATH,
+    RUN_PATH,
     WEIGHTS_PATH,
     BucketHeader,
     Description,
 )
 
 DESCRIBE_TIMEOUT_S = 30.0
+RELEASE_TIMEOUT_S = 5.0
 _CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
 
 
-def remote_server(url: str, key: str) -> Server:
-    """Return a server that somebody started elsewhere, of which only URL and key are known."""
+def remote_server(url: str, key: str, run: str = "") -> Server:
+    """Return a server that somebody started elsewhere, of which only URL and key are known.
+
+    `run` names the run that the server is asked to serve.
+    """
     return Server(
         url=url,
         machine="",
@@ -49,6 +55,7 @@ def remote_server(url: str, key: str) -> Server:
         scratch_dir="",
         api_key=key,
         is_remote=True,
+        run=run,
     )
 
 
@@ -67,11 +74,12 @@ class Unreachable(ConfigError):
 
 
 def check_servers(
-    config: Config, key: str, without: Callable[[Unreachable], None] | None = None
+    config: Config, key: str, run: str = "", without: Callable[[Unreachable], None] | None = None
 ) -> None:
     """Check that each server of `rollout.servers_at` answers, and can sample for the run.
 
     Args:
+        run: names the run, if it has begun; a server that serves another is refused.
         without: called for each that does not answer; None: that is an error too.
 
     Raises:
@@ -90,7 +98,7 @@ def check_servers(
                 "trust every machine on the way"
             )
     architecture = Architecture.from_directory(config.model)
-    needed = description_of(architecture, config)
+    needed = dataclasses.replace(description_of(architecture, config), run=run)
     for url in config.rollout.servers_at:
         try:
             describe(url, key).check(url, needed)
@@ -144,6 +152,12 @@ def revive(server: Server) -> bool:
             return http.get("/health").is_success
     except httpx.TransportError:
         return False
+
+
+def release(server: Server) -> None:
+    """Let the server serve another run, if it answers."""
+    with contextlib.suppress(httpx.TransportError), connect(server, RELEASE_TIMEOUT_S) as http:
+        http.delete(RUN_PATH)
 
 
 class WeightsPost:

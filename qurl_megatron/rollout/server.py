@@ -47,7 +47,7 @@ from qurl_megatron.process import (
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.options import command_line
-from qurl_megatron.rollout.wire import CONTEXT_RESERVE
+from qurl_megatron.rollout.wire import CONTEXT_RESERVE, RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
@@ -86,11 +86,13 @@ class Server:
     scratch_dir: str  # holds its sockets and temporary files
     api_key: str | None = None  # None: unauthenticated
     is_remote: bool = False  # somebody started it elsewhere; see remote.remote_server
+    run: str = ""  # names the run to a server elsewhere, which serves one at a time
 
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers that every request needs."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return key | ({RUN_HEADER: self.run} if self.run else {})
 
     @property
     def is_local(self) -> bool:

@@ -5,7 +5,11 @@
     | bytes of the header: int64, little-endian | header: JSON of `BucketHeader` | payload |
 
 and its answer is `{"success": ..., "message": ..., "load_s": ...}`, with the seconds that loading
-took. Both need the server's key. A server without a key has neither.
+took. `DELETE /qurl/run` ends the claim of the run that asks for it. All need the server's key. A
+server without a key has none of them.
+
+A run names itself in the header `Qurl-Run` of each of its requests. A server serves one run at a
+time, whose weights it has; the requests of others get status 409.
 
 In the server's processes, the payload is a file. Instead of a process group, a request then names
 the file.
@@ -22,6 +26,8 @@ from qurl_megatron.config.schema import ConfigError
 
 DESCRIPTION_PATH = "/qurl"
 WEIGHTS_PATH = "/qurl/weights"
+RUN_PATH = "/qurl/run"
+RUN_HEADER = "Qurl-Run"
 PREFIX_BYTES = 8
 # SGLang limits a request to this many tokens fewer than its context length.
 CONTEXT_RESERVE = 2
@@ -100,6 +106,7 @@ class Description:
     model: dict[str, Any]  # the fields of its `Architecture`
     kept: list[str]  # layers in BF16, as `keep.kept_layers` returns them
     records_routing: bool  # answers with the experts that were chosen
+    run: str = ""  # that it serves, as the run names itself; empty: none
 
     def check(self, url: str, needed: Description) -> None:
         """Check that the server at `url` can sample for a run that needs the other description.
@@ -108,6 +115,11 @@ class Description:
             ConfigError: it cannot; the message names the first thing that differs.
         """
         server = f"rollout.servers_at: the server at {url}"
+        if self.run not in ("", needed.run):
+            raise ConfigError(
+                f"{server} serves the run {self.run}; give each run servers of its own, or start "
+                "this one again if that run has ended"
+            )
         if self.version != needed.version:
             raise ConfigError(
                 f"{server} runs qurl-megatron {self.version}, and this is {needed.version}; "

@@ -130,12 +130,15 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     run = Command(tmp_path, "train", *words, preload=preload)
     try:
         run.wait_for(rf"step +2/{STEPS}")
+        with pytest.raises(ConfigError, match=f"serves the run {run.run_dir.name}-"):
+            check_servers(elsewhere.config(), KEY)
         elsewhere.serve.process.send_signal(signal.SIGKILL)
         run.wait_for("server rollout_0 is lost")
         elsewhere.serve = elsewhere.start()
         assert run.exit_code() == 0, run.text()
     finally:
         run.end()
+    check_servers(elsewhere.config(), KEY)  # another run may have it now
     assert KEY not in run.text()
     steps = metrics_of(run)
     assert len(steps) == STEPS
