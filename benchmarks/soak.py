@@ -19,7 +19,7 @@ After every publish the checksums of each server that serves are read back. The 
     answers   whose versions or log-probs are not those of published weights; must be none
     checksums that were read back, and those that differ from what was sent; must be none
     memory    how much that of each process grows per publish; `process_memory.py` says what is
-              flat. Servers are measured in the last third of the publishes, in which no fault
+              flat. Servers are measured in the last half of the publishes, in which no fault
               ends one. None may grow
     time      that steps spent on each of their parts
     orphans   processes and files that are left at the end; must be none
@@ -91,7 +91,7 @@ STOPPED_S = 10.0
 LATEST_S = 1.0  # a fault begins at most this long after the step that it is due in
 BURST = 80  # prompts, with four completions each
 BURST_LENGTH = 8  # tokens of a completion
-QUIET = 1 / 3  # of the publishes, at the end, without faults that end a server
+QUIET = 1 / 2  # of the publishes; a server's memory is measured in them
 STARTER_POLL_S = 0.2
 # Largest mean |behaviour - learner's log-prob| over a completion, in nats. INT8 makes 0.03; weights
 # that a server has drawn at random make 0.6 on the mean, and 0.3 or more over five tokens.
@@ -248,11 +248,25 @@ class Soak:
     """Samples, trains and publishes, and compares everything with what it must be."""
 
     def __init__(
-        self, deployment: Deployment, *, publishes: int, seed: int, fault_every: int, until: float
+        self,
+        deployment: Deployment,
+        *,
+        publishes: int,
+        seed: int,
+        fault_every: int,
+        quiet: float,
+        until: float,
     ) -> None:
-        """Ask for nothing yet. `until` is the `time.monotonic()` after which no step begins."""
+        """Ask for nothing yet.
+
+        Args:
+            fault_every: publishes between two faults, on average.
+            quiet: share of the publishes, at the end, without faults that end a server.
+            until: the `time.monotonic()` after which no step begins.
+        """
         self._deployment = deployment
         self._publishes = publishes
+        self._quiet_from = (1 - quiet) * publishes
         self._began = time.monotonic()
         self._until = until
         self.outcome = Outcome()
@@ -302,9 +316,8 @@ class Soak:
 
     def _step(self, step: int) -> None:
         publisher = self._deployment.publisher
-        is_quiet = step > (1 - QUIET) * self._publishes
         with self._timed("recovery from a fault before the next"):
-            self._faults.begin(step, may_end_servers=not is_quiet)
+            self._faults.begin(step, may_end_servers=step <= self._quiet_from)
         with self._timed("waiting for answers"):
             batch = self._batch(step, publisher.version)
         with self._timed("training"):
@@ -520,6 +533,7 @@ def main() -> None:
                 publishes=arguments.publishes,
                 seed=arguments.seed,
                 fault_every=arguments.fault_every,
+                quiet=QUIET,
                 until=until,
             ).run()
         wait_for_end = time.monotonic() + 10
