@@ -7,7 +7,8 @@ fitted to the least that it used in each of a dozen parts of its life. A process
     grows    if it is 97.5 % sure to grow by more
     unclear  otherwise: it was measured for too short a time
 
-The first quarter of a process's life is left out: caches fill up in it.
+The first half of a process's life is left out: caches fill up in it, and an HTTP process takes what
+the first dozen full queues need.
 
 A process may also grow because what it has freed lies in pieces between what it uses. So there is a
 line for what the process of the soak has allocated and not freed, which is exact.
@@ -31,7 +32,7 @@ LEARNER = "learner, fleet, starter"  # the process of the soak
 ALLOCATED = "allocated by the learner"  # and not freed
 OWN = {LEARNER, ALLOCATED}
 PYTHON_BLOCK = 64  # bytes of a small Python object, about
-SETTLING = 1 / 4  # of each process's life, which is left out
+SETTLING = 1 / 2  # of each process's life, which is left out
 BLOCKS = 12  # parts of the rest
 FLAT = 0.01  # of its memory, which a flat process may take in 1,000 publishes
 ENOUGH = 200  # publishes that a verdict needs; before them a process still warms up

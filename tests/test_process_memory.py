@@ -49,7 +49,7 @@ def test_temporary_memory_hides_neither_what_is_kept_nor_that_nothing_is(
 def test_servers_are_measured_only_after_the_faults() -> None:
     memory = Memory()
     for publish in range(400):
-        used = 600 * MIB + (0 if publish >= 200 else 10**5 * publish)
+        used = 600 * MIB + 10**5 * min(publish, 300)
         memory.histories["scheduler 0"].setdefault(1, []).append((publish, used))
     (quiet,), (whole,) = memory.growths(quiet_from=200), memory.growths(quiet_from=0)
     assert quiet.slope == 0 != whole.slope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -226,3 +227,16 @@ def test_a_server_releases_unused_memory_when_it_resumes(monkeypatch: pytest.Mon
     request = ContinueGenerationReqInput()
     platform.resume(lambda *arguments: done.append("resumed"), "the scheduler", request)
     assert done == ["released", "resumed"]
+
+
+def test_an_emptied_cache_is_freed_at_once_although_its_nodes_refer_to_each_other() -> None:
+    class Node:
+        parent: Node
+
+    node = Node()
+    node.parent = node
+    freed = weakref.ref(node)
+    del node
+    assert freed() is not None
+    platform.CpuPlatform().empty_cache()
+    assert freed() is None

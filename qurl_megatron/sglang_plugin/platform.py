@@ -8,6 +8,7 @@ imports this module to define it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,13 @@ class CpuPlatform(SRTPlatform):
         pynccl.NCCLLibrary = refuse_nccl
 
     def empty_cache(self) -> None:
+        """Free what an emptied cache of prefixes was made of, and give it back to the kernel.
+
+        Its nodes refer to each other, so Python frees them when it collects garbage: by itself only
+        after hundreds of publishes. Here that takes 3 ms, since a server is a fork of a process
+        that has frozen what it imported.
+        """
+        gc.collect()
         trim_heap()
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
