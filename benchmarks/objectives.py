@@ -90,7 +90,11 @@ SETTINGS = {
         | {f"{name} int4": arm(name, "int4") for name in ("naive", "decoupled", "tis", "acr")},
         [TWICE_THE_RATE, "rollout.max_staleness=4"],
     ),
-    "long": Setting(BF16 | INT4, ["optimizer.learning_rate=1e-4"], adds_digits=True),
+    "long": Setting(
+        BF16 | {f"{name} int4": arm(name, "int4") for name in ("naive", "tis", "acr")},
+        ["optimizer.learning_rate=1e-4"],
+        adds_digits=True,
+    ),
     "experts": Setting(
         {"compare bf16": [*arm("tis", "bf16"), "rollout.routing=compare"]}
         | {
