@@ -42,6 +42,7 @@ def draw_map(outcomes: dict[Arm, dict[str, Any]], path: Path) -> None:
                 [fmean(score) for score in scores],
                 [1.96 * stdev(score) / sqrt(len(score)) for score in scores],
                 label=objective,
+                marker=".",
                 capsize=2,
                 linewidth=1,
             )
