@@ -53,8 +53,8 @@ class CpuPlatform(SRTPlatform):
         """Free what an emptied cache of prefixes was made of, and give it back to the kernel.
 
         Its nodes refer to each other, so Python frees them when it collects garbage: by itself only
-        after hundreds of publishes. Here that takes 3 ms, since a server is a fork of a process
-        that has frozen what it imported.
+        after hundreds of publishes. Here that is quick, since a server is a fork of a process that
+        has frozen what it imported.
         """
         gc.collect()
         trim_heap()
