@@ -67,8 +67,12 @@ def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
     return [f"objective.objective={objective}", f"quantization.format={weight_format}", uaq]
 
 
+def int4_arms(*objectives: str) -> dict[str, list[str]]:
+    """Return an arm with 4-bit codes for each objective."""
+    return {f"{objective} int4": arm(objective, "int4") for objective in objectives}
+
+
 BF16 = {"bf16": arm("on_policy", "bf16")}
-INT4 = {f"{name} int4": arm(name, "int4") for name in ("naive", "on_policy", "tis", "acr")}
 TWICE_THE_RATE = "optimizer.learning_rate=3e-4"
 SETTINGS = {
     "quickstart": Setting(
@@ -81,17 +85,18 @@ SETTINGS = {
         }
     ),
     "large_gap": Setting(
-        BF16 | INT4 | {"acr+uaq int4": arm("acr", "int4", UAQ)},
+        BF16
+        | int4_arms("naive", "on_policy", "tis", "acr")
+        | {"acr+uaq int4": arm("acr", "int4", UAQ)},
         [TWICE_THE_RATE],
     ),
     # on_policy is refused where tokens are stale: it corrects for nothing.
     "asynchronous": Setting(
-        {"bf16": arm("tis", "bf16")}
-        | {f"{name} int4": arm(name, "int4") for name in ("naive", "decoupled", "tis", "acr")},
+        {"bf16": arm("tis", "bf16")} | int4_arms("naive", "decoupled", "tis", "acr"),
         [TWICE_THE_RATE, "rollout.max_staleness=4"],
     ),
     "long": Setting(
-        BF16 | {f"{name} int4": arm(name, "int4") for name in ("naive", "tis", "acr")},
+        BF16 | int4_arms("naive", "tis", "acr"),
         ["optimizer.learning_rate=1e-4"],
         adds_digits=True,
     ),

@@ -8,6 +8,7 @@ import secrets
 import shlex
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError
@@ -68,8 +69,7 @@ def check_servers_at(config: Config, *, resumes: bool = False) -> None:
         print(f"qurl: {error}; the run goes on without it", file=sys.stderr)
 
     if config.rollout.servers_at:
-        run = next((server.run for server in _saved(config)), "")
-        check_servers(config, _key(config), run, go_on if resumes else None)
+        check_servers(config, _key(config), _saved_name(config), go_on if resumes else None)
 
 
 def save_servers_at(config: Config) -> None:
@@ -81,8 +81,9 @@ def save_servers_at(config: Config) -> None:
         ConfigError: the key is missing.
     """
     path, rollout = config.run_dir / SERVERS_AT, config.rollout
-    new = f"{config.run_dir.name}-{secrets.token_hex(4)}"
-    run = next((server.run for server in _saved(config)), new)
+    # It travels in an HTTP header, which takes ASCII only.
+    name = config.run_dir.name.encode("ascii", "backslashreplace").decode()
+    run = _saved_name(config) or f"{name}-{secrets.token_hex(4)}"
     path.unlink(missing_ok=True)  # an earlier start may have had other servers
     if rollout.servers_at:
         key = _key(config)
@@ -92,13 +93,19 @@ def save_servers_at(config: Config) -> None:
 
 def release_servers_at(config: Config) -> None:
     """Let the servers elsewhere serve other runs: this one has ended, or will resume."""
-    for server in _saved(config):
-        release(server)
+    if servers := _saved(config):
+        with ThreadPoolExecutor(len(servers)) as threads:  # some may not answer
+            threads.map(release, servers)
 
 
 def _saved(config: Config) -> list[Server]:
     """Return the servers of the roster that `save_servers_at` wrote, if it did."""
     return list(read_set([config.run_dir / SERVERS_AT], "rollout").values())
+
+
+def _saved_name(config: Config) -> str:
+    """Return the name under which the run claims its servers; empty before it has begun."""
+    return next((server.run for server in _saved(config)), "")
 
 
 def _key(config: Config) -> str:

@@ -152,6 +152,18 @@ def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
     assert not path.exists()
 
 
+def test_a_run_whose_name_is_not_ascii_can_name_itself_to_a_server(
+    tmp_path: Path, model_dir: Path, key_file: Path
+) -> None:
+    words = ["name=größe", f"output_dir={tmp_path}", f"rollout.servers_key_file={key_file}"]
+    config = config_of(model_dir, *words, "rollout.servers_at=[http://10.0.0.1:2]")
+    config.run_dir.mkdir()
+    save_servers_at(config)
+    (server,) = read_roster(config.run_dir / SERVERS_AT)["rollout"].values()
+    assert re.fullmatch(r"gr\\xf6\\xdfe-[0-9a-f]{8}", server.run)
+    httpx.Headers(server.headers)  # raises what no header can be
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 

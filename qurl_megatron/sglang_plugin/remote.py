@@ -1,7 +1,7 @@
 """Weights over HTTP, for a server that the learner reaches by a URL and a key only.
 
 `add_routes` gives a server with a key the routes of `rollout/wire.py`. A server without a key
-does not get them. `without_key` keeps the key out of the log. `Claim` refuses the requests of a
+does not get them. `without_key` keeps the key out of the log. `Claimed` refuses the requests of a
 second run, whose weights would silently take the place of the first one's.
 
 The HTTP process writes the payload of a bucket to a file that only this user can read. Then it asks
