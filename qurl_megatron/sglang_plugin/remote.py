@@ -1,8 +1,7 @@
 """Weights over HTTP, for a server that the learner reaches by a URL and a key only.
 
 `add_routes` gives a server with a key the routes of `rollout/wire.py`. A server without a key
-does not get them. `without_key` keeps the key out of the log. `Claimed` refuses the requests of a
-second run, whose weights would silently take the place of the first one's.
+does not get them. `without_key` keeps the key out of the log.
 
 The HTTP process writes the payload of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
@@ -12,14 +11,13 @@ file is gone when the learner gets its answer.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import version
 from typing import IO, Any
 
@@ -41,14 +39,11 @@ from qurl_megatron.rollout.wire import (
     group_of_file,
     header_bytes,
 )
+from qurl_megatron.sglang_plugin.claim import Claim, Claimed
 from qurl_megatron.sglang_plugin.receive import write_changes
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.coding import decode
 from qurl_megatron.weight_sync.delta import Change, base_version, unpack
-
-# A run that asks for nothing for so long has ended without saying so. The learner's part of a step
-# must be shorter.
-CLAIM_S = 3600.0
 
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
@@ -66,61 +61,6 @@ def without_key(original: Callable[[Any], str], arguments: Any) -> str:
     """Return the text of `ServerArgs`, which SGLang writes to its log, without the key."""
     text = original(arguments)
     return text.replace(arguments.api_key, "...") if arguments.api_key else text
-
-
-class Claim:
-    """Which run a server serves: the one that asked last, unless that was long ago."""
-
-    def __init__(self) -> None:
-        self._run = ""
-        self._num_running = 0  # requests of the run
-        self._heard_at = 0.0  # when its last one ended, by the monotonic clock
-
-    @property
-    def run(self) -> str:
-        """The run that the server serves; empty: none."""
-        silent_s = time.monotonic() - self._heard_at
-        return self._run if self._num_running or silent_s < CLAIM_S else ""
-
-    @contextlib.contextmanager
-    def held_by(self, run: str) -> Iterator[None]:
-        """Serve a request of `run`, which must be the one that the server serves, or the first."""
-        self._run = run
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            self._heard_at = time.monotonic()
-
-    def release(self, run: str) -> None:
-        """Forget the run, if it is this one."""
-        if self._run == run:
-            self._run = ""
-
-
-class Claimed:
-    """Passes on the requests of no run, and of the run that has the claim; refuses others."""
-
-    def __init__(self, app: Any, claim: Claim) -> None:
-        self._app = app
-        self._claim = claim
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, as ASGI applications do."""
-        from starlette.datastructures import Headers
-        from starlette.responses import JSONResponse
-
-        run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
-        if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
-            await self._app(scope, receive, send)
-        elif self._claim.run in ("", run):
-            with self._claim.held_by(run):
-                await self._app(scope, receive, send)
-        else:
-            message = f"it serves the run {self._claim.run}"
-            refusal = JSONResponse({"success": False, "message": message}, status_code=409)
-            await refusal(scope, receive, send)
 
 
 async def _release(request: Any) -> Any:

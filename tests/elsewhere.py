@@ -1,0 +1,27 @@
+"""A run that uses servers elsewhere, and what it needs of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.rollout import remote
+from qurl_megatron.rollout.wire import Description
+
+KEY = "0123456789abcdef"
+KEPT = "model.layers.0.mlp.down_proj"
+
+
+def config_of(model_dir: Path, *words: str) -> Config:
+    return with_overrides(Config(model=str(model_dir)), list(words))
+
+
+def description(model_dir: Path, **changes: Any) -> Description:
+    words = ["rollout.max_prompt_length=50", "rollout.max_response_length=50"]
+    config = config_of(model_dir, *words, f"quantization.keep=[{KEPT}]")
+    described = remote.description_of(Architecture.from_directory(model_dir), config)
+    return dataclasses.replace(described, **changes)

@@ -1,0 +1,276 @@
+"""The way of weights over HTTP: bodies, routes, codings, and the one run that a server serves.
+
+Both ends are here, and SGLang's layers and loader. Its server is not:
+`tests/e2e/test_servers_at.py` starts that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from torch import Tensor
+
+import sglang_loader
+from elsewhere import KEPT, KEY, description
+from qurl_megatron.rollout import remote
+from qurl_megatron.rollout.control import UpdateRefused
+from qurl_megatron.rollout.wire import BucketHeader, Description
+from qurl_megatron.sglang_plugin import claim
+from qurl_megatron.sglang_plugin import remote as plugin
+from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync import remote as sender
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.channel import Channels
+from qurl_megatron.weight_sync.remote import (
+    CODING_PAYS_BELOW_BYTES_PER_S,
+    Coder,
+    HttpConnection,
+    HttpEndpoint,
+)
+from tiny import build_tiny_model, quantized
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
+    async def stream() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    return stream()
+
+
+def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole() -> None:
+    header = BucketHeader(["a"], ["int8"], [[3]], 7, True, "plain", num_bytes=3)
+    body = header.pack() + b"xyz"
+    for size in (1, 5, len(body) - 2, len(body)):
+        file = BytesIO()
+        chunks = [body[start : start + size] for start in range(0, len(body), size)]
+        assert asyncio.run(plugin.receive_body(bodies(*chunks), file)) == header
+        assert file.getvalue() == b"xyz"
+    for wrong, message in (
+        (body[:-1], "not complete: 2 bytes of weights, not 3 bytes"),
+        (body + b"!", "not complete: 4 bytes"),
+        (body[:20], "not complete: 0 bytes of weights, not a header"),
+        (b"", "not complete"),
+        (b"\xff" * 16, "a header of .* bytes"),
+        (b"\2" + b"\0" * 7 + b"{}", "missing 7 required"),
+        (body.replace(b"plain", b"other"), "no such coding: other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(plugin.receive_body(bodies(wrong), BytesIO()))
+
+
+class ServerProcess:
+    """The HTTP routes of a server, and models that the real loader fills, in this process."""
+
+    def __init__(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.utils.auth import add_api_key_middleware
+
+        self.ranks = sglang_loader.build_ranks(model_dir, "int8", 2)
+        self.versions: list[tuple[str, bool]] = []
+        self.files: list[Path] = []
+        arguments = SimpleNamespace(
+            quantization="qurl_int8",
+            context_length=102,
+            model_path=str(model_dir),
+            json_model_override_args=json.dumps(
+                {"quantization_config": {"modules_to_not_convert": [KEPT]}}
+            ),
+            enable_return_routed_experts=False,
+        )
+        manager = SimpleNamespace(
+            server_args=arguments, update_weights_from_distributed=self._update
+        )
+        monkeypatch.setattr(plugin, "_tokenizer_manager", lambda: manager)
+        app = FastAPI()
+        plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
+        self.http = TestClient(app)
+
+    async def _update(self, request: Any) -> tuple[bool, str]:
+        self.versions.append((request.weight_version, request.flush_cache))
+        self.files.append(Path(request.group_name.partition(":")[2]))
+        assert self.files[-1].stat().st_mode & 0o777 == 0o600
+        for rank, model in enumerate(self.ranks):
+            updater = SimpleNamespace(get_model=lambda model=model: model, device="cpu")
+            with sglang_loader.as_rank(rank, len(self.ranks)):
+                done = plugin.load_file(
+                    _never, updater, request.names, request.dtypes, request.shapes,
+                    request.group_name, request.load_format,
+                )  # fmt: skip
+            if not done[0]:
+                return done
+        return True, "loaded"
+
+    def connection(self, key: str = KEY) -> HttpConnection:
+        server = remote.remote_server("http://a", key)
+        connection = HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True).connect(0)
+        self.http.headers.update(remote.remote_server("http://a", key).headers)
+        connection._post._client = self.http  # type: ignore[assignment]
+        return connection
+
+
+def _never(*arguments: object) -> tuple[bool, str]:
+    raise AssertionError("not a file")
+
+
+@pytest.fixture
+def process(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    with sglang_loader.engine(model_dir):
+        yield ServerProcess(model_dir, monkeypatch)
+
+
+def bucket_of_delta(old: dict[str, Tensor], new: dict[str, Tensor], base: int) -> Bucket:
+    changes = [delta.compare(name, (0, 0), old[name], new[name], with_steps=True) for name in new]
+    flat = delta.pack([change for change in changes if change is not None], torch.device("cpu"))
+    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
+
+
+def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
+    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MEASURED_BYTES", 1)
+    weights = quantized(model_dir, "int8")
+    connection = process.connection()
+    assert connection.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
+    assert 0 < connection.rate < float("inf")
+    num_bytes = []
+    for version, rate in ((2, CODING_PAYS_BELOW_BYTES_PER_S), (3, 1.0)):
+        new = {name: tensor.clone() for name, tensor in weights.items()}
+        for tensor in new.values():
+            if tensor.dtype == torch.int8:
+                tensor.view(-1)[version::50] += 1
+        connection.rate = rate
+        num_bytes.append(connection.deliver(bucket_of_delta(weights, new, version - 1), version))
+        weights = new
+        held = sglang_loader.whole_tensors(process.ranks, weights)
+        for name, tensor in weights.items():
+            assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    plain, coded = num_bytes
+    assert coded < plain / 2
+    assert process.versions == [("1", True), ("2", True), ("3", True)]
+    assert [file.exists() for file in process.files] == [False] * 3
+
+
+def test_a_full_disk_of_a_server_is_told_to_the_run(
+    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plugin, "receive_body", fail)
+    bucket = Bucket.pack(quantized(model_dir, "int8"))
+    with pytest.raises(UpdateRefused, match="http://a refused weights: .* No space left on device"):
+        process.connection().deliver(bucket, 1)
+
+
+def test_a_coded_delta_counts_as_the_bytes_that_crossed_the_link(
+    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "MEASURED_BYTES", 2**30)
+    weights = quantized(model_dir, "int8")
+    channels = Channels()
+    channels._open = {"slow": process.connection()}
+    key_frame = Bucket.pack(weights)
+    assert channels.send(["slow"], key_frame, 1, announced=True)() == len(key_frame.flat)
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        if tensor.dtype == torch.int8:
+            tensor.view(-1)[::50] += 1
+    bucket = bucket_of_delta(weights, new, 1)
+    channels._open["slow"].rate = 1.0  # type: ignore[attr-defined]
+    assert 0 < channels.send(["slow"], bucket, 2, announced=False)() < len(bucket.flat) / 2
+    channels._open["slow"].failure = RuntimeError("gone")
+    assert channels.send(["slow"], bucket, 3, announced=False)() == 0
+    channels.keep([], 0)
+
+
+def test_the_routes_need_the_key_and_say_why_weights_are_refused(
+    process: ServerProcess, model_dir: Path
+) -> None:
+    described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
+    assert Description(**described.json()) == description(model_dir)
+    connection = process.connection()
+    noise = torch.full((16,), 255, dtype=torch.uint8)
+    wrong = Bucket([delta.bucket_name(1)], [noise.dtype], [(16,)], noise)
+    with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
+        connection.deliver(wrong, 1)
+    stranger = process.connection("another-key-of-it")
+    assert process.http.get("/qurl").status_code == 401
+    with pytest.raises(UpdateRefused, match="Unauthorized"):
+        stranger.deliver(wrong, 1)
+    assert process.http.get("/health").status_code == 404  # not one of these routes
+
+
+def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(method: str, path: str, run: str = "") -> httpx.Response:
+        headers = remote.remote_server("http://a", KEY, run).headers
+        return process.http.request(method, path, headers=headers)
+
+    def served() -> str:
+        return ask("GET", "/qurl", "second").json()["run"]
+
+    assert served() == ""
+    assert ask("POST", "/qurl/weights", "first").status_code == 400  # no body, and yet a request
+    assert served() == "first"
+    for path in ("/qurl/weights", "/generate", "/pause_generation"):
+        refused = ask("POST", path, "second")
+        assert refused.status_code == 409
+        assert refused.json() == {"success": False, "message": "it serves the run first"}
+        assert ask("POST", path).status_code != 409  # of no run, as a person's
+    ask("DELETE", "/qurl/run", "second")
+    assert served() == "first"
+    ask("DELETE", "/qurl/run", "first")
+    assert served() == ""
+    assert ask("POST", "/qurl/weights", "second").status_code == 400
+    assert ask("POST", "/qurl/weights", "first").status_code == 409
+    monkeypatch.setattr(claim, "CLAIM_S", 0.0)
+    assert ask("POST", "/qurl/weights", "first").status_code == 400
+
+
+def test_a_run_keeps_a_server_while_a_request_takes_longer_than_a_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claim, "CLAIM_S", 0.0)
+    held = claim.Claim()
+    with held.held_by("first"):
+        assert held.run == "first"
+    assert held.run == ""
+
+
+def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
+    arguments = SimpleNamespace(api_key=KEY, port=7)
+    assert plugin.without_key(repr, arguments) == "namespace(api_key='...', port=7)"
+    arguments.api_key = None
+    assert plugin.without_key(repr, arguments) == "namespace(api_key=None, port=7)"
+
+
+def test_a_delta_is_coded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+
+    def encode(flat: Tensor) -> Tensor:
+        calls.append(flat)
+        return flat.clone()
+
+    monkeypatch.setattr(sender, "encode", encode)
+    coder = Coder()
+    first, second = (Bucket.pack({"w": torch.full((4,), n)}) for n in (1.0, 2.0))
+    assert coder.code(first) is coder.code(first)
+    assert torch.equal(coder.code(second), second.flat)
+    assert len(calls) == 2
