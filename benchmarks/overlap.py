@@ -139,11 +139,12 @@ def fastest(max_staleness: int, workload: Workload) -> plan.Plan:
 
 
 def describe(planned: plan.Plan) -> str:
-    """Return the layout, as learner TP x PP x DP + servers x TP."""
+    """Return the layout, as learner TP x PP x CP x DP + servers x TP."""
     learner, server = planned.config.learner, planned.config.rollout.server
     return (
         f"{learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
-        f"{learner.data_parallel_size} + {planned.servers} x {server.tensor_parallel_size}"
+        f"{learner.context_parallel_size} x {learner.data_parallel_size} + "
+        f"{planned.servers} x {server.tensor_parallel_size}"
     )
 
 

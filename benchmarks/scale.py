@@ -1,4 +1,4 @@
-"""Plan a 32B run on 16 to 1,024 GPUs: `python -m benchmarks.scale` prints it and draws a figure.
+"""Plan a 32B run on 24 to 1,024 GPUs: `python -m benchmarks.scale` prints it and draws a figure.
 
 Qwen2.5-32B in INT8 on H100s, 256 x 8 responses a step with lognormal lengths: 2,048 tokens on
 average and 8,192 at most, then 8,192 on average and 31,744 at most. For each number of GPUs it
@@ -38,7 +38,7 @@ from qurl_megatron.planning.step_time import Workload
 from recipes.scaling_32b import ARCHITECTURES, study
 
 MODEL = ARCHITECTURES["Qwen2.5-32B"]
-GPUS = (16, 32, 64, 128, 256, 512, 1024)
+GPUS = (24, 32, 64, 128, 256, 512, 1024)
 # Longest response -> its workload.
 WORKLOADS = {8192: Workload(512, 2048, 1.0), 31_744: Workload(512, 8192, 1.0)}
 STALENESS = 2

@@ -1,4 +1,4 @@
-"""32B models on 16 to 256 H100s: `qurl train scaling_32b model=DIR data=FILE`.
+"""32B models on 24 to 256 H100s: `qurl launch scaling_32b model=DIR data=FILE`.
 
 Requirements:
 
@@ -14,10 +14,10 @@ Sources of the settings:
   steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
 - verl, which the paper ran on: dual clip at 3, its default.
-- The layouts are this project's own, since the paper trains no model of this size. Their steps are
-  within a tenth of the shortest that `qurl plan` finds. They were never run on GPUs. On 16 GPUs
-  six layers of each stage are recomputed and the optimizer is offloaded; without that, activations
-  have no memory for 8k tokens.
+- The layouts are this project's own, since the paper trains no model of this size. Learner and
+  servers have whole nodes of eight GPUs. Their steps are within a tenth of the shortest that
+  `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
+  without that, activations have no memory for 8k tokens.
 
 No evaluation server is started, since held-out accuracy would need one of its own in BF16.
 `qurl eval` measures the checkpoints.
@@ -79,15 +79,13 @@ ARCHITECTURES = {
     ),
 }
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
-# Number of GPUs -> tensor-, pipeline- and data-parallel size, recomputed layers of each stage, GPUs
-# per server. The last of five pipeline stages has the output layer and twelve layers, the others
-# thirteen.
-LAYOUTS: dict[int, tuple[int, int, int, int, int]] = {
-    16: (2, 5, 1, 6, 2),
-    32: (4, 5, 1, 0, 4),
-    64: (8, 5, 1, 0, 4),
-    128: (4, 5, 4, 0, 4),
-    256: (4, 5, 8, 0, 8),
+# Number of GPUs -> tensor-, pipeline- and data-parallel size, offloaded optimizer, GPUs per server.
+LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
+    24: (4, 4, 1, True, 4),
+    32: (4, 4, 1, True, 4),
+    64: (8, 5, 1, False, 4),
+    128: (4, 5, 4, False, 4),
+    256: (4, 5, 8, False, 8),
 }
 
 
@@ -100,7 +98,7 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
 
     `model` is a directory or a name in `ARCHITECTURES`.
     """
-    tensor, pipeline, data, recomputed, server = LAYOUTS[gpus]
+    tensor, pipeline, data, offload, server = LAYOUTS[gpus]
     return Config(
         model=model,
         reward="math",
@@ -109,11 +107,10 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
             tensor_parallel_size=tensor,
             pipeline_parallel_size=pipeline,
             data_parallel_size=data,
-            layers_in_last_pipeline_stage=12,
+            # Of five stages, four have thirteen layers, and the one with the output layer twelve.
+            layers_in_last_pipeline_stage=12 if pipeline == 5 else None,
             micro_batch_size=1,
-            recompute="full" if recomputed else None,
-            recompute_layers=recomputed or None,
-            offload_optimizer=recomputed > 0,
+            offload_optimizer=offload,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
         objective=ObjectiveConfig(

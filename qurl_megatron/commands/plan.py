@@ -26,7 +26,11 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[
         int,
-        typer.Option(min=2, max=16_384, help="Number of H100s of learner and servers together."),
+        typer.Option(
+            min=2,
+            max=16_384,
+            help="Number of H100s of learner and servers together, eight in a node.",
+        ),
     ] = 64,
     mean_prompt: Annotated[
         float | None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
@@ -82,9 +82,11 @@ def plan(
 ) -> Plan:
     """Return the memory and time of the layout of `config` on `gpus` H100s.
 
-    Rollout servers take all GPUs that the learner and the evaluation server leave.
+    Rollout servers take all GPUs that the learner and the evaluation server leave. On more than
+    one node the learner and the servers have nodes of their own, as in a Slurm job.
 
     Args:
+        gpus: up to those of one node, or those of whole nodes.
         workload: mean lengths; None for half the maximum.
 
     Raises:
@@ -94,7 +96,7 @@ def plan(
     workload = workload or Workload.half(config)
     _check_layout(architecture, config, gpus, workload)
     server_size = config.rollout.server.tensor_parallel_size
-    servers = _free_gpus(config, gpus) // server_size
+    servers = most_servers(config, gpus)
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
     learner, server = config.learner, rollout.server
@@ -209,10 +211,34 @@ def server_load(
     )
 
 
-def _free_gpus(config: Config, gpus: int) -> int:
+def most_servers(config: Config, gpus: int) -> int:
+    """Return the largest number of rollout servers that fit beside the learner; 0: none does.
+
+    Nodes take servers in turn, the evaluation server last, as `launch/placement.py` deals them out.
+    """
+    ranks = config.learner.world_size
+    if gpus <= GPUS_PER_NODE:
+        nodes, gpus_per_node = 1, gpus - ranks
+    else:
+        nodes, gpus_per_node = gpus // GPUS_PER_NODE - _learner_nodes(ranks), GPUS_PER_NODE
     evaluation = config.evaluation
-    evaluation_gpus = evaluation.server.tensor_parallel_size if evaluation.enabled else 0
-    return gpus - config.learner.world_size - evaluation_gpus
+    last = [evaluation.server.tensor_parallel_size] if evaluation.enabled else []
+    size = config.rollout.server.tensor_parallel_size
+    for servers in range(max(0, nodes * gpus_per_node) // size, 0, -1):
+        sizes = [size] * servers + last
+        if all(sum(sizes[node::nodes]) <= gpus_per_node for node in range(nodes)):
+            return servers
+    return 0
+
+
+def _learner_nodes(ranks: int) -> int:
+    return -(-ranks // GPUS_PER_NODE)
+
+
+def _divides_nodes(learner: LearnerConfig) -> bool:
+    """Return True if each node has as many ranks, and whole tensor-parallel groups."""
+    ranks = learner.world_size
+    return ranks % (_learner_nodes(ranks) * learner.tensor_parallel_size) == 0
 
 
 def _check_layout(
@@ -266,12 +292,22 @@ def _check_layout(
             f"a mean response of {workload.mean_response:g} tokens: must be above 0 and at most "
             f"rollout.max_response_length={rollout.max_response_length}"
         )
-    free_gpus = _free_gpus(config, gpus)
-    if free_gpus < server_size:
-        evaluation = " and the evaluation server" if config.evaluation.enabled else ""
+    if gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE:
         raise ConfigError(
-            f"{gpus} GPUs: the learner's {learner.world_size}{evaluation} leave "
-            f"{max(0, free_gpus)}, and a rollout server needs {server_size}"
+            f"{gpus} GPUs: a node has {GPUS_PER_NODE}, so more than one node have a multiple of it"
+        )
+    if not _divides_nodes(learner):
+        raise ConfigError(
+            f"the learner's {learner.world_size} ranks: {_learner_nodes(learner.world_size)} nodes "
+            f"of {GPUS_PER_NODE} GPUs would not have as many each, in whole tensor-parallel groups "
+            f"of {learner.tensor_parallel_size}; take a multiple of {GPUS_PER_NODE}"
+        )
+    if not most_servers(config, gpus):
+        evaluation = " and the evaluation server" if config.evaluation.enabled else ""
+        nodes = " on nodes of their own" if gpus > GPUS_PER_NODE else ""
+        raise ConfigError(
+            f"{gpus} GPUs: beside the learner's {learner.world_size}{nodes} there is no room for a "
+            f"rollout server of {server_size}{evaluation}"
         )
 
 
@@ -304,10 +340,11 @@ def _check_learner_fits(config: Config, parts: dict[str, int], buckets: int, sta
 def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
     """Yield `config` in every layout that the model admits and that may be the fastest.
 
-    Tensor-parallel groups stay within a node. There are up to 16 pipeline stages, all equal or
-    with a shorter last one, one, two or four context-parallel ranks, and as many data-parallel
-    replicas as fit. Experts are whole, on expert-parallel ranks of one node. Micro batches have the
-    tokens of one longest sequence, and the cheapest recomputation that fits is taken.
+    Tensor-parallel groups stay within a node, and each node has as many ranks. There are up to 16
+    pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks,
+    and as many data-parallel replicas as fit. Experts are whole, on expert-parallel ranks of one
+    node. Micro batches have the tokens of one longest sequence, and the cheapest recomputation that
+    fits is taken.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
     server_sizes = [size for size in sizes if _divides_server(architecture, size)]
@@ -337,6 +374,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
                 expert_tensor_parallel_size=1,
                 tokens_per_micro_batch=config.rollout.max_length,
             )
+            if not _divides_nodes(learner):
+                continue
             candidate = with_cheapest_recomputation(
                 architecture, dataclasses.replace(config, learner=learner)
             )
@@ -416,7 +455,7 @@ def layout_overrides(config: Config) -> list[str]:
         "learner.tensor_parallel_size": learner.tensor_parallel_size,
         "learner.pipeline_parallel_size": learner.pipeline_parallel_size,
         "learner.data_parallel_size": learner.data_parallel_size,
-        "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage,
+        "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage or "none",
         "learner.context_parallel_size": learner.context_parallel_size,
         **(
             {
@@ -435,6 +474,7 @@ def layout_overrides(config: Config) -> list[str]:
             (learner.recompute_layers or "none") if learner.recompute == "full" else None
         ),
         "learner.offload_optimizer": str(learner.offload_optimizer).lower(),
+        "rollout.servers": config.rollout.servers,
         "rollout.server.tensor_parallel_size": config.rollout.server.tensor_parallel_size,
     }
     return [f"{name}={value}" for name, value in overrides.items() if value is not None]
