@@ -26,7 +26,7 @@ from rich.table import Table
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.validate import validate_server
+from qurl_megatron.config.validate import validate_lengths, validate_server
 from qurl_megatron.data.problems import Fields, Tally, find_unverifiable, read_problems
 from qurl_megatron.data.prompts import tokenize, without_unverifiable
 from qurl_megatron.data.reward_function import absolute
@@ -66,8 +66,8 @@ def run(config: EvalConfig) -> None:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
-        length = config.max_prompt_length + config.max_response_length
-        validate_server("server", config.server, architecture, length, config.format)
+        validate_server("server", config.server, architecture, config.format)
+        validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
         check_options({"server": config.server})
         tokenizer = load_tokenizer(model_dir)
         prompts = _load_prompts(config, reward, tokenizer)
@@ -80,7 +80,7 @@ def run(config: EvalConfig) -> None:
         output.mkdir(parents=True)
         with (
             Scorer(reward, reward.scoring_workers) as scorer,
-            _serving(config, model_dir, length, console) as fleet,
+            _serving(config, model_dir, console) as fleet,
         ):
             client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
             for number, (data, problems) in enumerate(prompts.items()):
@@ -122,8 +122,8 @@ def _check_fields(config: EvalConfig) -> None:
 
 
 @contextlib.contextmanager
-def _serving(config: EvalConfig, model_dir: Path, length: int, console: Console) -> Iterator[Fleet]:
-    """Start a server of a model for `length` tokens; yield a fleet of it, and end it afterwards."""
+def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
+    """Start a server of a model; yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -132,7 +132,7 @@ def _serving(config: EvalConfig, model_dir: Path, length: int, console: Console)
             model_dir,
             config.server,
             config.format,
-            context_length=length,
+            context_length=config.max_prompt_length + config.max_response_length,
             log_file=output / "server.log",
             seed=config.seed,
             loads=True,

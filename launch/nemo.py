@@ -8,8 +8,6 @@ that files go to nemo-run's home. In Python, `resolve_factory(train, RECIPE)()` 
 whose `config` can be changed.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 
@@ -22,6 +20,9 @@ from launch.prepare import prepare_new, print_data_summary, recipe_names
 from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+
+# This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the
+# types of train's parameters, and fails on types that are strings.
 
 
 class Context(run.cli.RunContext):

@@ -2,7 +2,7 @@
 
 Requirements:
 
-- `model`: a Hugging Face directory (Qwen2, Qwen2.5, Qwen3 or Llama).
+- `model`: a Hugging Face directory (Qwen2, Qwen2.5, Qwen3, Qwen3-MoE or Llama).
 - `data`: a jsonl file with `question` and `answer` on each line, or any other format that
   `qurl_megatron/data/problems.py` reads.
 

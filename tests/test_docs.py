@@ -8,8 +8,11 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,27 @@ def test_every_field_that_is_named_exists(page: Path) -> None:
         is_part = any(field.startswith(f"{name}.") for field in fields)
         known = name in fields or is_part or name.rpartition(".")[0] in tables
         assert known or name.endswith(".py"), f"{page.name} names {name}"
+
+
+def python_blocks(text: str) -> list[str]:
+    """Return the blocks of code of a page, fenced or indented, that import something."""
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks += map(textwrap.dedent, re.findall(r"(?:^(?: {4}.*)?\n)+", text, re.MULTILINE))
+    imports = re.compile(r"^(import [\w.]+|from [\w.]+ import )", re.MULTILINE)
+    return [block for block in blocks if imports.search(block)]
+
+
+def test_everything_that_python_on_a_page_imports_exists() -> None:
+    blocks = [block for page in PROSE for block in python_blocks(page.read_text())]
+    assert len(blocks) > 1
+    missing = []
+    for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
+        if isinstance(node, ast.Import):
+            missing += [each.name for each in node.names if not find_spec(each.name)]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            module = import_module(node.module)
+            missing += [each.name for each in node.names if not hasattr(module, each.name)]
+    assert missing == []
 
 
 def texts_of_the_source() -> str:

@@ -392,6 +392,14 @@ def test_nemorun_shows_a_recipe_with_the_fields_that_were_set(
     assert not Path("runs").exists()
 
 
+def test_nemorun_helps_and_lists_the_recipes(
+    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    nemorun("--help")
+    shown = capsys.readouterr().out
+    assert all(recipe in shown for recipe in RECIPES)
+
+
 def test_nemorun_refuses_a_mistyped_field_in_one_line(
     nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,7 +237,7 @@ def test_an_unknown_format_and_an_absmax_of_the_wrong_shape_are_errors() -> None
 def quantize_as_transformer_engine(
     weight: torch.Tensor, block: int | None
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the codes' values and the scales, computed in numpy; `block` None is one block."""
+    """Return the codes' values and the scales, by a copy of its formulas; no `block`: one block."""
     rows, columns = weight.shape
     exact = weight.float().numpy()
     largest = np.float32(torch.finfo(weight.dtype).max)
@@ -267,7 +267,7 @@ def quantize_as_transformer_engine(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 300), (300, 129)])
 @pytest.mark.parametrize("magnitude", [0.0, 1e-39, 1e-5, 0.02, 3e37])
-def test_fp8_tensor_and_fp8_block_are_transformer_engines_formats_bit_for_bit(
+def test_fp8_tensor_and_fp8_block_follow_transformer_engines_formulas_bit_for_bit(
     weight_format: str,
     block: int | None,
     dtype: torch.dtype,

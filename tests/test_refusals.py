@@ -218,12 +218,13 @@ FIELDS = rows(r"""
     rollout.max_prompt_length=0             greater than or equal to 1
     rollout.max_prompt_length=2000000000    less than or equal to
     rollout.max_response_length=0           greater than or equal to 1
-    rollout.max_response_length=5000        more than the model's 512 positions
+    rollout.max_response_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
+    rollout.max_prompt_length=512           a response needs some of them; set it lower
     rollout.dynamic_sampling_tries=-1       greater than or equal to 0
     rollout.soft_overlong_tokens=-1         greater than or equal to 0
     rollout.soft_overlong_tokens=100        must be less than rollout.max_response_length=100
     rollout.stages.1={max_response_length: 9, completions_per_prompt: 2}  equal to 2
-    rollout.stages.9={max_response_length: 9999, completions_per_prompt: 2}  model's 512
+    rollout.stages.9={max_response_length: 9999, completions_per_prompt: 2}  with rollout.max_prompt
     rollout.stages.9={max_response_length: 9, completions_per_prompt: 1}  at least two
     rollout.stages.9={max_response_length: 9}  completions_per_prompt
     rollout.stages.9={max_resp              not readable as YAML
@@ -370,7 +371,7 @@ COMMANDS = rows("""
     eval model problems.jsonl output=runs          output=runs: exists
     eval model problems.jsonl output=-x            must not begin with -
     eval model problems.jsonl max_prompt_length=1 max_response_length=9  more than max_prompt_length
-    eval model problems.jsonl max_response_length=99999  the model's 512 positions
+    eval model problems.jsonl max_prompt_length=99 max_response_length=999  set it to 413 or less
     eval model problems.jsonl server.tensor_parallel_size=3  4 attention heads
     eval model problems.jsonl kk=1                 did you mean k
     eval quantized problems.jsonl                  is quantized already

@@ -115,7 +115,7 @@ def test_a_page_on_two_runs_shows_both_and_loads_nothing(two_runs: Path) -> None
             "grew 20-fold, and 2.0% of tokens",
         ),
         ({"kl_behaviour_proximal_k3": 2e-3}, "No sign that"),
-        ({"code_flip_fraction": 1e-5}, "Raise quantization.uaq.scale"),
+        ({"code_flip_fraction": 1e-5}, "Each publish changes 0.0010% of"),
         ({"response_truncated_fraction": 0.3}, "30% of completions are truncated"),
         ({"verifier_failures": 100}, "of verifier calls fail"),
         ({"grad_norm": 0.0, "code_flip_fraction": 0.0}, "The gradient is 0. The rewards of each"),

@@ -143,19 +143,14 @@ def check_routing(config: Config, architecture: Architecture) -> None:
 
 
 def validate_server(
-    name: str,
-    server: ServerConfig,
-    architecture: Architecture,
-    length: int,
-    weight_format: WeightFormat,
+    name: str, server: ServerConfig, architecture: Architecture, weight_format: WeightFormat
 ) -> None:
-    """Check that a server can split this model in a format and serve prompts plus responses.
+    """Check that a server can split this model in a format.
 
     Its options must be none that `qurl` refuses; `rollout.options` checks them further.
 
     Args:
         name: the server's section in error messages, such as `rollout.server`.
-        length: maximum prompt plus response length, in tokens.
 
     Raises:
         ConfigError: it cannot.
@@ -167,10 +162,34 @@ def validate_server(
             architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
-    if length > architecture.max_position_embeddings:
+
+
+def validate_lengths(
+    architecture: Architecture,
+    max_prompt_length: int,
+    max_response_length: int,
+    prompt_section: str = "",
+    response_section: str = "",
+) -> None:
+    """Check that the model has positions for the longest prompt and the longest response to it.
+
+    The sections are those of the two fields in error messages, such as `rollout.`.
+
+    Raises:
+        ConfigError: it has too few; the message names the field to lower, and to what.
+    """
+    positions = architecture.max_position_embeddings
+    prompt = f"{prompt_section}max_prompt_length={max_prompt_length}"
+    if max_prompt_length >= positions:
         raise ConfigError(
-            f"max_prompt_length and max_response_length add up to {length} tokens, more than the "
-            f"model's {architecture.max_position_embeddings} positions"
+            f"{prompt}: the model has {positions} positions, and a response needs some of them; "
+            "set it lower"
+        )
+    if max_prompt_length + max_response_length > positions:
+        raise ConfigError(
+            f"{response_section}max_response_length={max_response_length}: with {prompt} that is "
+            f"{max_prompt_length + max_response_length} tokens, and the model has {positions} "
+            f"positions; set it to {positions - max_prompt_length} or less"
         )
 
 
@@ -301,11 +320,14 @@ def _validate_model(config: Config) -> Architecture:
         raise ConfigError(f"model={directory}: has no .safetensors file")
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    length = config.rollout.max_length
-    validate_server(
-        "rollout.server", config.rollout.server, architecture, length, config.quantization.format
-    )
-    validate_server("evaluation.server", config.evaluation.server, architecture, length, "bf16")
+    rollout = config.rollout
+    validate_server("rollout.server", rollout.server, architecture, config.quantization.format)
+    validate_server("evaluation.server", config.evaluation.server, architecture, "bf16")
+    responses = {"rollout.": rollout.max_response_length}
+    for first, stage in rollout.stages.items():
+        responses[f"rollout.stages.{first}."] = stage.max_response_length
+    for section, length in responses.items():
+        validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:
             raise ConfigError(

@@ -24,10 +24,10 @@ Invariants:
 - A channel whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns rows of zeros
   and rows with an absmax below 1.1e-25 (int8). No intermediate number of a division by a larger
   scale is subnormal; a GPU's kernel relies on that.
-- `fp8-tensor` and `fp8-block` are Transformer Engine's Float8CurrentScaling and
-  Float8BlockScaling, bit for bit. They multiply by the factor 448 / absmax, which gives other codes
-  than dividing by absmax / 448. An absmax of 0 gets scale 1. A factor that overflows becomes the
-  largest number of the weight's dtype.
+- `fp8-tensor` and `fp8-block` follow the formulas of Transformer Engine's Float8CurrentScaling and
+  Float8BlockScaling, bit for bit; the library itself was not run. They multiply by the factor
+  448 / absmax, which gives other codes than dividing by absmax / 448. An absmax of 0 gets scale 1.
+  A factor that overflows becomes the largest number of the weight's dtype.
 - A weight that holds NaN or infinity is refused when its absmax is taken.
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.

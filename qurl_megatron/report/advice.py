@@ -34,22 +34,27 @@ def advice(run: RunRecord) -> list[str]:
         )
         sentences.append(f"The {lacking} is 0. {remedy} (Rule: 0 in the last tenth of the steps.)")
     if growth > KL_GROWTH_LIMIT and run.late(truncated) > 0.01:
+        ask = (
+            " A run with quantization.format=bf16 shows whether quantization is the cause; if it "
+            "is, keep the layers that `qurl noise` names in BF16 (quantization.keep)."
+        )
         sentences.append(
             f"KL(behaviour, proximal) grew {growth:.0f}-fold, and {run.late(truncated):.1%} of "
-            "tokens have a ratio proximal / behaviour above C. Lower the learning rate, or use fp8 "
-            "rollouts. (Rule: more than tenfold, and more than 1%.)"
+            "tokens have a ratio proximal / behaviour above C. Lower optimizer.learning_rate."
+            f"{ask if is_quantized else ''} (Rule: more than tenfold, and more than 1%.)"
         )
     if run.late(kl) > 5e-3 and run.config.objective.objective == "naive":
         sentences.append(
             f"KL(behaviour, proximal) is {run.late(kl):.1e}, and the naive objective does not "
-            "correct for it. Set objective.objective=acr, or use fp8 rollouts. (Rule: above 5e-3 "
-            "with the naive objective.)"
+            "correct for it. Set objective.objective=tis or acr. (Rule: above 5e-3 with the naive "
+            "objective.)"
         )
     if is_quantized and has_gradient and late_flips < 1e-4:
         sentences.append(
-            f"Each publish changes only {late_flips:.2%} of the quantized codes, so the rollout "
-            "policy hardly follows the learner. Raise quantization.uaq.scale. (Rule: below 0.01%, "
-            "with a gradient.)"
+            f"Each publish changes {late_flips:.4%} of the quantized codes. A small learning rate "
+            "does that, and small updates add up until a code changes. Raise "
+            "optimizer.learning_rate only if the reward stalls too. (Rule: below 0.01%, with a "
+            "gradient.)"
         )
     if late_cut > CUT_OFF_LIMIT:
         sentences.append(

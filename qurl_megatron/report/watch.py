@@ -97,10 +97,12 @@ class Watch:
                 )
             kl = fmean(first.kl_behaviour_proximal_k3 for first in self._first)
             if step.kl_behaviour_proximal_k3 > max(KL_GROWTH_LIMIT * kl, HARMLESS_KL):
+                is_quantized = self._config.quantization.format != "bf16"
+                compare = ", or see with quantization.format=bf16 whether quantization is the cause"
                 holding["growing KL"] = (
                     f"KL(behaviour, proximal) has grown to {step.kl_behaviour_proximal_k3:.1e}, "
-                    f"from {kl:.1e} in the first steps; lower optimizer.learning_rate, or set "
-                    "quantization.format=fp8"
+                    f"from {kl:.1e} in the first steps; lower optimizer.learning_rate"
+                    f"{compare if is_quantized else ''}"
                 )
         return holding
 
