@@ -66,7 +66,8 @@ def run(config: EvalConfig) -> None:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
-        validate_server("server", config.server, architecture, config.format)
+        length = config.max_prompt_length + config.max_response_length
+        validate_server("server", config.server, architecture, config.format, length)
         validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
         check_options({"server": config.server})
         tokenizer = load_tokenizer(model_dir)

@@ -127,7 +127,7 @@ def _check(config: ServeConfig) -> None:
             f"max_length={config.max_length}: the model has "
             f"{architecture.max_position_embeddings} positions; give at most those"
         )
-    validate_server("server", config.server, architecture, config.format)
+    validate_server("server", config.server, architecture, config.format, config.max_length)
     kept_layers(config.keep, architecture, "keep")
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import importlib
+import resource
 import secrets
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
+OPEN_FILES = 65_536
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
@@ -31,6 +33,17 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # on all addresses
             return port
+
+
+def raise_open_file_limit() -> int:
+    """Let this process have as many open files as it may, up to `OPEN_FILES`; return the number.
+
+    Many systems begin with 1,024 and permit more to those who ask.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = max(soft, min(hard, OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    return number
 
 
 def bind_stores() -> None:

@@ -362,10 +362,10 @@ def test_blocks_of_experts_must_lie_on_one_rank_of_a_server() -> None:
     """An expert of Qwen3-30B-A3B has 768 channels, 192 on each of four ranks that share it."""
     architecture = ARCHITECTURES["Qwen3-30B-A3B"]
     shared, whole = ServerConfig(4), ServerConfig(4, expert_parallel_size=4)
-    validate_server("server", whole, architecture, "fp8-block")
-    validate_server("server", shared, architecture, "fp8")
+    validate_server("server", whole, architecture, "fp8-block", 100)
+    validate_server("server", shared, architecture, "fp8", 100)
     with pytest.raises(ConfigError, match=r"^server: fp8-block's .* has 192 intermediate channels"):
-        validate_server("server", shared, architecture, "fp8-block")
+        validate_server("server", shared, architecture, "fp8-block", 100)
 
 
 @pytest.mark.parametrize("objective", ["naive", "decoupled", "tis", "acr"])

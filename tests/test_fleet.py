@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -228,6 +229,23 @@ def test_nobody_waits_for_servers_that_will_not_be_started_again(tmp_path: Path)
         roster = {}
         with pytest.raises(FleetTooSmall, match=r"0 of at least 1 .*no more will start.*died"):
             asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=10))
+
+
+def test_a_roster_that_a_file_system_once_fails_to_give_is_read_again(
+    tmp_path: Path, health: Health
+) -> None:
+    dead = make_server(0, tmp_path, start_ticks=1)
+    successor = make_server(0, tmp_path, url=health.url)
+    stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def read() -> dict[int, Server]:
+        if stale:
+            raise stale.pop()
+        return {0: successor}
+
+    with closing(Fleet("rollout", {0: dead}, loaded=True)) as fleet:
+        fleet.watch(read)
+        assert wait_for(fleet, "joining")
 
 
 def test_an_error_of_the_thread_that_watches_is_not_silent(tmp_path: Path) -> None:

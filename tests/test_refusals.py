@@ -239,6 +239,7 @@ FIELDS = rows(r"""
     rollout.server.max_running_requests=0   greater than or equal to 1
     rollout.server.max_running_requests=100000  less than or equal to 65536
     rollout.server.max_total_tokens=-1      greater than or equal to 1
+    rollout.server.max_total_tokens=1       one prompt and response of
     rollout.server.threads=0                greater than or equal to 1
     rollout.server.threads=100000           less than or equal to 1024
     rollout.server.start_timeout_s=0        greater than 0

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import sglang_loader
 from elsewhere import KEPT, KEY, description
+from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.rollout import remote
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
@@ -86,7 +87,7 @@ class ServerProcess:
         self.files: list[Path] = []
         arguments = SimpleNamespace(
             quantization="qurl_int8",
-            context_length=102,
+            context_length=100 + CONTEXT_RESERVE,
             model_path=str(model_dir),
             json_model_override_args=json.dumps(
                 {"quantization_config": {"modules_to_not_convert": [KEPT]}}

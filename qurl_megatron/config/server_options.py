@@ -11,6 +11,9 @@ from fnmatch import fnmatchcase
 
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 
+# SGLang takes no prompt within six tokens of a server's context length, or of its KV cache.
+CONTEXT_RESERVE = 6
+
 _SPECULATIVE = "the log-probs of speculative decoding are not proven to be those of the policy"
 _LOGITS = "it would change logits or sampling, so log-probs would not be those of the policy"
 _WEIGHTS = "the server must hold exactly the weights that the learner publishes"

@@ -17,7 +17,7 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
-from qurl_megatron.config.server_options import check_names
+from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_names
 from qurl_megatron.config.tree import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
@@ -143,14 +143,19 @@ def check_routing(config: Config, architecture: Architecture) -> None:
 
 
 def validate_server(
-    name: str, server: ServerConfig, architecture: Architecture, weight_format: WeightFormat
+    name: str,
+    server: ServerConfig,
+    architecture: Architecture,
+    weight_format: WeightFormat,
+    max_length: int,
 ) -> None:
-    """Check that a server can split this model in a format.
+    """Check that a server can split this model in a format, and hold one sequence.
 
     Its options must be none that `qurl` refuses; `rollout.options` checks them further.
 
     Args:
         name: the server's section in error messages, such as `rollout.server`.
+        max_length: largest prompt plus response length, in tokens.
 
     Raises:
         ConfigError: it cannot.
@@ -162,6 +167,12 @@ def validate_server(
             architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
+    needed = max_length + CONTEXT_RESERVE
+    if server.max_total_tokens is not None and server.max_total_tokens < needed:
+        raise ConfigError(
+            f"{name}.max_total_tokens={server.max_total_tokens}: one prompt and response of "
+            f"{max_length} tokens need {needed}; give at least those, or shorter responses"
+        )
 
 
 def validate_lengths(
@@ -321,8 +332,11 @@ def _validate_model(config: Config) -> Architecture:
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     rollout = config.rollout
-    validate_server("rollout.server", rollout.server, architecture, config.quantization.format)
-    validate_server("evaluation.server", config.evaluation.server, architecture, "bf16")
+    for name, server, weight_format in (
+        ("rollout.server", rollout.server, config.quantization.format),
+        ("evaluation.server", config.evaluation.server, "bf16"),
+    ):
+        validate_server(name, server, architecture, weight_format, rollout.max_length)
     responses = {"rollout.": rollout.max_response_length}
     for first, stage in rollout.stages.items():
         responses[f"rollout.stages.{first}."] = stage.max_response_length

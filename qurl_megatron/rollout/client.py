@@ -16,13 +16,14 @@ import httpx
 import torch
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.process import raise_open_file_limit
 from qurl_megatron.rollout.fleet import (
     AdmissionNeeded,
     Fleet,
     RequestRefused,
     ServerBusy,
 )
-from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server, certificates
+from qurl_megatron.rollout.server import POLL_S, Server, certificates
 
 # Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
 # minutes; neither side would be told.
@@ -121,6 +122,14 @@ class RolloutClient:
         }
         tokens = len(prompt.token_ids) + sampling["n"] * sampling["max_new_tokens"]
         answers = await self.fleet.ask(tokens, partial(self._post, body))
+        for answer in answers:
+            ended, length = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
+            if ended == "length" and length < sampling["max_new_tokens"]:
+                raise RequestRefused(
+                    f"a server ended a response after {length} of {sampling['max_new_tokens']} "
+                    "tokens: its KV cache holds no more; give it more memory, or lower "
+                    "max_response_length"
+                )
         return [self._completion(answer, len(prompt.token_ids)) for answer in answers]
 
     async def _generate(
@@ -175,8 +184,11 @@ class RolloutClient:
         """Return this event loop's connections; a loop that has ended leaves none open."""
         loop = asyncio.get_running_loop()
         if loop not in self._https:
+            # A prompt takes a connection, which is an open file. Those over the limit wait.
+            most = raise_open_file_limit() // 2
+            limits = httpx.Limits(max_connections=most, max_keepalive_connections=0)
             transport = httpx.AsyncHTTPTransport(
-                limits=CONNECTIONS, socket_options=KEEP_ALIVE, verify=certificates()
+                limits=limits, socket_options=KEEP_ALIVE, verify=certificates()
             )
             self._https[loop] = httpx.AsyncClient(timeout=None, transport=transport)
         return self._https[loop]

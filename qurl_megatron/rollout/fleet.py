@@ -288,7 +288,8 @@ class Fleet:
         async with httpx.AsyncClient(timeout=self._health_timeout_s, transport=transport) as http:
             while not self._closing.is_set():
                 if read:
-                    self._compare(read())
+                    with contextlib.suppress(OSError):  # a shared file system falters; asked again
+                        self._compare(read())
                 probes = {member: probe for member, probe in probes.items() if not probe.done()}
                 self._await_lost_ones()
                 for member in self.members("starting", "joining", "serving"):

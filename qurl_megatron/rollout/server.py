@@ -36,6 +36,7 @@ import psutil
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.preload import Preload, PreloadFailed
 from qurl_megatron.process import (
@@ -47,7 +48,7 @@ from qurl_megatron.process import (
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.options import command_line
-from qurl_megatron.rollout.wire import CONTEXT_RESERVE, RUN_HEADER
+from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
@@ -213,6 +214,8 @@ def start_server(
         # A crashed server would otherwise diagnose itself for over a minute before it ends.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        # With the reserve the context may exceed the model's positions; no request does.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
         **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
     }

@@ -29,8 +29,6 @@ WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"
 PREFIX_BYTES = 8
-# SGLang limits a request to this many tokens fewer than its context length.
-CONTEXT_RESERVE = 2
 LARGEST_HEADER_BYTES = 2**28  # names and shapes of a bucket; what claims more is no header
 
 # The payload is a bucket's buffer, or a delta's coded one.

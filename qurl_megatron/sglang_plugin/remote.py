@@ -24,10 +24,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.rollout.wire import (
-    CONTEXT_RESERVE,
     DESCRIPTION_PATH,
     PREFIX_BYTES,
     RUN_HEADER,
