@@ -120,10 +120,10 @@ class Checkpoints:
         """Return the run's newest checkpoint, or None."""
         return max(list_checkpoints(self._config.run_dir), default=None)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether the configuration asks for a checkpoint after `step`."""
         every = self._config.checkpoint.every_steps
-        return every > 0 and (step % every == 0 or step == self._config.steps)
+        return every > 0 and (step % every == 0 or is_last)
 
     def is_best(self, accuracy: float | None) -> bool:
         """Return whether a policy of this accuracy is to be saved as the best so far.

@@ -61,7 +61,13 @@ class Run:
         return state.step
 
     def checkpoint(
-        self, step: int, weight_version: int, evaluation: Evaluation | None, *, now: bool
+        self,
+        step: int,
+        weight_version: int,
+        evaluation: Evaluation | None,
+        *,
+        is_last: bool = False,
+        now: bool,
     ) -> None:
         """Complete a save that has been written, and start another if `now` or if one is due.
 
@@ -69,7 +75,8 @@ class Run:
         """
         self.checkpoints.poll()
         accuracy = evaluation.score if evaluation else None
-        if now or self.checkpoints.is_due(step) or self.checkpoints.is_best(accuracy):
+        is_due = self.checkpoints.is_due(step, is_last=is_last)
+        if now or is_due or self.checkpoints.is_best(accuracy):
             self.checkpoints.save(
                 RunState(
                     step=step,

@@ -64,6 +64,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         time_critic_s=seconds["critic"],
         time_update_s=seconds["update"],
         time_publish_s=seconds["publish"],
+        time_evaluation_s=seconds["evaluation"],
         publish_bytes=published.sent_bytes,
         servers_serving=published.num_servers,
         rollout_tokens_per_s=summary.sampled_tokens / sampling_s,

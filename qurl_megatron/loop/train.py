@@ -56,6 +56,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
         score = partial(learner.score, temperature=config.rollout.temperature)
         update = partial(learner.update, temperature=config.rollout.temperature)
+        asked_to_stop = partial(device.from_rank_zero, stop_requested)
         policy_loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
 
         steps_done = start_or_resume(config, run)
@@ -83,18 +84,22 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             results = StepResults(step, summary, critic_metrics, updates, published, clock.seconds)
             samples = run.sampler.samples(step, shares)
             evaluation = None
+            is_last = step == config.steps or device.from_rank_zero(log.time_is_up)
             try:
-                evaluation = run.evaluate(step) if evaluation_is_due(config, step) else None
+                with clock("evaluation"):
+                    # It may take longer than who asked to stop waits.
+                    if evaluation_is_due(config, step) and (is_last or not asked_to_stop()):
+                        evaluation = run.evaluate(step)
             finally:  # the step is done, even if its evaluation fails
                 log.write(step_metrics(config, results), evaluation)
                 log.write_samples(samples)
                 log.write_weights(published.version, weight_metrics(published.conversion))
-            stopping = step < config.steps and device.from_rank_zero(stop_requested)
-            run.checkpoint(step, published.version, evaluation, now=stopping)
+            stopping = not is_last and asked_to_stop()
+            run.checkpoint(step, published.version, evaluation, is_last=is_last, now=stopping)
             if stopping:
                 run.say_stopped_early()
                 return False
-            if device.from_rank_zero(log.time_is_up):
+            if is_last:
                 break
 
         run.checkpoints.poll(wait=True)

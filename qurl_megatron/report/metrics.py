@@ -207,6 +207,9 @@ class StepMetrics:
     time_waited_s: float = 0.0
     """Seconds of `time_rollout_s` in which training waited for answers and their scores."""
 
+    time_evaluation_s: float = 0.0
+    """Seconds of the evaluation after this step; about 0 without one."""
+
     time_scoring_s: float = 0.0
     """Seconds of `time_waited_s` in which all answers were there, and nothing but scores was
     missing."""

@@ -58,8 +58,10 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.seconds[phase] = time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.perf_counter() - start
 
 
 class RunLog:

@@ -88,10 +88,28 @@ def test_a_reward_function_is_trained_on(stopped: Command) -> None:
         assert abs(step["reward_mean"] * num_responses - total) < 1e-6
 
 
+def test_a_run_whose_time_is_up_saves_its_last_step(
+    stopped: Command, preload: Preload | None
+) -> None:
+    words = ["time_limit_s=0.1", "checkpoint.every_steps=1000"]
+    run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words, preload=preload)
+    try:
+        assert run.exit_code() == 0, run.text()
+        assert run.survivors() == []
+    finally:
+        run.end()
+    saved = max(list_checkpoints(run.run_dir))
+    assert read_state(saved).step == len(metrics_of(run))
+    assert (run.run_dir / "summary.json").exists()
+
+
 def test_grpo_trains_experts_and_problems_given_by_path(start: Start, tmp_path: Path) -> None:
-    """The servers verify every expert's tensors at each publish, or the run would end."""
+    """The servers verify every expert's tensors at each publish, or the run would end.
+
+    Prompt and response may be as long as the model's positions.
+    """
     model = build_tiny_model(
-        tmp_path / "model", "qwen3_moe", max_position_embeddings=2048, num_hidden_layers=1
+        tmp_path / "model", "qwen3_moe", max_position_embeddings=1032, num_hidden_layers=1
     )
     tasks = reasoning_gym.create_dataset("number_sorting", size=100, seed=0, max_numbers=3)
     with (tmp_path / "problems.jsonl").open("w") as file:
