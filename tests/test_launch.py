@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -246,6 +250,118 @@ def test_a_job_goes_on_if_slurm_took_a_learner_node_or_the_run_stopped_early(
     monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
     monkeypatch.setattr(slurm.subprocess, "run", run)
     assert slurm.is_resumable(code, ["n1", "n2"]) == goes_on
+
+
+class Controller:
+    """Slurm's commands, of which each fails as often as it is told, and then answers."""
+
+    def __init__(self, failures: int, answers: dict[str, str]) -> None:
+        self.failures = dict.fromkeys(answers, failures)
+        self.answers = answers
+        self.done: list[str] = []
+
+    def run(self, command: list[str], check: bool, **_: object) -> subprocess.CompletedProcess[str]:
+        name = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
+        self.failures[name] -= 1
+        if self.failures[name] >= 0:
+            if check:
+                raise subprocess.CalledProcessError(1, command)
+            return subprocess.CompletedProcess(command, 1, "", "Unable to contact slurm controller")
+        self.done.append(name)
+        return subprocess.CompletedProcess(command, 0, self.answers[name])
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, dict[str, str]], Controller]:
+    """Return a function that puts a `Controller` in the place of Slurm's, for job 7."""
+
+    def controller(failures: int, answers: dict[str, str]) -> Controller:
+        controller = Controller(failures, answers)
+        monkeypatch.setattr(slurm.subprocess, "run", controller.run)
+        return controller
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(slurm, "ASK_AGAIN_S", 0.01)
+    return controller
+
+
+def test_a_job_asks_a_controller_that_does_not_answer_again(
+    ask: Callable[[int, dict[str, str]], Controller],
+) -> None:
+    controller = ask(3, {"squeue": "RUNNING", "scontrol requeue": ""})
+    assert slurm.requeue(max_restarts=1)
+    assert controller.done == ["squeue", "scontrol requeue"]
+    ask(3, {"scontrol show": "PreemptTime=2026-01-01T00:00:00"})
+    assert slurm.is_preempted()
+
+
+def test_a_guard_asks_until_the_job_is_requeued(
+    ask: Callable[[int, dict[str, str]], Controller],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "job.json").write_text('{"id": "7", "batch_host": "n1"}')
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    monkeypatch.setattr(slurm, "GUARD_POLL_S", 0.0)
+    monkeypatch.setattr(slurm, "ASK_TIMEOUT_S", 0.0)
+    controller = ask(3, {"squeue": "n2", "scontrol requeue": ""})
+    slurm.guard(tmp_path)
+    assert controller.done[-1] == "scontrol requeue"
+
+
+@pytest.mark.parametrize(
+    ("answering", "said"),
+    [
+        ([], "not requeued: Slurm does not say whether the job still runs"),
+        (["squeue"], "not requeued: Slurm did not do it"),
+    ],
+)
+def test_a_job_whose_controller_stays_silent_is_not_requeued_and_no_error(
+    ask: Callable[[int, dict[str, str]], Controller],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answering: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(slurm, "ASK_TIMEOUT_S", 0.05)
+    controller = ask(10**6, {"squeue": "RUNNING", "scontrol requeue": "", "scontrol show": ""})
+    controller.failures |= dict.fromkeys(answering, 0)
+    assert not slurm.requeue(max_restarts=1)
+    assert said in capsys.readouterr().out
+    assert not slurm.is_preempted()
+
+
+def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs(
+    ask: Callable[[int, dict[str, str]], Controller],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The learner runs until it is asked to stop, which the time limit does."""
+
+    class Learner:
+        code: int | None = None
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def signal(self, number: signal.Signals) -> None:
+            assert number == signal.SIGUSR1
+            self.code = STOPPED_EARLY
+
+    class Rollout:
+        def check(self) -> bool:
+            return time.monotonic() < deadline
+
+    soon = datetime.fromtimestamp(time.time() + 1).isoformat()
+    controller = ask(2, {"squeue": soon})
+    assert slurm.job_end_time() == float("inf")
+    monkeypatch.setattr(slurm, "END_TIME_POLL_S", 0.1)
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+    deadline = time.monotonic() + 20
+    config = Config(output_dir=str(tmp_path))
+    assert slurm.watch(config, Learner(), Rollout(), []) == STOPPED_EARLY  # type: ignore
+    assert controller.done == ["squeue"]
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:
