@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, the ends of logs, ending with the parent, freed memory."""
+"""Helpers for processes: ports, addresses, logs, ending with the parent, freed memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,30 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
+_drawn: set[int] = set()  # the ports that `free_port` has returned
+
 
 def free_port() -> int:
-    """Return a free port below the ephemeral range, drawn at random.
+    """Return a free port below the ephemeral range, drawn at random; no port is returned twice.
 
     A server binds its ports many seconds after they are chosen. In between, the kernel could give
-    an ephemeral port to any outgoing connection.
+    an ephemeral port to any outgoing connection, and another server of this process could draw it.
     """
     while True:
         port = secrets.choice(PORTS)
+        if port in _drawn:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # on all addresses
+            _drawn.add(port)
             return port
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine under which another one can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # chooses a route, sends nothing; any port will do
+        return str(probe.getsockname()[0])
 
 
 def bind_stores() -> None:

@@ -19,6 +19,7 @@ from launch import local, slurm, slurm_task
 from launch.attempt import Attempt
 from launch.placement import JobPlan, NodeGroup, NodePlan, make_plan, server_specs, smallest_plan
 from launch.prepare import prepare_resume_or_new
+from qurl_megatron import process
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
@@ -127,6 +128,15 @@ def test_every_server_in_every_attempt_has_its_own_seed() -> None:
     seeds = [Attempt(config, n).server_seed(i) for n in range(3) for i in range(2)]
     assert len(set(seeds)) == 6 and seeds[0] == config.seed
     assert [spec.index for spec in server_specs(config)] == [0, 1]
+
+
+def test_a_start_has_logs_of_its_own_also_after_logs_of_others_were_deleted(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path), name="first")
+    config.run_dir.mkdir()
+    assert [Attempt.create(config).number for _ in range(4)] == [0, 1, 2, 3]
+    (config.run_dir / "logs" / "resumed_1").rmdir()
+    (config.run_dir / "logs" / "resumed_9.tar.gz").touch()
+    assert Attempt.create(config).logs.name == "resumed_4"
 
 
 def test_the_signal_leads_by_the_longest_step_and_save(tmp_path: Path) -> None:
@@ -362,6 +372,23 @@ def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs
     config = Config(output_dir=str(tmp_path))
     assert slurm.watch(config, Learner(), Rollout(), []) == STOPPED_EARLY  # type: ignore
     assert controller.done == ["squeue"]
+
+
+@pytest.mark.parametrize(
+    ("own", "learner", "listens"),
+    [
+        ("192.0.2.7", "192.0.2.8", "192.0.2.7"),
+        ("127.0.1.1", "192.0.2.8", "towards 192.0.2.8"),  # as Debian writes a node's own name
+        ("127.0.1.2", "127.0.1.1", "127.0.1.2"),  # nodes that share one machine
+    ],
+)
+def test_servers_listen_at_an_address_that_the_learner_reaches(
+    monkeypatch: pytest.MonkeyPatch, own: str, learner: str, listens: str
+) -> None:
+    known = {"own": own, "learner": learner}
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: known[name])
+    monkeypatch.setattr(process, "address_towards", lambda host: f"towards {host}")
+    assert slurm_task.own_address("own", "learner") == listens
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:
