@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, addresses, logs, ending with the parent, freed memory."""
+"""Helpers for processes: ports, addresses, logs, signals, ending with the parent, freed memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import importlib
 import secrets
 import signal
 import socket
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,31 @@ def end_only_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, and block the launcher's signals."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
+
+
+def ending_signals() -> set[signal.Signals]:
+    """Return what ends a command in order: Ctrl-C, SIGTERM, and SIGHUP when its terminal closes.
+
+    `nohup` starts a command with SIGHUP ignored, and then it stays ignored.
+    """
+    ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    return ending - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ending
+
+
+def exit_on(numbers: Collection[signal.Signals]) -> None:
+    """Have the first of these signals raise SystemExit, and ignore those that follow.
+
+    A terminal that closes sends SIGHUP twice, by the kernel and by the shell. The second would
+    interrupt what tidies up after the first.
+    """
+
+    def end(number: int, _: object) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, end)
 
 
 def trim_heap() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import stat
@@ -389,6 +391,39 @@ def test_servers_listen_at_an_address_that_the_learner_reaches(
     monkeypatch.setattr(socket, "gethostbyname", lambda name: known[name])
     monkeypatch.setattr(process, "address_towards", lambda host: f"towards {host}")
     assert slurm_task.own_address("own", "learner") == listens
+
+
+@pytest.mark.parametrize(
+    ("number", "terminal"),
+    [
+        (signal.SIGINT, "terminal"),
+        (signal.SIGTERM, "terminal"),
+        (signal.SIGHUP, "terminal"),
+        (signal.SIGHUP, "/dev/full"),  # like a terminal that has closed, it takes no line
+    ],
+)
+def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
+    signals: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    terminal: str,
+) -> None:
+    config = Config(output_dir=str(tmp_path), name="first")
+    config.run_dir.mkdir()
+    released: list[Config] = []
+    monkeypatch.setattr(local, "preloaded_sglang", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(local, "_start_servers", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(local, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(local, "release_servers_at", released.append)
+    with contextlib.suppress(OSError), (tmp_path / terminal).open("w") as errors:
+        monkeypatch.setattr(sys, "stderr", errors)
+        code = local.run(config)
+    assert code == 128 + number
+    assert released == [config]
+    if terminal != "/dev/full":
+        said = (tmp_path / terminal).read_text()
+        assert f"interrupted by {number.name}" in said and "to start again: qurl resume" in said
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:

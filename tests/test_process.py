@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from qurl_megatron.process import (
     PORTS,
     _listen,
     address_towards,
+    ending_signals,
     free_port,
     start_ticks,
     tail,
@@ -58,6 +60,12 @@ def test_this_machine_speaks_to_loopback_and_to_itself_from_the_address_that_it_
     addresses = [found for card in psutil.net_if_addrs().values() for found in card]
     for address in {found.address for found in addresses if found.family == socket.AF_INET}:
         assert address_towards(address) == address
+
+
+def test_a_closed_terminal_ends_a_command_that_was_not_started_with_nohup(signals: None) -> None:
+    assert ending_signals() == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert ending_signals() == {signal.SIGINT, signal.SIGTERM}
 
 
 def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Path) -> None:
