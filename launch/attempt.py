@@ -26,7 +26,9 @@ class Attempt:
     def create(config: Config) -> Attempt:
         """Create the log directory of the next attempt; return the attempt."""
         logs = config.run_dir / "logs"
-        number = 1 + len(list(logs.glob("resumed_*"))) if logs.exists() else 0
+        resumed = [path.name.removeprefix("resumed_") for path in logs.glob("resumed_*")]
+        numbers = [int(number) for number in resumed if number.isdecimal()]
+        number = 1 + max(numbers, default=0) if logs.exists() else 0
         attempt = Attempt(config, number)
         attempt.logs.mkdir()
         return attempt

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from qurl_megatron.files import write_whole
 from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.check import check_model, load_tokenizer
+from qurl_megatron.process import ending_signals, exit_on
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import hours_minutes
 from qurl_megatron.rollout.client import RolloutClient
@@ -127,7 +127,7 @@ def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[
     """Start a server of a model; yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on(ending_signals() - {signal.SIGINT})
     with preloaded_sglang(output / "preload.log") as preload:
         server = start_server(
             model_dir,

@@ -56,6 +56,7 @@ from launch.status import slurm_jobs
 from qurl_megatron import device
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.process import ending_signals
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -400,7 +401,7 @@ def _sweep_title(recipe: str, overrides: Sequence[str]) -> str:
 def _forward_signals() -> None:
     """Forward signals to the current run, because nemo-run would leave it running.
 
-    Ctrl-C and TERM also end the sweep: the exception waits in nemo-run's threads until that run has
+    All but USR1 also end the sweep: the exception waits in nemo-run's threads until that run has
     ended.
     """
 
@@ -410,7 +411,7 @@ def _forward_signals() -> None:
         if number != signal.SIGUSR1:
             sys.exit(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in ending_signals() | {signal.SIGUSR1}:
         signal.signal(number, forward)
 
 

@@ -1,8 +1,9 @@
 """Start a run on this machine, watch it, and leave no process behind.
 
 The launcher owns every process of the run: the servers and the learner ranks. It ends them all when
-the learner is done, when a rank dies, on Ctrl-C and on SIGTERM. A server that dies is started again
-(`launch/servers.py`). If the launcher itself is killed, the kernel ends them.
+the learner is done, when a rank dies, on Ctrl-C, on SIGTERM, and when its terminal closes. A server
+that dies is started again (`launch/servers.py`). If the launcher itself is killed, the kernel ends
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from launch.status import how_to_resume
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
-from qurl_megatron.process import die_with_parent, free_port, tail
+from qurl_megatron.process import die_with_parent, ending_signals, free_port, tail
 from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
@@ -40,11 +41,11 @@ Rank = subprocess.Popen[bytes] | ForkedProcess
 def run(config: Config) -> int:
     """Run `config`, whose directory holds its config.yaml, and return an exit code.
 
-    The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, and 75 when SIGUSR1
-    asked it to stop early, or too few servers are left: it has then saved a checkpoint, or not
-    started yet. It is 1 when a learner rank died or a server did not start; the last lines of its
-    log are then printed. It is 2, and nothing is started, when another launcher owns the run.
-    Whatever ended a run that is not complete, the last line says how to resume it.
+    The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP,
+    and 75 when SIGUSR1 asked it to stop early, or too few servers are left: it has then saved a
+    checkpoint, or not started yet. It is 1 when a learner rank died or a server did not start; the
+    last lines of its log are then printed. It is 2, and nothing is started, when another launcher
+    owns the run. Whatever ended a run that is not complete, the last line says how to resume it.
     """
     with exit_on_bad_input():
         owner = claim(config.run_dir)
@@ -54,14 +55,14 @@ def run(config: Config) -> int:
             code = _run(config)
         finally:
             if code:
-                print(how_to_resume(config.run_dir), file=sys.stderr)
+                _tell(how_to_resume(config.run_dir))
     return code
 
 
 def _run(config: Config) -> int:
     # The handler only records: an exception while a process starts would lose that process.
     received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in ending_signals() | {signal.SIGUSR1}:
         signal.signal(number, lambda number, _: received.append(number))
     print(f"run directory {config.run_dir}", flush=True)
     with exit_on_bad_input():
@@ -182,7 +183,7 @@ def _watch(
         ending = [number for number in received if number != signal.SIGUSR1]
         if ending:
             name = signal.Signals(ending[0]).name
-            print(f"\ninterrupted by {name}: stopping the learner and the servers", file=sys.stderr)
+            _tell(f"\ninterrupted by {name}: stopping the learner and the servers")
             return 128 + ending[0]
         if received and time.monotonic() >= reminded_at + REMIND_S:
             reminded_at = time.monotonic()
@@ -203,6 +204,12 @@ def _watch(
             return max((code for code in codes if code is not None), default=STOPPED_EARLY)
         servers.check()
         time.sleep(POLL_S)
+
+
+def _tell(text: str) -> None:
+    """Print to the error output, unless that is a terminal that has closed."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _stop_ranks(ranks: list[Rank]) -> None:

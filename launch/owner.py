@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,16 +24,22 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.process import start_ticks
 
 FILE_NAME = "owner.json"
+CLAIM_TIMEOUT_S = 1.0
+CLAIM_POLL_S = 0.02
 
 
 def claim(run_dir: Path) -> TextIO:
     """Make this process the owner of a run directory until it closes the returned file.
 
+    It tries for CLAIM_TIMEOUT_S, because `owner_of` has the lock for a moment.
+
     Raises:
         ConfigError: another launcher is the owner.
     """
     file = (run_dir / FILE_NAME).open("a+")
-    owner = _holder(file, fcntl.LOCK_EX)
+    deadline = time.monotonic() + CLAIM_TIMEOUT_S
+    while (owner := _holder(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+        time.sleep(CLAIM_POLL_S)
     if owner:
         file.close()
         raise ConfigError(f"{run_dir}: {owner} works on this run; wait for it to end, or stop it")

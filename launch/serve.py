@@ -7,7 +7,6 @@ same key, sends it the current ones.
 from __future__ import annotations
 
 import dataclasses
-import signal
 import socket
 import sys
 import time
@@ -23,6 +22,7 @@ from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.process import ending_signals, exit_on
 from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.server import (
     LOOPBACK,
@@ -86,8 +86,7 @@ def run(config: ServeConfig) -> int:
     """
     key = read_key(config.key_file, "key_file")
     _check(config)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_on(ending_signals())
     log_file = Path(config.log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.open("wb").close()  # what cannot be written is refused before anything starts

@@ -59,6 +59,9 @@ PREFLIGHT_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
 RETRY_S = 10.0  # between the end of a rollout node's task and its next start
 GUARD_POLL_S = 60.0
+ASK_AGAIN_S = 10.0  # between two attempts to reach Slurm's controller, which restarts now and then
+ASK_TIMEOUT_S = 300.0  # for all of these attempts
+END_TIME_POLL_S = 60.0  # between two questions for a time limit, until one is known
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
 RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
 # A request to stop early must not kill a task whose Python is still starting.
@@ -119,9 +122,12 @@ def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests:
 
     Ask the learner to stop early on a signal, or shortly before the time limit.
     """
-    ends_at, reminded_at = job_end_time(), -REMIND_S
-    half_s = (ends_at - time.time()) / 2  # a short job still trains for half of its time
+    started_at, asked_at, reminded_at = time.time(), time.monotonic(), -REMIND_S
+    ends_at = job_end_time()
     while True:
+        if ends_at == float("inf") and time.monotonic() >= asked_at + END_TIME_POLL_S:
+            ends_at, asked_at = job_end_time(), time.monotonic()
+        half_s = (ends_at - started_at) / 2  # a short job still trains for half of its time
         if not stop_requests and time.time() > ends_at - min(signal_lead_s(config.run_dir), half_s):
             stop_requests.append(0)
         if stop_requests and time.monotonic() >= reminded_at + REMIND_S:
@@ -271,14 +277,14 @@ def guard(logs: Path) -> None:
         nodes = nodes_of_job(job["id"])
         if nodes and job["batch_host"] not in nodes:
             print(f"qurl: the job has lost {job['batch_host']}; requeueing it", flush=True)
-            subprocess.run(["scontrol", "requeue", job["id"]], check=True)
-            return
+            if _ask_repeatedly("scontrol", "requeue", job["id"]) is not None:
+                return
 
 
 def nodes_of_job(job: str) -> list[str]:
     """Return the nodes that a job still has; none if Slurm's controller does not answer."""
-    words = ["squeue", "--noheader", f"--jobs={job}", "--format=%N"]
-    listed = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+    answer = _ask_repeatedly("squeue", "--noheader", f"--jobs={job}", "--format=%N")
+    listed = (answer or "").split()
     return hostnames(",".join(listed)) if listed else []
 
 
@@ -406,12 +412,18 @@ def requeue(max_restarts: int) -> bool:
     if restarts >= max_restarts:
         print(f"not finished after {restarts} restarts, and no more are allowed", flush=True)
         return False
-    state = _output("squeue", "--noheader", f"--jobs={job}", "--format=%T").split()
+    answer = _ask_repeatedly("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+    if answer is None:
+        print("not requeued: Slurm does not say whether the job still runs", flush=True)
+        return False
+    state = answer.split()
     if "RUNNING" not in state:  # cancelled, or already being requeued
         print(f"not requeued: the job is {' '.join(state).lower() or 'gone'}", flush=True)
         return False
     print(f"restart {restarts + 1} of at most {max_restarts}: requeueing job {job}", flush=True)
-    subprocess.run(["scontrol", "requeue", job], check=True)
+    if _ask_repeatedly("scontrol", "requeue", job) is None:
+        print("not requeued: Slurm did not do it", flush=True)
+        return False
     return True
 
 
@@ -424,9 +436,9 @@ def is_resumable(code: int, learner_nodes: list[str]) -> bool:
 
 
 def is_preempted() -> bool:
-    """Return True if Slurm is taking the job's nodes for another job."""
-    shown = _output("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
-    return re.search(r"PreemptTime=\d", shown) is not None
+    """Return True if Slurm is taking the job's nodes for another job, and says so."""
+    shown = _ask_repeatedly("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
+    return re.search(r"PreemptTime=\d", shown or "") is not None
 
 
 def has_lost(nodes: list[str]) -> bool:
@@ -455,18 +467,23 @@ def signal_lead_s(run_dir: Path) -> int:
 
 
 def job_end_time() -> float:
-    """Return the Unix time of the job's time limit; infinity if it has none."""
+    """Return the Unix time of the job's time limit; infinity if it has none.
+
+    It is infinity too if Slurm does not answer. That is asked once only, because a learner runs
+    that must be watched meanwhile: ask again later.
+    """
     job = os.environ["SLURM_JOB_ID"]
-    end = _output("squeue", "--noheader", f"--jobs={job}", "--format=%e").split()
+    end = (_ask("squeue", "--noheader", f"--jobs={job}", "--format=%e") or "").split()
     try:
         return datetime.fromisoformat(end[0]).timestamp()
-    except (IndexError, ValueError):  # unlimited
+    except (IndexError, ValueError):  # silent, or unlimited
         return float("inf")
 
 
 def hostnames(nodelist: str) -> list[str]:
     """Return the names in one of Slurm's lists, such as `node[1-4]`."""
-    return _output("scontrol", "show", "hostnames", nodelist).split()
+    words = ["scontrol", "show", "hostnames", nodelist]  # which asks no controller
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
 
 
 def min_cpus(counts: str) -> int:
@@ -474,8 +491,22 @@ def min_cpus(counts: str) -> int:
     return min(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", counts))
 
 
-def _output(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+def _ask_repeatedly(*words: str) -> str | None:
+    """Return what a command of Slurm prints; None if it fails for ASK_TIMEOUT_S."""
+    deadline = time.monotonic() + ASK_TIMEOUT_S
+    while (answer := _ask(*words)) is None and time.monotonic() < deadline:
+        time.sleep(ASK_AGAIN_S)
+    return answer
+
+
+def _ask(*words: str) -> str | None:
+    """Return what a command of Slurm prints; None, and print its message, if it fails."""
+    done = subprocess.run(list(words), check=False, capture_output=True, text=True)
+    if done.returncode:
+        message = f"qurl: {shlex.join(words)} failed: {done.stderr.strip()}"
+        print(message, file=sys.stderr, flush=True)
+        return None
+    return done.stdout
 
 
 def _block_usr1() -> None:

@@ -98,7 +98,7 @@ def rollout(logs: Path) -> int:
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
-    host = socket.gethostbyname(own.name)
+    host = own_address(own.name, plan.master_address)
     first_gpu = 0
     with (
         preloaded_sglang(logs / f"preload_{own.name}.log") as preload,
@@ -129,6 +129,22 @@ def rollout(logs: Path) -> int:
             print(f"\nqurl: {own.name}: {failure}", flush=True)
             return 1
     return 0
+
+
+def own_address(name: str, learner: str) -> str:
+    """Return the address of this node, `name`, at which `learner`, a node, reaches it.
+
+    A node's own name may stand for loopback on the node itself, as Debian writes it into
+    /etc/hosts. Then it is the address from which the node speaks to the other.
+    """
+    from qurl_megatron.process import address_towards
+
+    address = socket.gethostbyname(name)
+    learner_address = socket.gethostbyname(learner)
+    # Nodes that share one machine may all be on loopback.
+    if address.startswith("127.") and not learner_address.startswith("127."):
+        return address_towards(learner_address)
+    return address
 
 
 def learner(logs: Path) -> int:

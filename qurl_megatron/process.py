@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, the ends of logs, ending with the parent, freed memory."""
+"""Helpers for processes: ports, addresses, logs, signals, ending with the parent, freed memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import resource
 import secrets
 import signal
 import socket
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,22 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
+_drawn: set[int] = set()  # the ports that `free_port` has returned
+
 
 def free_port() -> int:
-    """Return a free port below the ephemeral range, drawn at random.
+    """Return a free port below the ephemeral range, drawn at random; no port is returned twice.
 
     A server binds its ports many seconds after they are chosen. In between, the kernel could give
-    an ephemeral port to any outgoing connection.
+    an ephemeral port to any outgoing connection, and another server of this process could draw it.
     """
     while True:
         port = secrets.choice(PORTS)
+        if port in _drawn:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))  # on all addresses
+            _drawn.add(port)
             return port
 
 
@@ -44,6 +51,13 @@ def raise_open_file_limit() -> int:
     number = max(soft, min(hard, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
     return number
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine under which another one can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # chooses a route, sends nothing; any port will do
+        return str(probe.getsockname()[0])
 
 
 def bind_stores() -> None:
@@ -114,6 +128,31 @@ def end_only_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, and block the launcher's signals."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
+
+
+def ending_signals() -> set[signal.Signals]:
+    """Return what ends a command in order: Ctrl-C, SIGTERM, and SIGHUP when its terminal closes.
+
+    `nohup` starts a command with SIGHUP ignored, and then it stays ignored.
+    """
+    ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    return ending - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ending
+
+
+def exit_on(numbers: Collection[signal.Signals]) -> None:
+    """Have the first of these signals raise SystemExit, and ignore those that follow.
+
+    A terminal that closes sends SIGHUP twice, by the kernel and by the shell. The second would
+    interrupt what tidies up after the first.
+    """
+
+    def end(number: int, _: object) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, end)
 
 
 def trim_heap() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
         yield
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Restore what signals do; until a launcher takes them, they do nothing."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

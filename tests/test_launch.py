@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,7 @@ from launch import local, slurm, slurm_task
 from launch.attempt import Attempt
 from launch.placement import JobPlan, NodeGroup, NodePlan, make_plan, server_specs, smallest_plan
 from launch.prepare import prepare_resume_or_new
+from qurl_megatron import process
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
@@ -123,6 +130,15 @@ def test_every_server_in_every_attempt_has_its_own_seed() -> None:
     seeds = [Attempt(config, n).server_seed(i) for n in range(3) for i in range(2)]
     assert len(set(seeds)) == 6 and seeds[0] == config.seed
     assert [spec.index for spec in server_specs(config)] == [0, 1]
+
+
+def test_a_start_has_logs_of_its_own_also_after_logs_of_others_were_deleted(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path), name="first")
+    config.run_dir.mkdir()
+    assert [Attempt.create(config).number for _ in range(4)] == [0, 1, 2, 3]
+    (config.run_dir / "logs" / "resumed_1").rmdir()
+    (config.run_dir / "logs" / "resumed_9.tar.gz").touch()
+    assert Attempt.create(config).logs.name == "resumed_4"
 
 
 def test_the_signal_leads_by_the_longest_step_and_save(tmp_path: Path) -> None:
@@ -246,6 +262,168 @@ def test_a_job_goes_on_if_slurm_took_a_learner_node_or_the_run_stopped_early(
     monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
     monkeypatch.setattr(slurm.subprocess, "run", run)
     assert slurm.is_resumable(code, ["n1", "n2"]) == goes_on
+
+
+class Controller:
+    """Slurm's commands, of which each fails as often as it is told, and then answers."""
+
+    def __init__(self, failures: int, answers: dict[str, str]) -> None:
+        self.failures = dict.fromkeys(answers, failures)
+        self.answers = answers
+        self.done: list[str] = []
+
+    def run(self, command: list[str], check: bool, **_: object) -> subprocess.CompletedProcess[str]:
+        name = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
+        self.failures[name] -= 1
+        if self.failures[name] >= 0:
+            if check:
+                raise subprocess.CalledProcessError(1, command)
+            return subprocess.CompletedProcess(command, 1, "", "Unable to contact slurm controller")
+        self.done.append(name)
+        return subprocess.CompletedProcess(command, 0, self.answers[name])
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, dict[str, str]], Controller]:
+    """Return a function that puts a `Controller` in the place of Slurm's, for job 7."""
+
+    def controller(failures: int, answers: dict[str, str]) -> Controller:
+        controller = Controller(failures, answers)
+        monkeypatch.setattr(slurm.subprocess, "run", controller.run)
+        return controller
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(slurm, "ASK_AGAIN_S", 0.01)
+    return controller
+
+
+def test_a_job_asks_a_controller_that_does_not_answer_again(
+    ask: Callable[[int, dict[str, str]], Controller],
+) -> None:
+    controller = ask(3, {"squeue": "RUNNING", "scontrol requeue": ""})
+    assert slurm.requeue(max_restarts=1)
+    assert controller.done == ["squeue", "scontrol requeue"]
+    ask(3, {"scontrol show": "PreemptTime=2026-01-01T00:00:00"})
+    assert slurm.is_preempted()
+
+
+def test_a_guard_asks_until_the_job_is_requeued(
+    ask: Callable[[int, dict[str, str]], Controller],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "job.json").write_text('{"id": "7", "batch_host": "n1"}')
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    monkeypatch.setattr(slurm, "GUARD_POLL_S", 0.0)
+    monkeypatch.setattr(slurm, "ASK_TIMEOUT_S", 0.0)
+    controller = ask(3, {"squeue": "n2", "scontrol requeue": ""})
+    slurm.guard(tmp_path)
+    assert controller.done[-1] == "scontrol requeue"
+
+
+@pytest.mark.parametrize(
+    ("answering", "said"),
+    [
+        ([], "not requeued: Slurm does not say whether the job still runs"),
+        (["squeue"], "not requeued: Slurm did not do it"),
+    ],
+)
+def test_a_job_whose_controller_stays_silent_is_not_requeued_and_no_error(
+    ask: Callable[[int, dict[str, str]], Controller],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answering: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(slurm, "ASK_TIMEOUT_S", 0.05)
+    controller = ask(10**6, {"squeue": "RUNNING", "scontrol requeue": "", "scontrol show": ""})
+    controller.failures |= dict.fromkeys(answering, 0)
+    assert not slurm.requeue(max_restarts=1)
+    assert said in capsys.readouterr().out
+    assert not slurm.is_preempted()
+
+
+def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs(
+    ask: Callable[[int, dict[str, str]], Controller],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The learner runs until it is asked to stop, which the time limit does."""
+
+    class Learner:
+        code: int | None = None
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def signal(self, number: signal.Signals) -> None:
+            assert number == signal.SIGUSR1
+            self.code = STOPPED_EARLY
+
+    class Rollout:
+        def check(self) -> bool:
+            return time.monotonic() < deadline
+
+    soon = datetime.fromtimestamp(time.time() + 1).isoformat()
+    controller = ask(2, {"squeue": soon})
+    assert slurm.job_end_time() == float("inf")
+    monkeypatch.setattr(slurm, "END_TIME_POLL_S", 0.1)
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+    deadline = time.monotonic() + 20
+    config = Config(output_dir=str(tmp_path))
+    assert slurm.watch(config, Learner(), Rollout(), []) == STOPPED_EARLY  # type: ignore
+    assert controller.done == ["squeue"]
+
+
+@pytest.mark.parametrize(
+    ("own", "learner", "listens"),
+    [
+        ("192.0.2.7", "192.0.2.8", "192.0.2.7"),
+        ("127.0.1.1", "192.0.2.8", "towards 192.0.2.8"),  # as Debian writes a node's own name
+        ("127.0.1.2", "127.0.1.1", "127.0.1.2"),  # nodes that share one machine
+    ],
+)
+def test_servers_listen_at_an_address_that_the_learner_reaches(
+    monkeypatch: pytest.MonkeyPatch, own: str, learner: str, listens: str
+) -> None:
+    known = {"own": own, "learner": learner}
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: known[name])
+    monkeypatch.setattr(process, "address_towards", lambda host: f"towards {host}")
+    assert slurm_task.own_address("own", "learner") == listens
+
+
+@pytest.mark.parametrize(
+    ("number", "terminal"),
+    [
+        (signal.SIGINT, "terminal"),
+        (signal.SIGTERM, "terminal"),
+        (signal.SIGHUP, "terminal"),
+        (signal.SIGHUP, "/dev/full"),  # like a terminal that has closed, it takes no line
+    ],
+)
+def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
+    signals: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    terminal: str,
+) -> None:
+    config = Config(output_dir=str(tmp_path), name="first")
+    config.run_dir.mkdir()
+    released: list[Config] = []
+    monkeypatch.setattr(local, "preloaded_sglang", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(local, "_start_servers", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(local, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(local, "release_servers_at", released.append)
+    with contextlib.suppress(OSError), (tmp_path / terminal).open("w") as errors:
+        monkeypatch.setattr(sys, "stderr", errors)
+        code = local.run(config)
+    assert code == 128 + number
+    assert released == [config]
+    if terminal != "/dev/full":
+        said = (tmp_path / terminal).read_text()
+        assert f"interrupted by {number.name}" in said and "to start again: qurl resume" in said
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def test_no_launcher_changes_a_directory_that_has_an_owner(
     assert line.startswith(f"qurl: {config.run_dir}: process {os.getpid()} on ")
     assert {path.name for path in config.run_dir.iterdir()} == {"config.yaml", FILE_NAME}
     assert (config.run_dir / "config.yaml").read_text() == saved
+
+
+def test_a_launcher_is_not_refused_because_somebody_asks_for_the_owner(tmp_path: Path) -> None:
+    claim(tmp_path).close()
+    with (tmp_path / FILE_NAME).open() as asking:  # as `owner_of`, but for longer
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, [asking, fcntl.LOCK_UN]).start()
+        claim(tmp_path).close()
 
 
 def test_a_killed_owner_leaves_the_directory_free(tmp_path: Path) -> None:

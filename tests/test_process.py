@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from qurl_megatron import process as processes
 from qurl_megatron.process import (
     LOG_LINE_LENGTH,
     PORTS,
     _listen,
+    address_towards,
+    ending_signals,
     free_port,
     start_ticks,
     tail,
@@ -43,6 +47,25 @@ def test_a_free_port_is_below_the_ephemeral_ports_and_can_be_bound() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
         listener.listen()
+
+
+def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_drawn", set())  # other tests may draw these ports again
+    ports = [free_port() for _ in range(1000)]
+    assert len(set(ports)) == len(ports)
+
+
+def test_this_machine_speaks_to_loopback_and_to_itself_from_the_address_that_it_speaks_to() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    addresses = [found for card in psutil.net_if_addrs().values() for found in card]
+    for address in {found.address for found in addresses if found.family == socket.AF_INET}:
+        assert address_towards(address) == address
+
+
+def test_a_closed_terminal_ends_a_command_that_was_not_started_with_nohup(signals: None) -> None:
+    assert ending_signals() == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert ending_signals() == {signal.SIGINT, signal.SIGTERM}
 
 
 def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Path) -> None:

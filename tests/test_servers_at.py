@@ -9,16 +9,21 @@ import asyncio
 import dataclasses
 import http.server
 import json
+import os
 import re
+import signal
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import proxy_bypass
 
 import httpx
+import psutil
 import pytest
 
 from elsewhere import KEPT, KEY, config_of, description
@@ -349,6 +354,42 @@ def test_experts_in_blocks_are_divided_as_the_server_divides_them(
     with pytest.raises(ConfigError, match="host=: missing"):
         serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
     assert asked == [(4, 2)]
+
+
+# ------------------------------------------------------------------------------------- their end
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
+    signals: None,
+    model_dir: Path,
+    key_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "60"]))
+        return started[0]
+
+    def send_signal(*_: object, **__: object) -> None:
+        assert len(list(tmp_path.glob("qurl-server-*/key.yaml"))) == 1
+        os.kill(os.getpid(), number)
+
+    preload = SimpleNamespace(wait_ready=lambda: None, start=start)
+    monkeypatch.setattr(serve, "preloaded_sglang", lambda _: nullcontext(preload))
+    monkeypatch.setattr(serve, "wait_ready", send_signal)
+    # The kernel sends it when a terminal closes, and then the shell, while the server is ended.
+    monkeypatch.setattr(psutil, "wait_procs", send_signal)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    words = [f"key_file={key_file}", "max_length=100", f"log_file={tmp_path}/server.log"]
+    with pytest.raises(SystemExit) as ended:
+        serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
+    assert ended.value.code == 128 + number
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert not list(tmp_path.glob("qurl-server-*"))
 
 
 # ---------------------------------------------------------------------------------- in the fleet

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import torch
 
+from qurl_megatron import process
 from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.rollout.server import Server, ServerFailed, connect
 from qurl_megatron.rollout.wire import dtype_names
@@ -138,7 +138,4 @@ class ServerControl:
 
 def address_towards(server: Server) -> str:
     """Return the address under which `server` can reach this machine."""
-    url = httpx.URL(server.url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((url.host, url.port))  # chooses a route, sends nothing
-        return probe.getsockname()[0]
+    return process.address_towards(httpx.URL(server.url).host)
