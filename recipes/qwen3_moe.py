@@ -1,4 +1,4 @@
-"""Mixtures of experts: Qwen3-30B-A3B, Qwen3-235B-A22B: `qurl train qwen3_moe model=DIR data=FILE`.
+"""Mixtures of experts: Qwen3-30B-A3B, Qwen3-235B-A22B: `qurl launch qwen3_moe model=DIR data=FILE`.
 
 Requirements:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,12 @@ from qurl_megatron.planning import plan
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
 from qurl_megatron.planning.publish import senders
 from qurl_megatron.planning.step_time import Workload
-from recipes import qwen3_moe
+from recipes import qwen3_moe, scaling_32b
 from recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")
+SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 
 
@@ -39,6 +41,16 @@ def test_a_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
     assert best is not None
     assert planned.total_s < 1.1 * best.total_s
     assert planned.servers == config.rollout.servers
+
+
+def test_the_page_on_slurm_has_the_words_and_nodes_of_each_layout_of_the_study() -> None:
+    rows = re.findall(r"\| (\d+) \| (\d+) \+ (\d+) \| `(.*)` \|", SLURM_PAGE.read_text())
+    assert [int(gpus) for gpus, *_ in rows] == [gpus for gpus in LAYOUTS if gpus != 64]
+    for gpus, learner_nodes, rollout_nodes, words in rows:
+        config = with_overrides(scaling_32b.recipe(), words.split())
+        assert config == study("", int(gpus), "int8")
+        nodes = [len(part) for part in smallest_plan(config, 8)]
+        assert nodes == [int(learner_nodes), int(rollout_nodes)]
 
 
 def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
