@@ -51,6 +51,7 @@ from launch.status import how_to_resume, is_finished
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
+from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
 
 POLL_S = 0.5
@@ -453,11 +454,11 @@ def has_lost(nodes: list[str]) -> bool:
 def signal_lead_s(run_dir: Path) -> int:
     """Return how many seconds before its time limit a job must be asked to stop.
 
-    That is the run's longest step, its longest save, and the minute by which Slurm may send the
-    signal late.
+    That is the run's longest step with its evaluation, its longest save, and the minute by which
+    Slurm may send the signal late.
     """
     steps = [
-        sum(value for name, value in line.items() if name.startswith("time_"))
+        sum(line.get(f"time_{phase}_s", 0.0) for phase in (*PHASES, "evaluation"))
         for line in read_json_lines(run_dir / "metrics.jsonl")
     ]
     saves = [line["time_write_s"] for line in read_json_lines(run_dir / "checkpoints.jsonl")]

@@ -143,11 +143,14 @@ def test_a_start_has_logs_of_its_own_also_after_logs_of_others_were_deleted(tmp_
 
 def test_the_signal_leads_by_the_longest_step_and_save(tmp_path: Path) -> None:
     assert slurm.signal_lead_s(tmp_path) == slurm.LEAD_UNMEASURED_S
-    steps = [{"step": 1, "time_rollout_s": 100.0, "time_update_s": 20.0}, {"time_rollout_s": 90.0}]
+    steps = [
+        {"time_rollout_s": 100.0, "time_waited_s": 80.0, "time_update_s": 20.0},
+        {"time_rollout_s": 90.0, "time_evaluation_s": 40.0},
+    ]
     saves = [{"step": 1, "time_write_s": 30.0}, {"step": 2, "time_write_s": 45.0}]
     for name, lines in {"metrics.jsonl": steps, "checkpoints.jsonl": saves}.items():
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert slurm.signal_lead_s(tmp_path) == 60 + 120 + 45
+    assert slurm.signal_lead_s(tmp_path) == 60 + 130 + 45
 
 
 def test_missing_gpus_are_counted_by_slurm_and_by_the_driver() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 MAX_REWARDS = 20  # of `StepMetrics.reward_counts`
+PHASES = ("rollout", "proximal", "critic", "update", "publish")  # of a step, each with its time
 
 Averages = dict[str, dict[str, float]]
 """`Avg@1`, and `Avg@k sampled` if answers were sampled -> `mean` and `standard_error`."""

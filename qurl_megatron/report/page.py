@@ -11,6 +11,7 @@ from statistics import fmean
 from qurl_megatron.files import write_whole
 from qurl_megatron.report import completions, plots
 from qurl_megatron.report.advice import advice
+from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.report.record import RunRecord, evaluation_measures, read_run
 
 NOT_MEASURED = "not measured"
@@ -136,7 +137,7 @@ def _table(runs: list[RunRecord]) -> str:
         ("largest ratio proximal / behaviour",
          lambda run: f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"),
         ("seconds per step, last tenth of steps",
-         lambda run: f"{sum(run.late(f'time_{phase}_s') for phase in plots.PHASES):.2f}"),
+         lambda run: f"{sum(run.late(f'time_{phase}_s') for phase in PHASES):.2f}"),
         ("seconds per publish", lambda run: f"{fmean(run.series('time_publish_s')):.3f}"),
         ("bytes per publish", _publish_bytes),
     ]  # fmt: skip

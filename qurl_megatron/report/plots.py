@@ -21,14 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from qurl_megatron.report.metrics import MAX_REWARDS
+from qurl_megatron.report.metrics import MAX_REWARDS, PHASES
 from qurl_megatron.report.record import RunRecord, evaluation_measures
 
 COLOURS = (  # legible on light and on dark paper
     "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
 )  # fmt: skip
 INK = "#010203"  # placeholder for the page's text colour, light or dark
-PHASES = ("rollout", "proximal", "critic", "update", "publish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WINDOWS_PER_RUN = 20  # the window of a running mean is this part of the steps: a twentieth
 
