@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -20,6 +20,7 @@ from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
+from waiting import wait_until
 
 
 @dataclass
@@ -141,18 +142,18 @@ class Health:
 
     url: str
     delay_s: float = 0.0  # it waits this long with an answer
-    num_asked: int = 0
+    asked: list[float] = field(default_factory=list)  # the wait of each request
 
 
 @pytest.fixture
 def health() -> Iterator[Health]:
     """Serve /health."""
-    state = Health("")
+    state, ended = Health(""), Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            state.num_asked += 1
-            time.sleep(state.delay_s)
+            state.asked.append(state.delay_s)
+            ended.wait(state.asked[-1])
             with contextlib.suppress(BrokenPipeError):
                 self.send_response(200)
                 self.end_headers()
@@ -166,6 +167,7 @@ def health() -> Iterator[Health]:
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_port}"
     yield state
+    ended.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -181,24 +183,24 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
 ) -> None:
     monkeypatch.setattr(fleets, "SILENT_S", 0.1)
     server = make_server(0, tmp_path, url=health.url)
-    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
+    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=2.0)) as fleet:
         fleet.watch()
         (member,) = fleet.members("serving")
         with ThreadPoolExecutor() as threads:
-            asking = threads.submit(lambda: asyncio.run(fleet.ask(1, never)))
+            request = asyncio.wait_for(fleet.ask(1, never), timeout=120)
+            asking = threads.submit(lambda: asyncio.run(request))
+            assert wait_until(lambda: bool(health.asked))
             assert not wait_for(fleet, "lost", 1.0)  # it answers
-            health.delay_s = 2.0
-            asked = health.num_asked
-            while health.num_asked == asked:
-                time.sleep(0.01)
+            health.delay_s = 60.0
+            assert wait_until(lambda: 60.0 in health.asked)
             with fleet.pausing(member):  # while it is asked
-                assert not wait_for(fleet, "lost", 1.5)
-                assert health.num_asked == asked + 1
+                assert not wait_for(fleet, "lost", 3.0)
+                assert health.asked.count(60.0) == 1
                 health.delay_s = 0.0
             assert not wait_for(fleet, "lost", 1.0)
-            health.delay_s = 2.0
-            assert wait_for(fleet, "lost")
-            with pytest.raises(FleetTooSmall, match="did not answer /health in 0.5 s"):
+            health.delay_s = 60.0
+            assert wait_for(fleet, "lost", 30.0)
+            with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
                 asking.result(timeout=10)
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
 

@@ -201,8 +201,8 @@ def test_only_the_wait_for_scores_alone_counts_as_scoring() -> None:
             threading.Timer(0.3, scores.set_result, [done]).start()
             return scores
 
-    slow_samplers = Servers(delay_s=lambda prompt: 0.5)
-    for servers, least_s, most_s in ((SlowVerifier(), 0.25, 10), (slow_samplers, 0, 0.25)):
+    slow_samplers = Servers(delay_s=lambda prompt: 1.0)
+    for servers, least_s, most_s in ((SlowVerifier(), 0.25, 10), (slow_samplers, 0, 0.5)):
         with closing(make(servers, rollout(0))) as producer:
             take(producer, PER_STEP, 1, servers)
             assert least_s <= producer.scoring_s <= most_s
