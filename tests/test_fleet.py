@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
 
+import httpx
 import pytest
 
 from fleets import make_fleet, make_server, wait_for
@@ -203,6 +204,29 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
             with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
                 asking.result(timeout=10)
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
+
+
+@pytest.mark.parametrize("answers_a_prompt", [True, False])
+def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
+    tmp_path: Path, answers_a_prompt: bool
+) -> None:
+    fleet = make_fleet(tmp_path, 1)
+    (member,) = fleet.members("serving")
+
+    async def answer(server: Server) -> str:
+        return server.url
+
+    async def silence(request: httpx.Request) -> httpx.Response:
+        if answers_a_prompt:
+            await fleet.ask(1, answer)
+        raise httpx.ReadTimeout(request.url.path)
+
+    async def probe() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(silence)) as http:
+            await fleet._probe(http, member)
+
+    asyncio.run(probe())
+    assert member.state == ("serving" if answers_a_prompt else "lost")
 
 
 def test_the_roster_replaces_a_server_that_died(tmp_path: Path, health: Health) -> None:
