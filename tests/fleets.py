@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.fleet import Fleet, State
 from qurl_megatron.rollout.server import Server
+from waiting import wait_until
 
 
 def make_server(
@@ -38,9 +38,4 @@ def make_fleet(logs: Path, number: int = 2, **options: object) -> Fleet:
 
 
 def wait_for(fleet: Fleet, state: State, timeout_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if fleet.members(state):
-            return True
-        time.sleep(0.01)
-    return False
+    return wait_until(lambda: bool(fleet.members(state)), timeout_s)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class RecordedOperations(TorchDispatchMode):
@@ -25,6 +26,22 @@ class RecordedOperations(TorchDispatchMode):
         self.found.add(func)
         self.counts[func.overloadpacket] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Exchanged(RecordedOperations):
+    """Add up in `num_bytes` the tensors of each collective within this context, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+            self.num_bytes[func.overloadpacket.__name__] += sum(each.nbytes for each in tensors)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class HostReads(RecordedOperations):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from qurl_megatron.process import end_only_with_parent
 from qurl_megatron.weight_sync.channel import Channel, Rendezvous
 from qurl_megatron.weight_sync.link import Link
+from waiting import wait_until
 
 TIMEOUT_S = 100.0
 
@@ -46,8 +47,7 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     flat = torch.zeros(2**24, dtype=torch.uint8)  # more than a connection takes without a reader
     bucket: Any = SimpleNamespace(flat=flat)
     sending = channel.send(bucket, 1, announced=True)
-    while channel._group is None:
-        time.sleep(0.01)
+    assert wait_until(lambda: channel._group is not None)
     time.sleep(0.5)
     assert not sending.done()
 
@@ -55,8 +55,7 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     del store
     Link._leave(link)  # the link of a server that is lost lets go of its store
     assert link.store is None
-    while channel.failure is None:
-        time.sleep(0.01)
+    assert wait_until(lambda: channel.failure is not None)
     assert str(channel.failure) == "http://lost"
     server.kill()  # gloo waits for a peer that lives, for as long as its timeout
     sending.result(timeout=TIMEOUT_S)

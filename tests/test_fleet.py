@@ -12,8 +12,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
+import httpx
 import pytest
 
 from fleets import make_fleet, make_server, wait_for
@@ -21,6 +22,7 @@ from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
+from waiting import wait_until
 
 
 @dataclass
@@ -142,18 +144,18 @@ class Health:
 
     url: str
     delay_s: float = 0.0  # it waits this long with an answer
-    num_asked: int = 0
+    asked: list[float] = field(default_factory=list)  # the wait of each request
 
 
 @pytest.fixture
 def health() -> Iterator[Health]:
     """Serve /health."""
-    state = Health("")
+    state, ended = Health(""), Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            state.num_asked += 1
-            time.sleep(state.delay_s)
+            state.asked.append(state.delay_s)
+            ended.wait(state.asked[-1])
             with contextlib.suppress(BrokenPipeError):
                 self.send_response(200)
                 self.end_headers()
@@ -167,6 +169,7 @@ def health() -> Iterator[Health]:
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_port}"
     yield state
+    ended.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -182,26 +185,49 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
 ) -> None:
     monkeypatch.setattr(fleets, "SILENT_S", 0.1)
     server = make_server(0, tmp_path, url=health.url)
-    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
+    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=2.0)) as fleet:
         fleet.watch()
         (member,) = fleet.members("serving")
         with ThreadPoolExecutor() as threads:
-            asking = threads.submit(lambda: asyncio.run(fleet.ask(1, never)))
+            request = asyncio.wait_for(fleet.ask(1, never), timeout=120)
+            asking = threads.submit(lambda: asyncio.run(request))
+            assert wait_until(lambda: bool(health.asked))
             assert not wait_for(fleet, "lost", 1.0)  # it answers
-            health.delay_s = 2.0
-            asked = health.num_asked
-            while health.num_asked == asked:
-                time.sleep(0.01)
+            health.delay_s = 60.0
+            assert wait_until(lambda: 60.0 in health.asked)
             with fleet.pausing(member):  # while it is asked
-                assert not wait_for(fleet, "lost", 1.5)
-                assert health.num_asked == asked + 1
+                assert not wait_for(fleet, "lost", 3.0)
+                assert health.asked.count(60.0) == 1
                 health.delay_s = 0.0
             assert not wait_for(fleet, "lost", 1.0)
-            health.delay_s = 2.0
-            assert wait_for(fleet, "lost")
-            with pytest.raises(FleetTooSmall, match="did not answer /health in 0.5 s"):
+            health.delay_s = 60.0
+            assert wait_for(fleet, "lost", 30.0)
+            with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
                 asking.result(timeout=10)
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
+
+
+@pytest.mark.parametrize("answers_a_prompt", [True, False])
+def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
+    tmp_path: Path, answers_a_prompt: bool
+) -> None:
+    fleet = make_fleet(tmp_path, 1)
+    (member,) = fleet.members("serving")
+
+    async def answer(server: Server) -> str:
+        return server.url
+
+    async def silence(request: httpx.Request) -> httpx.Response:
+        if answers_a_prompt:
+            await fleet.ask(1, answer)
+        raise httpx.ReadTimeout(request.url.path)
+
+    async def probe() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(silence)) as http:
+            await fleet._probe(http, member)
+
+    asyncio.run(probe())
+    assert member.state == ("serving" if answers_a_prompt else "lost")
 
 
 def test_the_roster_replaces_a_server_that_died(tmp_path: Path, health: Health) -> None:

@@ -20,6 +20,7 @@ from qurl_megatron.algorithm.objective import (
     ObjectiveOutput,
     PolicyLoss,
     add_up,
+    minibatches,
     mismatch_sums,
     policy_objective,
     rollout_statistics,
@@ -27,7 +28,8 @@ from qurl_megatron.algorithm.objective import (
     token_weights,
     value_loss,
 )
-from qurl_megatron.config.schema import ObjectiveConfig
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config, ObjectiveConfig
 
 torch.set_num_threads(1)
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
@@ -602,6 +604,68 @@ def test_in_the_first_pass_current_logprobs_are_the_proximal_ones() -> None:
         assert given.proximal_logprobs is not None and not given.proximal_logprobs.requires_grad
         assert torch.equal(given.proximal_logprobs, batch.proximal_logprobs)
     assert results[0] == results[1]
+
+
+# Another value of each setting of the loss.
+CHANGES: dict[str, Any] = {
+    "objective": "tis",
+    "eps_low": 0.2,
+    "eps_high": 0.3,
+    "ratio_cap": 2.5,
+    "dual_clip": 4.0,
+    "kl_coefficient": 0.1,
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_every_setting_of_a_run_reaches_its_loss(changed: str) -> None:
+    batch = random_batch(seed=8)
+    batch["current_logprobs"] += 0.8 * (batch["advantages"] < 0)  # beyond both dual clips, in part
+    batch["reference_logprobs"] = batch["proximal_logprobs"] + 0.3
+    weights, current = batch["loss_weights"], batch["current_logprobs"]
+    names = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages")
+    zeros = torch.zeros_like(current)
+    rows = TrainBatch(
+        torch.tensor([128]), zeros, weights > 0, entropy=zeros, **{n: batch[n] for n in names}
+    )
+
+    def expected(config: ObjectiveConfig) -> float:
+        fields = dataclasses.asdict(config)
+        del fields["aggregation"]
+        return policy_objective(**batch, **fields).loss.item()
+
+    config = ObjectiveConfig("acr", 0.05, 0.5, 1.2, kl_coefficient=0.7, dual_clip=1.5)
+    other = dataclasses.replace(config, **{changed: CHANGES[changed]})
+    assert expected(other) != expected(config)
+    for each in (config, other):
+        assert PolicyLoss(each)(current, zeros, rows, weights)[0].item() == expected(each)
+
+
+def test_every_setting_of_the_loss_is_changed_above() -> None:
+    assert {*CHANGES, "aggregation"} == {f.name for f in dataclasses.fields(ObjectiveConfig)}
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("sequence_mean", [0, 1 / 2, 0, 1 / 6, 1 / 6, 1 / 6]),
+        ("token_mean", [0, 1 / 4, 0, 1 / 4, 1 / 4, 1 / 4]),
+    ],
+)
+def test_the_weights_of_each_minibatch_follow_the_aggregation(
+    aggregation: str, weights: list[float]
+) -> None:
+    words = [f"objective.aggregation={aggregation}", "optimizer.minibatches_per_step=2"]
+    mask = torch.tensor([0, 1, 0, 1, 1, 1] * 2, dtype=torch.bool)
+    zeros = torch.zeros(12)
+    batch = TrainBatch(
+        torch.tensor([2, 4] * 2), zeros, mask, behaviour_logprobs=zeros, advantages=zeros
+    )
+    parts = list(minibatches(with_overrides(Config(), words), batch))
+    assert len(parts) == 2
+    for part in parts:
+        assert part.loss_weights is not None
+        assert part.loss_weights.tolist() == pytest.approx(weights)
 
 
 def test_clipped_and_widened_tokens_are_counted_by_lag_and_change_nothing_else() -> None:

@@ -31,6 +31,10 @@ def test_the_plan_is_the_one_worked_out_by_hand() -> None:
     assert plan([4, 5, 3, 7], [4, 5, 3, 7], budget=10, ranks=1) == [[[3, 2], [1, 0]]]
 
 
+def test_the_rank_with_the_costliest_of_one_turn_has_the_cheapest_of_the_next() -> None:
+    assert plan([1] * 4, [8, 4, 2, 1], budget=1, ranks=2) == [[[0], [3]], [[1], [2]]]
+
+
 def test_sequences_can_be_counted_instead_of_tokens() -> None:
     dealt = plan([1, 1, 1, 1, 0], [9, 1, 1, 1, 5], budget=2, ranks=2)
     assert dealt == [[[0, 3]], [[1, 2]]]

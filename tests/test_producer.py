@@ -201,8 +201,8 @@ def test_only_the_wait_for_scores_alone_counts_as_scoring() -> None:
             threading.Timer(0.3, scores.set_result, [done]).start()
             return scores
 
-    slow_samplers = Servers(delay_s=lambda prompt: 0.5)
-    for servers, least_s, most_s in ((SlowVerifier(), 0.25, 10), (slow_samplers, 0, 0.25)):
+    slow_samplers = Servers(delay_s=lambda prompt: 1.0)
+    for servers, least_s, most_s in ((SlowVerifier(), 0.25, 10), (slow_samplers, 0, 0.5)):
         with closing(make(servers, rollout(0))) as producer:
             take(producer, PER_STEP, 1, servers)
             assert least_s <= producer.scoring_s <= most_s
@@ -221,6 +221,18 @@ def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again
         assert {tuple(group.completions[0].token_versions) for group in groups} == {(3,) * 4}
         assert ids(take(producer, PER_STEP, 3, servers)) == in_order(3 * PER_STEP)[-PER_STEP:]
         assert producer.dropped == PER_STEP
+
+
+def test_a_group_that_is_dropped_while_it_is_sampled_is_cancelled() -> None:
+    late, delays = in_order(PER_STEP + 1)[-1], iter([60.0, 0.0])
+    servers = Servers(delay_s=lambda prompt: next(delays) if prompt.id == late else 0.0)
+    with closing(make(servers, rollout(1, stages={2: StageConfig(8, 4)}))) as producer:
+        take(producer, PER_STEP, 1, servers)
+        assert number_asked(producer, servers) == 2 * PER_STEP
+        (moved,) = take(producer, 1, 1, servers)  # to step 1, with its number of completions
+        assert moved.prompt.id == late and len(moved.completions) == 2
+        number_asked(producer, servers)
+        assert servers.cancelled == producer.dropped == 1
 
 
 def test_the_oldest_token_of_a_group_decides_its_age() -> None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bits import as_bytes
 from distributed import run_ranks
-from operations import HostReads
+from operations import Exchanged, HostReads
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
@@ -151,6 +151,35 @@ def test_eight_ranks_send_what_quantizing_the_checkpoint_directly_gives(
         expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
         assert sent.keys() == expected.keys()
         assert all(as_bytes(sent[name]) == as_bytes(tensor) for name, tensor in expected.items())
+
+
+def count_exchanged(
+    model_dir: Path, config: LearnerConfig
+) -> dict[str, tuple[dict[str, int], int]]:
+    """Return the bytes of each collective in a pass, and those of this rank's parts."""
+    learner = build_learner(model_dir, config)
+    results = {}
+    for name, (weight_format, kept) in CONVERTERS.items():
+        converter = Converter(learner, weight_format, BUCKET_BYTES, keep=KEEP if kept else [])
+        converter.convert(lambda bucket: None)
+        with Exchanged() as exchanged:
+            converter.convert(lambda bucket: None)
+        parts = [tensor for planned in converter._plan(0) for tensor in planned.tensors]
+        num_bytes = sum(tensor.part_bytes(dist.get_rank()) for tensor in parts)
+        results[name] = dict(exchanged.num_bytes), num_bytes
+    learner.close()
+    return results
+
+
+def test_only_codes_scales_and_unquantized_tensors_cross_ranks(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path, **DIMENSIONS)
+    _, results = run_ranks(count_exchanged, 2, tmp_path, LAYOUTS["TP2"])
+    for name, (weight_format, kept) in CONVERTERS.items():
+        exchanged, of_parts = results[name]
+        whole = sum(t.nbytes for t in quantized(tmp_path, weight_format, kept=kept).values())
+        assert exchanged.keys() == {"send", "allreduce_"}, name
+        assert exchanged["send"] == of_parts <= whole / 2, name
+        assert exchanged["allreduce_"] < whole / 40, name  # absmax of shared rows, checksums, drift
 
 
 def count_live_buckets(model_dir: Path, config: LearnerConfig) -> list[int]:

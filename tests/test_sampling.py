@@ -162,6 +162,18 @@ def test_length_penalty_lowers_advantages_and_not_the_reported_reward() -> None:
     assert advantage_signs(batch) == [1, -1, 1, -1]
 
 
+def test_the_length_penalty_is_that_of_the_steps_stage() -> None:
+    config = two_prompt_config()
+    config.rollout.soft_overlong_tokens = 2
+    config.rollout.stages = {2: StageConfig(8, 2)}
+    client = ScriptedClient({prompt.id: ["yes", "yes"] for prompt in PROMPTS})
+    with sampler_of(config, client) as sampler:
+        of_four, _ = sampler.sample(step=1, version=1)
+        of_eight, _ = sampler.sample(step=2, version=1)
+    assert advantage_signs(of_four) == [1, -1, 1, -1]
+    assert advantage_signs(of_eight) == [0, 0, 0, 0]
+
+
 def test_failed_verifiers_are_counted_and_one_is_described() -> None:
     right, wrong = "\\boxed{42}", "\\boxed{41}"
     too_slow, too_deep = "\\boxed{9^{9^{9^9}}}", "9" * 100_000

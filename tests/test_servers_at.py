@@ -73,7 +73,7 @@ def test_a_key_comes_from_a_file_or_from_the_environment(
     ("text", "mode", "message"),
     [
         (None, 0o600, "no such file; make one with: "),
-        (KEY, 0o644, "others can read it; chmod 600 "),
+        *((KEY, mode, "others can read it; chmod 600 ") for mode in (0o640, 0o620, 0o604, 0o602)),
         ("short", 0o600, "a key has 16 to 512 letters"),
         ("-" + KEY, 0o600, "begins with a letter or digit"),
         (f"{KEY}\n{KEY}", 0o600, "a key has 16 to 512 letters"),
@@ -159,6 +159,8 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 def test_a_key_crosses_a_network_in_the_clear_only_with_permission(model_dir: Path) -> None:
     for url in ("http://localhost:2", "http://127.0.0.9:2", "http://[::1]:2", "https://a"):
         assert remote.is_private(url), url
+    for url in ("gpu-node:2", "localhost.example.com", "10.0.0.1:2", "0.0.0.0:2", "[2001:db8::1]"):
+        assert not remote.is_private(f"http://{url}"), url
     config = config_of(model_dir, "rollout.servers_at=[http://192.0.2.1:2]")
     with pytest.raises(ConfigError, match="would carry the key and all completions in the clear"):
         remote.check_servers(config, KEY)
@@ -455,3 +457,15 @@ def test_what_sglang_refuses_would_be_refused_by_other_servers_too(
         server = remote.remote_server(answering(status, "{}"), KEY)
         with pytest.raises(error):
             asyncio.run(client._post({}, server))
+
+
+def test_an_answer_that_sglang_aborted_is_asked_for_again(
+    answering: Callable[[int, str], str],
+) -> None:
+    completions = [
+        {"output_ids": [1], "meta_info": {"finish_reason": {"type": end}, "token_versions": [3]}}
+        for end in ("stop", "abort")
+    ]
+    server = remote.remote_server(answering(200, json.dumps(completions)), KEY)
+    with pytest.raises(ServerBusy):
+        asyncio.run(RolloutClient(Fleet("rollout", {}), None, [])._post({}, server))

@@ -1,16 +1,57 @@
-"""What a learner rank prints and returns when its run ends early."""
+"""Which passes a step has before its updates, and how a learner rank ends early."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.loop import train
+
+
+class Recorder:
+    """A learner that notes what it scores."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[str, list[str], float, bool]] = []
+        self.is_reference = False
+
+    def score(self, share: str, names: Sequence[str], *, temperature: float) -> None:
+        """Note the share, the scores, the temperature, and whether the reference scores."""
+        self.passes.append((share, list(names), temperature, self.is_reference))
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Be the reference."""
+        self.is_reference = True
+        yield
+        self.is_reference = False
+
+
+def passes(shares: list[str], *words: str) -> list[tuple[str, list[str], float, bool]]:
+    """Return what is scored before the updates on these shares."""
+    recorder: Any = Recorder()
+    config = with_overrides(Config(), ["rollout.temperature=0.6", *words])
+    train.score_before_updates(config, recorder, shares)  # type: ignore[arg-type]
+    return recorder.passes
+
+
+def test_several_minibatches_are_scored_before_any_update_and_by_the_reference() -> None:
+    kl = "objective.kl_coefficient=0.1"
+    proximal = [(share, ["proximal_logprobs", "entropy"], 0.6, False) for share in "ab"]
+    reference = [(share, ["reference_logprobs"], 0.6, True) for share in "ab"]
+    assert passes(["a"]) == []
+    assert passes(["a", "b"]) == proximal
+    assert passes(["a"], kl) == reference[:1]
+    assert passes(["a", "b"], kl) == proximal + reference
 
 
 def test_nan_ends_a_rank_with_one_line(

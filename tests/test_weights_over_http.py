@@ -217,6 +217,20 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     assert process.http.get("/health").status_code == 404  # not one of these routes
 
 
+def test_who_has_no_key_can_neither_claim_a_server_nor_learn_which_run_it_serves(
+    process: ServerProcess,
+) -> None:
+    own = remote.remote_server("http://a", KEY, "first").headers
+    stranger = {"Qurl-Run": "intruder"}
+    for headers in (stranger, stranger | {"Authorization": "Bearer another-key-of-it"}):
+        assert process.http.post("/generate", headers=headers).status_code == 401
+    assert process.http.get("/qurl", headers=own).json()["run"] == ""
+    process.http.post("/qurl/weights", headers=own)
+    assert process.http.get("/qurl", headers=own).json()["run"] == "first"
+    refused = process.http.post("/generate", headers=stranger)
+    assert refused.status_code == 401 and "first" not in refused.text
+
+
 def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
     process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

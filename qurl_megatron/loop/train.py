@@ -33,7 +33,9 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.yaml_file import load
+from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble
 from qurl_megatron.loop.step_metrics import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.warmup import warm_up
@@ -54,7 +56,6 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         run = assemble(config, rosters, stack)
         stack.enter_context(run.stopping_without_servers())
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
-        score = partial(learner.score, temperature=config.rollout.temperature)
         update = partial(learner.update, temperature=config.rollout.temperature)
         asked_to_stop = partial(device.from_rank_zero, stop_requested)
         policy_loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
@@ -69,13 +70,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 critic_metrics = critic.step(batch) if critic else None
             with clock("proximal"):
                 shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
-                if len(shares) > 1:  # else the update's own pass is before any update
-                    for share in shares:
-                        score(share, ["proximal_logprobs", "entropy"])
-                if config.objective.kl_coefficient:
-                    with learner.as_reference():
-                        for share in shares:
-                            score(share, ["reference_logprobs"])
+                score_before_updates(config, learner, shares)
             with clock("update"):
                 updates = [update(share, policy_loss) for share in shares]
             with clock("publish"):
@@ -122,6 +117,18 @@ def start_or_resume(config: Config, run: Run) -> int:
     if steps_done == 0:
         run.log.write_noise(run.measure_noise())
     return steps_done
+
+
+def score_before_updates(config: Config, learner: Learner, shares: Sequence[Share]) -> None:
+    """Score a step's shares with the policy before its updates, and with the reference, if used."""
+    score = partial(learner.score, temperature=config.rollout.temperature)
+    if len(shares) > 1:  # else the update's own pass is before any update
+        for share in shares:
+            score(share, ["proximal_logprobs", "entropy"])
+    if config.objective.kl_coefficient:
+        with learner.as_reference():
+            for share in shares:
+                score(share, ["reference_logprobs"])
 
 
 def evaluation_is_due(config: Config, step: int) -> bool:
