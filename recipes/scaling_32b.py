@@ -17,7 +17,7 @@ Sources of the settings:
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
   servers have whole nodes of eight GPUs. Their steps are within a tenth of the shortest that
   `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
-  without that, activations have no memory for 8k tokens.
+  without that, the activations of Qwen3-32B have no room for 8k tokens.
 
 No evaluation server is started, since held-out accuracy would need one of its own in BF16.
 `qurl eval` measures the checkpoints.
