@@ -17,6 +17,7 @@ from problem_files import (
     write_lines,
 )
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import DataError, Dropped, Tally, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
@@ -96,9 +97,12 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
         assert credit(f"{prompt.answer}1", Question.of(prompt)) < 1
 
 
-def test_held_out_fraction_0_trains_on_everything(tmp_path: Path) -> None:
-    config = Config(data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
-    config.evaluation.held_out_fraction = 0.0
+@pytest.mark.parametrize("word", ["held_out_fraction", "problems"])
+def test_a_run_without_held_out_problems_to_measure_on_trains_on_everything(
+    word: str, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "a.jsonl", *numbered(*range(60)))
+    config = with_overrides(Config(data=data, reward="exact"), [f"evaluation.{word}=0"])
     assert [len(part) for part in load_prompts(config, character_tokenizer())[:3]] == [60, 0, 0]
 
 

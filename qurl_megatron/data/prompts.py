@@ -79,7 +79,7 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
             tally=tally,
         )
 
-    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out_fraction)
+    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out)
     files = {name: prompts(f"evaluation.data.{name}") for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
