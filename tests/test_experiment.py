@@ -342,6 +342,18 @@ def test_status_tells_a_finished_run_from_one_that_was_extended(
     assert status.status(run_dir) == extended
 
 
+@pytest.mark.parametrize("text", ["", '{"steps": 40, "ti', "[]"])
+def test_status_of_a_run_whose_summary_is_not_whole_is_that_of_one_without(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status.shutil, "which", lambda name: None)
+    run_dir = Path("runs/first")
+    prepare_new("quickstart", ["name=first", "steps=40"])
+    without = status.status(run_dir)
+    (run_dir / "summary.json").write_text(text)
+    assert status.status(run_dir) == without
+
+
 def test_newest_logs_are_those_of_the_last_start() -> None:
     logs = Path("runs/first/logs")
     with pytest.raises(ConfigError, match="the run has no logs"):

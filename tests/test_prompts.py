@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reasoning_gym
@@ -274,6 +275,25 @@ def test_tools_and_all_of_a_message_reach_the_chat_template(tmp_path: Path) -> N
     tokenizer = character_tokenizer(template)
     [prompt] = tokenize(problems, tokenizer, max_prompt_length=100, tally=Tally())
     assert "".join(tokenizer.convert_ids_to_tokens(prompt.token_ids)) == "add;Ann|3 + 3?|"
+
+
+@pytest.mark.parametrize(
+    ("calls", "template", "reason"),
+    [
+        (7, "{% for call in messages[0].tool_calls %}{{ call.id }}{% endfor %}", "not iterable"),
+        ([{}], "{{ messages[0].tool_calls[0].arguments | tojson }}", "not JSON serializable"),
+        ("x", "{{ messages[0].tool_calls.items() }}", "has no attribute 'items'"),
+        ("x", "{{ '%d\\n' % messages[0].tool_calls }}", "a real number is required"),
+    ],
+)
+def test_messages_that_a_chat_template_cannot_render_are_refused_in_one_line(
+    calls: Any, template: str, reason: str, tmp_path: Path
+) -> None:
+    entry = {"messages": [{**CHAT[0], "tool_calls": calls}], "answer": "6"}
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
+    with pytest.raises(DataError, match=f"line 1: the chat template refuses it.*{reason}") as told:
+        tokenize(problems, character_tokenizer(template), max_prompt_length=100)
+    assert "\n" not in str(told.value)
 
 
 def test_stream_serves_each_prompt_once_per_epoch_in_a_new_order() -> None:
