@@ -28,6 +28,8 @@ from qurl_megatron.config.schema import Config, ConfigError
 class Context(run.cli.RunContext):
     """A `nemorun qurl` command, which takes the overrides of `qurl train`."""
 
+    given: tuple[str, ...] = ()  # the overrides, with those that the recipe has already
+
     def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # like its parent
         """Return the recipe's Partial with overrides applied; exit if one of them is wrong."""
         with exit_on_bad_input():
@@ -35,15 +37,22 @@ class Context(run.cli.RunContext):
             if self.factory not in names:
                 raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(names)}")
             config = with_overrides(recipe_config(self.factory), args)
-            make_job(self.factory, overrides_between(recipe_config(self.factory), config))
-        return run.Partial(train, recipe=self.factory, config=config, ctx=self)
+            make_job(self.factory, args)
+            self.given = tuple(args)
+        partial = run.Partial(train, recipe=self.factory, config=config)
+        if not (self.to_yaml or self.to_toml or self.to_json):
+            # As an argument above, nemo-run would copy it, without its executor and `given`.
+            partial.ctx = self
+        return partial
 
 
 @run.cli.entrypoint(namespace="qurl", type="experiment", run_ctx_cls=Context)
 def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) -> None:
     """Run a recipe, on this machine or through an executor."""
     with exit_on_bad_input():
-        overrides = overrides_between(recipe_config(recipe), config)
+        # A format or a model changes a recipe's scale, but not one that is given, whatever it is.
+        given = list(ctx.given) if isinstance(ctx, Context) else []
+        overrides = given + overrides_between(with_overrides(recipe_config(recipe), given), config)
         if ctx is not None and ctx.dryrun:
             return
         if ctx is None or ctx.executor is None:

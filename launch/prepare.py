@@ -192,7 +192,7 @@ def _accept_new_places(saved: Config, config: Config) -> None:
     if not _exists(saved.data):
         saved.data = config.data
     saved.evaluation.data = {
-        name: data if _exists(data) else config.evaluation.data[name]
+        name: data if _exists(data) else config.evaluation.data.get(name, data)
         for name, data in saved.evaluation.data.items()
     }
 

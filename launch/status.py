@@ -12,7 +12,7 @@ from launch.owner import is_owned
 from launch.placement import server_specs
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.files import PARTIAL, read_json_lines
+from qurl_megatron.files import PARTIAL, read_json_lines, read_json_object
 
 
 def status(run_dir: Path) -> str:
@@ -46,10 +46,9 @@ def is_finished(run_dir: Path) -> bool:
 
     A run that was given more steps or more time after its end is not finished any more.
     """
-    path = run_dir / "summary.json"
-    if not path.exists():
+    summary, config = read_json_object(run_dir / "summary.json"), load(run_dir / "config.yaml")
+    if not summary:
         return False
-    summary, config = json.loads(path.read_text()), load(run_dir / "config.yaml")
     is_out_of_time = config.time_limit_s is not None and summary["time_s"] > config.time_limit_s
     return summary["steps"] >= config.steps or is_out_of_time
 

@@ -26,6 +26,19 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; an empty one if there is no such file or it is not whole.
+
+    `write_whole` leaves no such file, but a full disk that loses what was written, or a copy that
+    was interrupted, may.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def write_whole(
     path: Path, content: str | Callable[[Path], None], *, private: bool = False
 ) -> None:

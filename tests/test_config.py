@@ -466,6 +466,19 @@ def test_every_field_that_resume_refuses_is_changed_above() -> None:
     assert {prefix_of(word) for word in FIXED} == _FIXED.keys()
 
 
+@pytest.mark.parametrize(("before", "after"), [(8, 0), (0, 8)])
+def test_resume_refuses_to_begin_or_to_end_holding_problems_out(before: int, after: int) -> None:
+    saved = with_overrides(Config(), [f"evaluation.problems={before}"])
+    word = f"evaluation.problems={after}"
+    refusal = f"^{word}: the run has {before}, and with 0 nothing is held out, so its position in"
+    with pytest.raises(ConfigError, match=refusal):
+        validate_resume(saved, with_overrides(saved, [word]))
+    # Neither another number of problems to measure on nor one that is not used moves a problem.
+    validate_resume(saved, with_overrides(saved, [f"evaluation.problems={before and 9}"]))
+    holds_none = with_overrides(saved, ["evaluation.held_out_fraction=0"])
+    validate_resume(holds_none, with_overrides(holds_none, [word]))
+
+
 def test_wandb_is_required_only_if_the_run_uses_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

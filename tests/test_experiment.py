@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import experiment, status
+from launch import experiment, local, status
 from launch.owner import claim
 from launch.placement import server_specs
 from launch.prepare import prepare_new, prepare_resume
 from qurl_megatron import cli
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.yaml_file import load
 from recipe_inputs import RECIPES, write_inputs
+from recipes import quickstart
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
 
@@ -342,6 +344,18 @@ def test_status_tells_a_finished_run_from_one_that_was_extended(
     assert status.status(run_dir) == extended
 
 
+@pytest.mark.parametrize("text", ["", '{"steps": 40, "ti', "[]"])
+def test_status_of_a_run_whose_summary_is_not_whole_is_that_of_one_without(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status.shutil, "which", lambda name: None)
+    run_dir = Path("runs/first")
+    prepare_new("quickstart", ["name=first", "steps=40"])
+    without = status.status(run_dir)
+    (run_dir / "summary.json").write_text(text)
+    assert status.status(run_dir) == without
+
+
 def test_newest_logs_are_those_of_the_last_start() -> None:
     logs = Path("runs/first/logs")
     with pytest.raises(ConfigError, match="the run has no logs"):
@@ -398,6 +412,50 @@ def test_nemorun_helps_and_lists_the_recipes(
     nemorun("--help")
     shown = capsys.readouterr().out
     assert all(recipe in shown for recipe in RECIPES)
+
+
+def test_nemorun_with_an_executor_gives_it_the_job(
+    nemorun: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nemo_run as run
+
+    from launch import nemo
+
+    started: list[Any] = []
+
+    def start(title: str, jobs: list[experiment.Job], executor: run.Executor) -> int:
+        started.extend([title, jobs[0].overrides, type(executor)])
+        return 3
+
+    monkeypatch.setattr(nemo, "start", start)
+    monkeypatch.setattr(
+        nemo.Context, "parse_executor", lambda self, name: run.Config(run.LocalExecutor)
+    )
+    with pytest.raises(SystemExit) as ended:
+        nemorun("--factory", "quickstart", "name=first", "run.executor=mine", "--yes")
+    assert started == ["first", ["name=first"], run.LocalExecutor] and ended.value.code == 3
+
+
+def test_nemorun_exports_a_recipe_to_a_file(nemorun: Callable[..., None]) -> None:
+    words = ["name=first", "quantization.uaq.scale=2"]
+    nemorun("--factory", "quickstart", *words, "--to-yaml", "first.yaml")
+    fields = yaml.safe_load(Path("first.yaml").read_text())
+    assert fields["config"]["name"] == "first"
+    assert fields["config"]["quantization"]["uaq"]["scale"] == 2
+
+
+def test_nemorun_keeps_a_field_that_is_given_as_the_recipe_has_it(
+    nemorun: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In BF16 a recipe's scale is 1, unless a scale is given: the recipe's own is one."""
+    monkeypatch.setattr(local, "run", lambda config: 0)
+    for name, words, scale in (("a", ["quantization.uaq.scale=1.5"], 1.5), ("b", [], 1.0)):
+        given = [f"name={name}", "quantization.format=bf16", *words]
+        assert quickstart.recipe().quantization.uaq.scale == 1.5
+        with pytest.raises(SystemExit) as ended:
+            nemorun("--factory", "quickstart", *given, "--yes")
+        assert ended.value.code == 0
+        assert load(Path("runs") / name / "config.yaml").quantization.uaq.scale == scale
 
 
 def test_nemorun_refuses_a_mistyped_field_in_one_line(

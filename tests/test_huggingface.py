@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.model.huggingface import Weights
+from qurl_megatron.model.huggingface import Weights, copy_beside_weights
 from tiny import build_tiny_model
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -112,3 +113,28 @@ def test_a_missing_file_is_named(write_changed: WriteChanged) -> None:
     (directory / "model.safetensors.index.json").unlink()
     with pytest.raises(ArchitectureError, match="neither model.safetensors nor"):
         open_weights(directory)
+
+
+def test_the_files_beside_weights_are_copied_and_weights_of_no_format_are(
+    model: Path, tmp_path: Path
+) -> None:
+    source, destination = tmp_path / "source", tmp_path / "destination"
+    shutil.copytree(model, source)
+    destination.mkdir()
+    kept = {
+        *("merges.txt", "vocab.json", "spiece.model", "tokenizer.model", "chat_template.jinja"),
+        *("LICENSE", "README.md", "tokenization_own.py", "qwen.tiktoken", "added_tokens.json"),
+    }
+    weights = {
+        *("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"),
+        *("consolidated.00.pth", "model.pt", "last.ckpt", "model-Q4_K_M.gguf", "model.onnx"),
+        *("tf_model.h5", "tf_model.h5.index.json", "flax_model.msgpack"),
+        *("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        "model.fp16.safetensors.index.json",
+    }
+    for name in kept | weights:
+        (source / name).touch()
+    beside = {path.name for path in model.iterdir()} - {"model.safetensors"}
+    assert "config.json" in beside
+    copy_beside_weights(source, destination)
+    assert {path.name for path in destination.iterdir()} == beside | kept

@@ -71,6 +71,21 @@ def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path:
     assert prepare_resume(config.run_dir, [*others.values()]).model == str(new / "model")
 
 
+def test_a_resume_without_a_file_to_evaluate_on_is_refused_although_the_file_is_gone(
+    tmp_path: Path,
+) -> None:
+    (file := tmp_path / "test.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    words = [*write_inputs("grpo", tmp_path), f"evaluation.data.test={file}"]
+    config = prepare_new("grpo", [*words, "name=first"])
+    file.unlink()
+    with pytest.raises(ConfigError, match="^evaluation.data={}: the run has .*test.jsonl"):
+        prepare_resume(config.run_dir, ["evaluation.data={}"])
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    resumed = prepare_resume(config.run_dir, [f"evaluation.data.test={moved}"])
+    assert resumed.evaluation.data == {"test": str(moved)}
+
+
 def test_a_directory_that_cannot_be_a_runs_name_is_refused(tmp_path: Path) -> None:
     prepare_new("quickstart", ["name=first"])
     shutil.move("runs/first", "runs/my run")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import reasoning_gym
 from problem_files import GOOD, VERL, numbered, write_lines
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import (
+    MAX_DEPTH,
     DataError,
     Dropped,
     Fields,
@@ -82,6 +84,31 @@ def test_broken_line_is_refused_and_its_number_is_named(
     with pytest.raises(DataError, match=re.escape(message)) as refusal:
         read_problems(data, {})
     assert "a.jsonl" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_entry_that_is_nested_too_deeply_is_refused_in_one_line(
+    suffix: str, tmp_path: Path
+) -> None:
+    for depth in (MAX_DEPTH, 600, 100_000):  # Python's own limit is about 1,000
+        nested = b"[" * depth + b"]" * depth
+        line = b'{"question": "1 + 1?", "answer": "2", "metadata": {"x": %s}}' % nested
+        path = tmp_path / f"a{suffix}"
+        path.write_bytes(b"[" + line + b"]" if suffix == ".json" else line)
+        where = "" if suffix == ".json" else " line 1"
+        message = rf"a{suffix}{where}: nested more than {MAX_DEPTH} deep; expected"
+        with pytest.raises(DataError, match=message) as refusal:
+            read_problems(str(path), {})
+        assert "\n" not in str(refusal.value)
+
+
+def test_entry_may_be_nested_to_the_limit(tmp_path: Path) -> None:
+    metadata: Any = {}
+    for _ in range(MAX_DEPTH - 2):
+        metadata = {"x": metadata}
+    entry = {**GOOD, "metadata": metadata}
+    [problem] = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
+    assert pickle.loads(pickle.dumps(problem)) == problem  # so it reaches the scoring processes
 
 
 def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
@@ -298,6 +325,13 @@ def test_seed_alone_decides_which_problems_are_generated() -> None:
         (SPELL_BACKWARD, {"max_word_length": 8}, "data_options.max_word_length.*max_word_len"),
         (SPELL_BACKWARD, {"min_word_len": 9, "max_word_len": 8}, "max_word_len must be >="),
         ("reasoning_gym:rubiks_cube", {"size": 2}, "entry 0: answer is missing"),
+        (SPELL_BACKWARD, {"size": "1e4"}, "^data_options.size=1e4: must be a whole number from 1"),
+        (SPELL_BACKWARD, {"size": 1.5}, "^data_options.size=1.5: must be a whole number from 1"),
+        (SPELL_BACKWARD, {"size": -1}, "^data_options.size=-1: must be a whole number from 1"),
+        (SPELL_BACKWARD, {"size": None}, "^data_options.size=None: must be a whole number"),
+        (SPELL_BACKWARD, {"seed": "a"}, "^data_options.seed=a: must be a whole number, such as 7"),
+        (SPELL_BACKWARD, {"seed": None}, "^data_options.seed=None: must be a whole number"),
+        ("reasoning_gym:chain_sum", {"min_digits": "1"}, "chain_sum with .*'min_digits': '1'"),
     ],
 )
 def test_unknown_task_or_option_is_refused_in_one_line(
@@ -306,6 +340,18 @@ def test_unknown_task_or_option_is_refused_in_one_line(
     with pytest.raises(DataError, match=message) as refusal:
         read_problems(data, options)
     assert "\n" not in str(refusal.value)
+
+
+def test_task_that_refuses_its_options_only_when_it_generates_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Entries(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OverflowError("no\nsuch word")
+
+    monkeypatch.setattr(reasoning_gym, "create_dataset", lambda task, **_: Entries([GOOD]))
+    with pytest.raises(DataError, match="spell_backward with .*'max_word_len': 8.*: no such word"):
+        read_problems(SPELL_BACKWARD, SHORT_WORDS)
 
 
 USER = {"role": "user", "content": "3 + 3?"}
@@ -369,6 +415,7 @@ def test_conversation_is_a_question_and_its_last_answer(
 
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
 RESULT = {"role": "tool", "content": "6", "name": "add"}
+DEEP_LIST = pytest.param("[" * 2000 + "]" * 2000, id="deep")
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -385,7 +432,7 @@ def test_text_of_tools_is_left_as_it_is(tools: Any, tmp_path: Path) -> None:
         assert (problem.question, problem.answer) == ("3 + 3?\n\n6", "It is 6.")
 
 
-@pytest.mark.parametrize("tools", [[], "a hammer", ["hammer"], None])
+@pytest.mark.parametrize("tools", [[], "a hammer", ["hammer"], None, DEEP_LIST], ids=str)
 def test_field_that_only_has_the_name_of_tools_is_ignored(tools: Any, tmp_path: Path) -> None:
     [problem] = read_problems(write_lines(tmp_path / "a.jsonl", {**GOOD, "tools": tools}), {})
     assert problem.tools is None

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reasoning_gym
@@ -17,6 +18,7 @@ from problem_files import (
     write_lines,
 )
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import DataError, Dropped, Tally, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
@@ -96,9 +98,12 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
         assert credit(f"{prompt.answer}1", Question.of(prompt)) < 1
 
 
-def test_held_out_fraction_0_trains_on_everything(tmp_path: Path) -> None:
-    config = Config(data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60))), reward="exact")
-    config.evaluation.held_out_fraction = 0.0
+@pytest.mark.parametrize("word", ["held_out_fraction", "problems"])
+def test_a_run_without_held_out_problems_to_measure_on_trains_on_everything(
+    word: str, tmp_path: Path
+) -> None:
+    data = write_lines(tmp_path / "a.jsonl", *numbered(*range(60)))
+    config = with_overrides(Config(data=data, reward="exact"), [f"evaluation.{word}=0"])
     assert [len(part) for part in load_prompts(config, character_tokenizer())[:3]] == [60, 0, 0]
 
 
@@ -270,6 +275,25 @@ def test_tools_and_all_of_a_message_reach_the_chat_template(tmp_path: Path) -> N
     tokenizer = character_tokenizer(template)
     [prompt] = tokenize(problems, tokenizer, max_prompt_length=100, tally=Tally())
     assert "".join(tokenizer.convert_ids_to_tokens(prompt.token_ids)) == "add;Ann|3 + 3?|"
+
+
+@pytest.mark.parametrize(
+    ("calls", "template", "reason"),
+    [
+        (7, "{% for call in messages[0].tool_calls %}{{ call.id }}{% endfor %}", "not iterable"),
+        ([{}], "{{ messages[0].tool_calls[0].arguments | tojson }}", "not JSON serializable"),
+        ("x", "{{ messages[0].tool_calls.items() }}", "has no attribute 'items'"),
+        ("x", "{{ '%d\\n' % messages[0].tool_calls }}", "a real number is required"),
+    ],
+)
+def test_messages_that_a_chat_template_cannot_render_are_refused_in_one_line(
+    calls: Any, template: str, reason: str, tmp_path: Path
+) -> None:
+    entry = {"messages": [{**CHAT[0], "tool_calls": calls}], "answer": "6"}
+    problems = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
+    with pytest.raises(DataError, match=f"line 1: the chat template refuses it.*{reason}") as told:
+        tokenize(problems, character_tokenizer(template), max_prompt_length=100)
+    assert "\n" not in str(told.value)
 
 
 def test_stream_serves_each_prompt_once_per_epoch_in_a_new_order() -> None:

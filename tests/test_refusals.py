@@ -334,6 +334,9 @@ COMMANDS = rows("""
     train ../recipes/grpo                          ../recipes/grpo: no such recipe
     train grpo --steps 3                           No such option: --steps
     train grpo                                     data=: missing
+    train quickstart data_options.size=1e4         data_options.size=1e4: must be a whole number
+    train quickstart data_options.size=-1          data_options.size=-1: must be a whole number
+    train quickstart data_options.seed=a           data_options.seed=a: must be a whole number
     nonsense                                       No such command 'nonsense'
     --nonsense                                     No such option: --nonsense
     config no_such_recipe                          no such recipe

@@ -172,6 +172,14 @@ def test_the_page_shows_the_mismatch_of_each_server_set_before_training(one_run:
     assert "BF16 servers before training" in page.text
 
 
+def test_a_summary_that_is_not_whole_counts_as_none(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    for name in ("summary.json", "noise.json"):
+        (run_dir / name).write_text("")
+    record = read_run(run_dir)
+    assert (record.summary, record.noise) == ({}, {})
+
+
 def test_without_noise_json_the_divergence_plot_has_no_line_for_it(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     (run_dir / "noise.json").unlink()

@@ -497,11 +497,12 @@ class EvaluationConfig:
     """
 
     problems: CountOrZero = 512
-    """Maximum number of held-out problems to measure on. 0 disables."""
+    """Maximum number of held-out problems to measure on. 0 disables, and none is held out: all of
+    the data is trained on."""
 
     held_out_fraction: FractionOrZero = 0.1
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
-    none."""
+    none, and so does `problems` of 0."""
 
     data: dict[DataName, Text] = dataclasses.field(default_factory=dict)
     """Data files to evaluate on, by the name they are reported under; each value has the form of
@@ -524,9 +525,14 @@ class EvaluationConfig:
     """The evaluation server."""
 
     @property
+    def held_out(self) -> float:
+        """The fraction of the data that is held out: none if nothing is measured on it."""
+        return self.held_out_fraction if self.problems else 0.0
+
+    @property
     def enabled(self) -> bool:
         """True if there is anything to measure, which requires an evaluation server."""
-        return bool(self.data or (self.problems and self.held_out_fraction))
+        return bool(self.data or self.held_out)
 
 
 @dataclasses.dataclass

@@ -217,6 +217,12 @@ def validate_resume(saved: Config, config: Config) -> None:
             raise ConfigError(
                 f"{field}={value}: the run has {before[field]}, and {reason}; start a new run"
             )
+    if saved.evaluation.held_out != config.evaluation.held_out:
+        raise ConfigError(
+            f"evaluation.problems={config.evaluation.problems}: the run has "
+            f"{saved.evaluation.problems}, and with 0 nothing is held out, so {_SETS_DATA_ORDER}; "
+            "start a new run"
+        )
 
 
 def _validate_sampling(config: Config) -> None:

@@ -36,6 +36,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -54,6 +55,7 @@ REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 CONVERSATION = "messages"
 DEFAULT_TASK_SIZE = 5000
+MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
 
 Entries = Iterator[tuple[str, Any]]
 """Location of each entry, for messages, and the entry: an object if the data is right."""
@@ -198,15 +200,34 @@ def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
                 f"data_options.{option}: reasoning_gym's {task} has no such option;"
                 f"{_suggestion(option, known)}"
             )
+    options = {"size": DEFAULT_TASK_SIZE, "seed": seed, **options}
+    _check_whole(options, "size", "a whole number from 1, such as 10000")
+    # With a seed of None each process would generate problems of its own.
+    _check_whole(options, "seed", "a whole number, such as 7")
+    with _as_data_error(task, options):
+        entries = reasoning_gym.create_dataset(task, **options)
+        size = len(entries)
+    for index in range(size):
+        with _as_data_error(task, options):  # a task may look at its options only here
+            entry = entries[index]
+        yield f"{REASONING_GYM}{task} entry {index}", entry
+
+
+def _check_whole(options: Mapping[str, Any], name: str, right: str) -> None:
+    """Check that an option is a whole number, which 1e4 is not in YAML; a size is at least 1."""
+    value = options[name]
+    if type(value) is not int or (name == "size" and value < 1):
+        raise DataError(f"data_options.{name}={value}: must be {right}")
+
+
+@contextlib.contextmanager
+def _as_data_error(task: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn any error of reasoning-gym into a DataError that names the task and its options."""
     try:
-        entries = reasoning_gym.create_dataset(
-            task, **{"size": DEFAULT_TASK_SIZE, "seed": seed, **options}
-        )
+        yield
     except Exception as error:  # the library's own checks: AssertionError, TypeError, ValueError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{REASONING_GYM}{task} with {dict(options)}: {reason}") from error
-    for index in range(len(entries)):
-        yield f"{REASONING_GYM}{task} entry {index}", entries[index]
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
@@ -243,12 +264,7 @@ def _read_jsonl(path: Path) -> Entries:
             location = f"{path} line {number}"
             if not line.strip():
                 continue
-            try:
-                yield location, json.loads(line)
-            except ValueError as error:  # also raised for bytes that are not UTF-8
-                raise DataError(
-                    f"{location}: not JSON ({error}); expected one object per line"
-                ) from error
+            yield location, _from_json(line, location, "one object per line")
 
 
 def _read_json(path: Path) -> Entries:
@@ -256,12 +272,38 @@ def _read_json(path: Path) -> Entries:
         if file.read(64).lstrip()[:1] != b"[":
             yield from _read_jsonl(path)
             return
-    try:
-        entries = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); expected a list of objects") from error
+    entries = _from_json(path.read_bytes(), str(path), "a list of objects")
     for number, entry in enumerate(entries, start=1):
         yield f"{path} entry {number}", entry
+
+
+def _from_json(text: str | bytes, location: str, expected: str) -> Any:
+    """Return the value of JSON text; may raise DataError."""
+    try:
+        value = json.loads(text)
+        is_deep = _is_deeper(value, MAX_DEPTH)
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:  # also raised for bytes that are not UTF-8
+        raise DataError(f"{location}: not JSON ({error}); expected {expected}") from error
+    if is_deep:
+        raise DataError(f"{location}: nested more than {MAX_DEPTH} deep; expected {expected}")
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and objects are nested more than `depth` deep, without recursion."""
+    level = [value]
+    for _ in range(depth + 1):
+        nested = [each for each in level if isinstance(each, list | dict)]
+        if not nested:
+            return False
+        level = [part for each in nested for part in _parts(each)]
+    return True
+
+
+def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _read_parquet(path: Path) -> Entries:
@@ -430,8 +472,8 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     """Return the tools of an entry: a list of objects, or its JSON; None for anything else."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
+            value = _from_json(value, "tools", "a list of objects")
+        except DataError:
             return None
     is_tools = isinstance(value, list) and value and all(isinstance(tool, dict) for tool in value)
     return _without_none(value) if is_tools else None

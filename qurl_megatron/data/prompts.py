@@ -19,8 +19,6 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
-
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, OverlongPrompts
 from qurl_megatron.data.problems import (
@@ -79,7 +77,7 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
             tally=tally,
         )
 
-    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out_fraction)
+    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out)
     files = {name: prompts(f"evaluation.data.{name}") for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
@@ -176,9 +174,10 @@ def _token_ids(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any)
             text = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **tools
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template calls anything on what the messages hold
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
-                f"{problem.location}: the chat template refuses it ({error})"
+                f"{problem.location}: the chat template refuses it ({reason})"
             ) from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if [message["role"] for message in messages] == ["user"]:

@@ -19,6 +19,11 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError, re
 
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("BF16", "F16", "F32")  # of stored weights, as safetensors spells them
+# Of files that hold weights, in any library's format. Tokenizers are in others (.json, .model).
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
+    *(".gguf", ".h5", ".msgpack", ".onnx"),
+)
 
 Progress = Callable[[int, int], None]
 """A callback that receives (bytes done, bytes in total) while a directory is written."""
@@ -190,10 +195,19 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def copy_beside_weights(source: Path, destination: Path) -> None:
-    """Copy the files of a model directory other than its weights: config, tokenizer, licence."""
+    """Copy the files of a model directory other than its weights: config, tokenizer, licence.
+
+    Copies of the weights in other formats stay behind too: beside trained weights they would be
+    those from before the training.
+    """
     for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE:
+        if path.is_file() and not _is_of_weights(path.name):
             shutil.copyfile(path, destination / path.name)
+
+
+def _is_of_weights(name: str) -> bool:
+    """Return True for a file of weights, in any format, and for an index of such files."""
+    return name.removesuffix(".index.json").endswith(_WEIGHT_SUFFIXES)
 
 
 def write_index(directory: Path, file_of: dict[str, str]) -> None:

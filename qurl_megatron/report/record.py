@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from math import nan
@@ -12,7 +11,7 @@ from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.files import read_json_lines
+from qurl_megatron.files import read_json_lines, read_json_object
 from qurl_megatron.report.metrics import Averages
 
 
@@ -99,13 +98,12 @@ def read_run(run_dir: Path) -> RunRecord:
     if not steps:
         raise ReportError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
     publishes = read_json_lines(run_dir / "weights.jsonl")
-    summary, noise = run_dir / "summary.json", run_dir / "noise.json"
     return RunRecord(
         name=run_dir.name,
         config=load(run_dir / "config.yaml"),
         steps=steps,
         weights=publishes[-1]["weights"] if publishes else {},
-        summary=json.loads(summary.read_text()) if summary.exists() else {},
-        noise=json.loads(noise.read_text()) if noise.exists() else {},
+        summary=read_json_object(run_dir / "summary.json"),
+        noise=read_json_object(run_dir / "noise.json"),
         samples=read_json_lines(run_dir / "samples.jsonl"),
     )
