@@ -2,17 +2,17 @@
 PYTHON ?= python3
 PYTEST = .venv/bin/pytest -rs --durations=15
 # Files in the order of tests/conftest.py: xdist would begin with those of the most tests.
-NO_SERVERS = -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/e2e --ignore tests/slurm tests
+TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-slurm docs lint
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
 test: lint docs test-fast
-	$(PYTEST) tests/e2e
+	$(PYTEST) $(TWO_WORKERS) tests/e2e
 
 test-fast: .venv/ready  # all that start no server
-	$(PYTEST) $(NO_SERVERS)
+	$(PYTEST) $(TWO_WORKERS) --ignore tests/e2e --ignore tests/slurm tests
 
 test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm

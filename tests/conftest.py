@@ -30,6 +30,14 @@ LONGEST_FILES = [
     "test_direct",
     "test_publish",
     "test_flat_memory",
+    # in e2e
+    "test_kills",
+    "test_quickstart",
+    "test_faults",
+    "test_fleet",
+    "test_versions",
+    "test_training",
+    "test_asynchronous",
 ]
 
 
