@@ -39,7 +39,8 @@ def test_a_launched_job_is_requeued_on_a_signal_and_completes(
 
     plan = json.loads((tmp_path / "runs" / "run" / "logs" / "plan.json").read_text())
     assert [(node["ranks"], len(node["servers"])) for node in plan["nodes"]] == [(2, 0), (0, 1)]
-    assert qurl("status", "runs/run") == "runs/run: step 100 of 100, finished\n"
+    status = "runs/run: step 100 of 100, newest checkpoint step_000100, finished\n"
+    assert qurl("status", "runs/run") == status
     assert list((tmp_path / "runs" / "run" / "final_model").glob("*.safetensors"))
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     assert cluster.left_over() == []
