@@ -66,8 +66,7 @@ def run(config: EvalConfig) -> None:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
-        length = config.max_prompt_length + config.max_response_length
-        validate_server("server", config.server, architecture, config.format, length)
+        validate_server("server", config.server, architecture, config.format, config.max_length)
         validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
         check_options({"server": config.server})
         tokenizer = load_tokenizer(model_dir)
@@ -133,7 +132,7 @@ def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[
             model_dir,
             config.server,
             config.format,
-            context_length=config.max_prompt_length + config.max_response_length,
+            context_length=config.max_length,
             log_file=output / "server.log",
             seed=config.seed,
             loads=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
 import resource
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,6 +22,7 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused
 
 PROMPT = Prompt("0", "question", "answer", [1, 2])
+ONE: Any = {"completions_per_prompt": 1, "temperature": 1.0}
 META = {
     "finish_reason": {"type": "length"},
     "token_versions": [1, 1],
@@ -63,13 +64,7 @@ def client(tmp_path: Path) -> Iterator[RolloutClient]:
 
 def ask_with_few_files(client: RolloutClient, num_prompts: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
-    groups = client.generate(
-        [PROMPT] * num_prompts,
-        completions_per_prompt=1,
-        temperature=1.0,
-        max_response_length=2,
-    )
-    assert len(groups) == num_prompts
+    assert len(client.generate([PROMPT] * num_prompts, max_response_length=2, **ONE)) == num_prompts
 
 
 def test_more_prompts_than_a_process_may_have_open_files_are_answered(
@@ -86,15 +81,10 @@ def test_more_prompts_than_a_process_may_have_open_files_are_answered(
 def test_a_response_that_ends_before_its_limit_without_a_stop_token_is_refused(
     client: RolloutClient,
 ) -> None:
-    for most, is_whole in ((2, True), (3, False)):
-        sampling = client.sampling(
-            completions_per_prompt=1, temperature=1.0, max_response_length=most
-        )
-        if is_whole:
-            asyncio.run(client.group(PROMPT, sampling))
-            continue
-        with pytest.raises(RequestRefused, match="ended a response after 2 of 3 tokens: its KV"):
-            asyncio.run(client.group(PROMPT, sampling))
+    (whole,) = client.generate([PROMPT], max_response_length=2, **ONE)
+    assert len(whole) == 1
+    with pytest.raises(RequestRefused, match="ended a response after 2 of 3 tokens: its KV"):
+        client.generate([PROMPT], max_response_length=3, **ONE)
 
 
 def test_a_process_gets_the_open_files_that_it_may_have() -> None:

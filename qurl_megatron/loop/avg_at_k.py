@@ -78,6 +78,11 @@ class EvalConfig:
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
 
+    @property
+    def max_length(self) -> int:
+        """Maximum prompt plus response length, in tokens."""
+        return self.max_prompt_length + self.max_response_length
+
 
 @dataclass(frozen=True)
 class Average:

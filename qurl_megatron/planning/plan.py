@@ -97,6 +97,13 @@ def plan(
     _check_layout(architecture, config, gpus, workload)
     server_size = config.rollout.server.tensor_parallel_size
     servers = most_servers(config, gpus)
+    if not servers:
+        evaluation = " and the evaluation server" if config.evaluation.enabled else ""
+        nodes = " on nodes of their own" if gpus > GPUS_PER_NODE else ""
+        raise ConfigError(
+            f"{gpus} GPUs: beside the learner's {config.learner.world_size}{nodes} there is no "
+            f"room for a rollout server of {server_size}{evaluation}"
+        )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
     learner, server = config.learner, rollout.server
@@ -301,13 +308,6 @@ def _check_layout(
             f"the learner's {learner.world_size} ranks: {_learner_nodes(learner.world_size)} nodes "
             f"of {GPUS_PER_NODE} GPUs would not have as many each, in whole tensor-parallel groups "
             f"of {learner.tensor_parallel_size}; take a multiple of {GPUS_PER_NODE}"
-        )
-    if not most_servers(config, gpus):
-        evaluation = " and the evaluation server" if config.evaluation.enabled else ""
-        nodes = " on nodes of their own" if gpus > GPUS_PER_NODE else ""
-        raise ConfigError(
-            f"{gpus} GPUs: beside the learner's {learner.world_size}{nodes} there is no room for a "
-            f"rollout server of {server_size}{evaluation}"
         )
 
 
