@@ -42,6 +42,7 @@ from statistics import fmean, stdev
 import httpx
 
 from qurl_megatron.config.schema import ServerConfig
+from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import (
     CONNECTIONS,
@@ -50,7 +51,6 @@ from qurl_megatron.rollout.server import (
     start_server,
     wait_ready,
 )
-from recipes import quickstart
 
 SEEDS = 10
 CAPACITY = 256

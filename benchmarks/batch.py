@@ -38,7 +38,7 @@ from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.shares import Share, deal
 from qurl_megatron.process import free_port
-from recipes.scaling_32b import ARCHITECTURES
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 
 MIB = 2**20
 PROMPT, MEAN_RESPONSE, LOG_DEVIATION, MAX_RESPONSE = 256, 2048, 0.8, 8192  # tokens, lognormal
@@ -61,7 +61,7 @@ def main() -> None:
     )
     print("ranks        way     MiB from rank 0    seconds")
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["qurl_megatron.learner.shares", "recipes.scaling_32b"]
+        ["qurl_megatron.learner.shares", "qurl_megatron.recipes.scaling_32b"]
     )
     for layout in LAYOUTS:
         ranks, port = layout[0] * layout[1], free_port()

@@ -43,9 +43,9 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.planning import memory
 from qurl_megatron.quantization import quantize
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync import coding
 from qurl_megatron.weight_sync.delta import Change, compare, pack, unpack
-from recipes.scaling_32b import ARCHITECTURES
 
 T = TypeVar("T")
 # By format, optimizer steps, width and UAQ scale.

@@ -25,8 +25,8 @@ from benchmarks.host_cost import Shards
 from qurl_megatron import device
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES
 from qurl_megatron.weight_sync.reshard import Converter
-from recipes.qwen3_moe import ARCHITECTURES
 
 LAYERS = 3
 EXPERTS = dataclasses.replace(

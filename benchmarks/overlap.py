@@ -22,7 +22,7 @@ import numpy as np
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.step_time import Workload
-from recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 MODEL = ARCHITECTURES["Qwen2.5-32B"]
 GPUS = 64

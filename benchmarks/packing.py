@@ -38,7 +38,7 @@ import numpy as np
 
 from qurl_megatron.learner import packing
 from qurl_megatron.planning.lengths import ResponseLengths
-from recipes.scaling_32b import ARCHITECTURES
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 
 MODEL = ARCHITECTURES["Qwen3-32B"]
 SEQUENCES, PROMPT = 256, 256

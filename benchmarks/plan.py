@@ -31,9 +31,9 @@ from qurl_megatron.config.overrides import with_overrides  # noqa: E402
 from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
 from qurl_megatron.model.architecture import Architecture  # noqa: E402
 from qurl_megatron.planning import memory, step_time  # noqa: E402
-from qurl_megatron.planning.publish import plan_publish  # noqa: E402
+from qurl_megatron.planning.publish_time import plan_publish  # noqa: E402
 from qurl_megatron.planning.step_time import Workload  # noqa: E402
-from recipes.scaling_32b import ARCHITECTURES, study  # noqa: E402
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
 
 QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]

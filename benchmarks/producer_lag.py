@@ -36,11 +36,11 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.producer import Producer
+from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
-from recipes import quickstart
 
 SLEEP_S = 0.01
 BUCKET_BYTES = 64 * 2**20

@@ -35,11 +35,11 @@ from torch import Tensor
 
 from benchmarks.shaped_link import ShapedLink
 from qurl_megatron.process import free_port
-from qurl_megatron.rollout.remote import remote_server
-from qurl_megatron.sglang_plugin import remote as plugin
+from qurl_megatron.rollout.elsewhere import remote_server
+from qurl_megatron.sglang_plugin import weight_routes as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.remote import HttpEndpoint
+from qurl_megatron.weight_sync.over_http import HttpEndpoint
 
 MEGABITS = (100, 1000)
 SHAPES = {"q_proj": (5120, 5120), "down_proj": (5120, 27648)}

@@ -49,11 +49,11 @@ from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.shared_memory import describe_tensor
-from recipes.scaling_32b import ARCHITECTURES
 
 MIB = 1024 * 1024
 FORMATS = ("int8", "fp8")

@@ -35,7 +35,7 @@ from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.limits import REMEDIES
 from qurl_megatron.planning.plan import Plan, layouts, plan, suggest
 from qurl_megatron.planning.step_time import Workload
-from recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 MODEL = ARCHITECTURES["Qwen2.5-32B"]
 GPUS = (24, 32, 64, 128, 256, 512, 1024)

@@ -24,8 +24,8 @@ import psutil
 
 from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.preload import Preload
+from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
-from recipes import quickstart
 
 CONFIG = ServerConfig(mem_fraction_static=0.3, max_total_tokens=4096)
 

@@ -54,7 +54,7 @@ def compare_update_times(rounds: int) -> None:
         OptimizerConfig,
     )
     from qurl_megatron.learner.learner import Learner
-    from recipes import quickstart
+    from qurl_megatron.recipes import quickstart
 
     generator = torch.Generator().manual_seed(0)
     sequences, length = 128, 32

@@ -18,19 +18,21 @@ from typer.core import TyperGroup, TyperOption
 # The pages are those of this checkout, also when another one is installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import recipes  # noqa: E402
-from launch.serve import ServeConfig  # noqa: E402
-from qurl_megatron import cli  # noqa: E402
+from qurl_megatron import (
+    cli,  # noqa: E402
+    recipes,  # noqa: E402
+)
 from qurl_megatron.config.fields import FieldDescription, describe, field_docs  # noqa: E402
 from qurl_megatron.config.schema import Config  # noqa: E402
-from qurl_megatron.loop.avg_at_k import EvalConfig  # noqa: E402
+from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
+from qurl_megatron.launch.serve import ServeConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of docs/."""
     pages = {
-        "recipes.md": recipes_page,
+        "qurl_megatron.recipes.md": recipes_page,
         "configuration.md": configuration_page,
         "metrics.md": metrics_page,
         "commands.md": commands_page,
@@ -49,7 +51,7 @@ def recipes_page() -> Iterator[str]:
         "after the name change single fields.\n"
     )
     for module in sorted(pkgutil.iter_modules(recipes.__path__), key=lambda module: module.name):
-        docstring = inspect.getdoc(importlib.import_module(f"recipes.{module.name}"))
+        docstring = inspect.getdoc(importlib.import_module(f"qurl_megatron.recipes.{module.name}"))
         yield f"## {module.name}\n\n{docstring}\n"
 
 

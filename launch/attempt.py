@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.placement import ServerSpec
 from qurl_megatron.config.schema import Config
+from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import LOOPBACK, Server, start_server
 

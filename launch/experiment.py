@@ -5,8 +5,8 @@ run one after the other. On Slurm nemo-run's SlurmExecutor writes each job's scr
 records its number, but its srun lines cannot run a job: a process inside a step gets neither the
 signal of `--signal=B:USR1@N` nor, on preemption, the time to end both sides in order, and
 nemo-run's script ends the job when the first side ends. So the script's set-up lines `exec` the
-batch process of the sbatch scripts beside this file, `python -m launch.slurm run`. It replaces the
-shell, and the lines after it never run.
+batch process of the sbatch scripts beside this file, `python -m qurl_megatron.launch.slurm run`.
+It replaces the shell, and the lines after it never run.
 
     executor = run.SlurmExecutor(account="a", gpus_per_node=8, heterogeneous=True)
     jobs = [
@@ -42,20 +42,20 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from launch.disk import check_disk
-from launch.owner import owner_of
-from launch.placement import place_servers, smallest_plan
-from launch.prepare import (
+from qurl_megatron import device
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.launch.owner import owner_of
+from qurl_megatron.launch.placement import place_servers, smallest_plan
+from qurl_megatron.launch.prepare import (
     DATA_SUMMARY,
     default_name,
     prepare_resume_or_new,
     run_exists_error,
 )
-from launch.slurm import signal_lead_s
-from launch.status import slurm_jobs
-from qurl_megatron import device
-from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.launch.slurm import signal_lead_s
+from qurl_megatron.launch.status import slurm_jobs
+from qurl_megatron.planning.disk import check_disk
 from qurl_megatron.process import ending_signals
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def experiment(
     ) as exp:
         for job, parts in zip(jobs, executors, strict=True):
             if isinstance(executor, run.SlurmExecutor):
-                task = run.Script(inline="# launch.slurm has replaced the shell")
+                task = run.Script(inline="# qurl_megatron.launch.slurm has replaced the shell")
             else:
                 command = [str(Path(sys.executable).with_name("qurl")), "train", job.recipe]
                 task = run.Script(inline=f"exec {shlex.join([*command, *job.overrides])}")
@@ -291,7 +291,7 @@ def _setup_lines(job: Job, executor: run.SlurmExecutor, max_restarts: int | None
     if executor.container_image:
         exports["QURL_CONTAINER_IMAGE"] = executor.container_image
         exports["QURL_CONTAINER_MOUNTS"] = ",".join(executor.container_mounts)
-    command = [sys.executable, "-m", "launch.slurm", "run"]
+    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
     command += ["--max-restarts", str(max_restarts)] if max_restarts is not None else []
     lines = [executor.setup_lines] if executor.setup_lines else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]

@@ -16,15 +16,15 @@ import sys
 import time
 from contextlib import closing
 
-from launch.attempt import Attempt
-from launch.bad_input import exit_on_bad_input
-from launch.owner import claim
-from launch.placement import place_servers, server_specs
-from launch.servers import Servers
-from launch.servers_at import release_servers_at, save_servers_at
-from launch.status import how_to_resume
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.owner import claim
+from qurl_megatron.launch.placement import place_servers, server_specs
+from qurl_megatron.launch.servers import Servers
+from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
+from qurl_megatron.launch.status import how_to_resume
 from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
 from qurl_megatron.process import die_with_parent, ending_signals, free_port, tail
 from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang, wait_ready

@@ -13,13 +13,13 @@ from importlib import import_module
 
 import nemo_run as run
 
-from launch import local
-from launch.bad_input import exit_on_bad_input
-from launch.experiment import make_job, start
-from launch.prepare import prepare_new, print_data_summary, recipe_names
 from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.launch import local
+from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.experiment import make_job, start
+from qurl_megatron.launch.prepare import prepare_new, print_data_summary, recipe_names
 
 # This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the
 # types of train's parameters, and fails on types that are strings.
@@ -65,7 +65,7 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
 
 def recipe_config(name: str) -> Config:
     """Return the configuration of a recipe."""
-    config = import_module(f"recipes.{name}").recipe()
+    config = import_module(f"qurl_megatron.recipes.{name}").recipe()
     assert isinstance(config, Config)
     return config
 

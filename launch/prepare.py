@@ -18,17 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from launch.disk import check_disk
-from launch.owner import claim
-from launch.placement import place_servers
-from launch.servers_at import check_servers_at
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.launch.owner import claim
+from qurl_megatron.launch.placement import place_servers
+from qurl_megatron.launch.servers_at import check_servers_at
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.disk import check_disk
 from qurl_megatron.rollout.options import check_options
 
 DATA_SUMMARY = "data.txt"  # in a run's directory
@@ -267,11 +267,11 @@ def load_recipe(name: str) -> ModuleType:
     """
     if name not in recipe_names():
         raise ConfigError(f"{name}: no such recipe; there are {', '.join(recipe_names())}")
-    return importlib.import_module(f"recipes.{name}")
+    return importlib.import_module(f"qurl_megatron.recipes.{name}")
 
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes, sorted."""
-    import recipes
+    from qurl_megatron import recipes
 
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))

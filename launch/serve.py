@@ -16,11 +16,11 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from launch.servers_at import read_key
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
+from qurl_megatron.launch.servers_at import read_key
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import ending_signals, exit_on
 from qurl_megatron.rollout.options import check_options

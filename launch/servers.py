@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.attempt import Attempt
-from launch.placement import ServerSpec
+from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.preload import Preload
 from qurl_megatron.process import tail
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.rollout.remote import Unreachable, check_servers, release, remote_server
+from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
 from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
 from qurl_megatron.rollout.server import Server
 

@@ -1,8 +1,10 @@
 """The batch process of a Slurm job, which `qurl.sbatch` and `qurl_one_allocation.sbatch` start.
 
-    python -m launch.slurm run [--max-restarts N] RECIPE name=NAME [field=value ...]
-    python -m launch.slurm lead RUN      print the N of --signal=B:USR1@N that the run needs
-    python -m launch.slurm guard LOGS    (started by the job) requeue it if it loses its batch host
+    python -m qurl_megatron.launch.slurm COMMAND
+
+    run [--max-restarts N] RECIPE name=NAME [field=value ...]
+    lead RUN      print the N of --signal=B:USR1@N that the run needs
+    guard LOGS    (started by the job) requeue it if it loses its batch host
 
 The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
 starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
@@ -39,17 +41,17 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from launch.attempt import Attempt
-from launch.bad_input import exit_on_bad_input
-from launch.owner import claim
-from launch.placement import JobPlan, NodeGroup, make_plan
-from launch.prepare import prepare_resume_or_new, print_data_summary
-from launch.servers import RestartLimit
-from launch.servers_at import release_servers_at, save_servers_at
-from launch.slurm_task import START_FAILED, roster_of
-from launch.status import how_to_resume, is_finished
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.owner import claim
+from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
+from qurl_megatron.launch.prepare import prepare_resume_or_new, print_data_summary
+from qurl_megatron.launch.servers import RestartLimit
+from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
+from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
+from qurl_megatron.launch.status import how_to_resume, is_finished
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
@@ -265,7 +267,7 @@ class RolloutSide:
         running = [node.group for node in self._nodes.values() if node.ended_at is None]
         group = (running or [node.group for node in self._nodes.values()])[-1]
         # It asks Slurm, which a container may not be able to.
-        command = [*IGNORE_SIGNALS, sys.executable, "-m", "launch.slurm", "guard"]
+        command = [*IGNORE_SIGNALS, sys.executable, "-m", "qurl_megatron.launch.slurm", "guard"]
         command = srun(group, 1, ["--overlap", *command, str(self._attempt.logs)])
         return JobStep(self._attempt, "guard", command)
 
@@ -378,9 +380,15 @@ def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:
 
 
 def task(*arguments: object) -> list[str]:
-    """Return the command of `launch.slurm_task`, with srun's options for its container."""
+    """Return the command of `launch/slurm_task.py`, with srun's options for its container."""
     python = os.environ.get("QURL_PYTHON", "python")
-    words = [*container_options(os.environ), *IGNORE_SIGNALS, python, "-m", "launch.slurm_task"]
+    words = [
+        *container_options(os.environ),
+        *IGNORE_SIGNALS,
+        python,
+        "-m",
+        "qurl_megatron.launch.slurm_task",
+    ]
     return words + [str(argument) for argument in arguments]
 
 
@@ -516,8 +524,8 @@ def _block_usr1() -> None:
 
 
 def main() -> None:
-    """Run a job, print its lead time, or guard it: `python -m launch.slurm COMMAND`."""
-    parser = argparse.ArgumentParser(prog="python -m launch.slurm")
+    """Run a job, print its lead time, or guard it."""
+    parser = argparse.ArgumentParser(prog="python -m qurl_megatron.launch.slurm")
     commands = parser.add_subparsers(dest="command", required=True)
     job = commands.add_parser("run", help="run as the batch process of a job")
     job.add_argument("--max-restarts", type=int, default=20)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launch.placement import JobPlan, NodePlan
+    from qurl_megatron.launch.placement import JobPlan, NodePlan
 
 POLL_S = 0.5
 START_FAILED = 3  # exit code of a rollout task with a server that failed during its first start
@@ -87,11 +87,11 @@ def rollout(logs: Path) -> int:
     """
     received: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
-    from launch.attempt import Attempt
-    from launch.placement import server_specs
-    from launch.servers import Servers
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
+    from qurl_megatron.launch.attempt import Attempt
+    from qurl_megatron.launch.placement import server_specs
+    from qurl_megatron.launch.servers import Servers
     from qurl_megatron.preload import PreloadFailed
     from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang
 
@@ -154,8 +154,8 @@ def learner(logs: Path) -> int:
     plan, _ = read_plan(logs)
     os.environ["MASTER_ADDR"] = plan.master_address
     os.environ["MASTER_PORT"] = str(plan.master_port)
-    from launch.attempt import Attempt
     from qurl_megatron.config.yaml_file import load
+    from qurl_megatron.launch.attempt import Attempt
 
     run_dir = run_dir_of(logs, plan)
     config = load(run_dir / "config.yaml")
@@ -193,7 +193,7 @@ def roster_of(logs: Path, node: str) -> Path:
 
 def read_plan(logs: Path) -> tuple[JobPlan, NodePlan]:
     """Return the plan, and this node's part of it."""
-    from launch.placement import JobPlan
+    from qurl_megatron.launch.placement import JobPlan
 
     plan = JobPlan.load(logs / "plan.json")
     return plan, next(node for node in plan.nodes if node.name == node_name())
@@ -210,7 +210,7 @@ def node_name() -> str:
 
 
 def main() -> None:
-    """Run a task of a job: `python -m launch.slurm_task ROLE LOGS [TOKEN]`."""
+    """Run a task of a job: `python -m qurl_megatron.launch.slurm_task ROLE LOGS [TOKEN]`."""
     role, logs, *token = sys.argv[1:]
     if role == "preflight":
         preflight(Path(logs), *token)

@@ -8,11 +8,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from launch.owner import is_owned
-from launch.placement import server_specs
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.files import PARTIAL, read_json_lines, read_json_object
+from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
+from qurl_megatron.launch.owner import is_owned
+from qurl_megatron.launch.placement import server_specs
 
 
 def status(run_dir: Path) -> str:
@@ -29,8 +29,8 @@ def status(run_dir: Path) -> str:
     steps = read_json_lines(run_dir / "metrics.jsonl")
     done = int(steps[-1]["step"]) if steps else 0
     progress = f"step {done} of {load(run_dir / 'config.yaml').steps}"
-    saved = checkpoint_names(run_dir)
-    checkpoint = f"newest checkpoint {saved[-1]}" if saved else "no checkpoint"
+    saved = list_checkpoints(run_dir)
+    checkpoint = f"newest checkpoint {saved[-1].name}" if saved else "no checkpoint"
     best = run_dir / "checkpoints" / "best"
     if best.is_symlink():
         checkpoint += f", best {best.readlink()}"
@@ -55,15 +55,11 @@ def is_finished(run_dir: Path) -> bool:
 
 def how_to_resume(run_dir: Path, command: str = "") -> str:
     """Return what continues a run, and from where; `command` replaces `qurl resume RUN`."""
-    saved = checkpoint_names(run_dir)
-    place = f"resume after step {int(saved[-1].removeprefix('step_'))}" if saved else "start again"
+    saved = list_checkpoints(run_dir)
+    place = (
+        f"resume after step {int(saved[-1].name.removeprefix('step_'))}" if saved else "start again"
+    )
     return f"to {place}: {command or f'qurl resume {shlex.quote(str(run_dir))}'}"
-
-
-def checkpoint_names(run_dir: Path) -> list[str]:
-    """Return the names of the run's complete checkpoints, oldest first."""
-    paths = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path.name for path in paths if path.suffix != PARTIAL)
 
 
 def server_counts(run_dir: Path) -> str:

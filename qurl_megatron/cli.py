@@ -38,12 +38,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serving.serve,
     "report": runs.report,
     "quantize": models.quantize,
-    "noise": models.noise,
+    "mismatch": models.mismatch,
     "uaq": models.uaq,
     "plan": plan.plan,
 }
 for _name, _function in COMMANDS.items():
     app.command(_name)(_function)
+app.command("noise", hidden=True)(models.mismatch)  # its name until 0.2
 
 
 def _print_version(value: bool) -> None:

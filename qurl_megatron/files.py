@@ -17,6 +17,13 @@ def partial_of(directory: Path) -> Path:
     return directory.with_name(directory.name + PARTIAL)
 
 
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the run's complete checkpoints, oldest first."""
+    return sorted(
+        path for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
+    )
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file; an empty list if the file does not exist.
 

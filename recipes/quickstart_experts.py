@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, UaqConfig
-from recipes import quickstart
+from qurl_megatron.recipes import quickstart
 
 _DIMENSIONS: dict[str, int | bool] = {
     "hidden_size": 192,

@@ -73,7 +73,7 @@ def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Every preparation of a run generates and checks them all, which takes seconds for 10,000.
     """
-    from recipes import quickstart
+    from qurl_megatron.recipes import quickstart
 
     whole = quickstart.recipe
 

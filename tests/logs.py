@@ -89,5 +89,5 @@ def write_run(
         "evaluation_after": {"aime24": averages(0.4)},
     }
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    (run_dir / "noise.json").write_text(json.dumps(NOISE))
+    (run_dir / "mismatch.json").write_text(json.dumps(NOISE))
     return run_dir

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import recipes
+from qurl_megatron import recipes
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
@@ -64,7 +64,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
 
 def write_inputs(recipe: str, directory: Path) -> list[str]:
     """Write a model and data for a recipe that builds none; return their overrides."""
-    if hasattr(importlib.import_module(f"recipes.{recipe}"), "build_model"):
+    if hasattr(importlib.import_module(f"qurl_megatron.recipes.{recipe}"), "build_model"):
         return []
     has_experts = recipe == "qwen3_moe"
     build_tiny_model(  # its layers and heads divide into the layouts

@@ -13,7 +13,7 @@ from qurl_megatron.planning.asynchronous import ServerLoad, steady_state
 from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.plan import plan
 from qurl_megatron.planning.step_time import Workload
-from recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 # 100 responses a step, 500 tokens on average and 1000 at most, a token every 10 ms.
 LOAD = ServerLoad(

@@ -12,7 +12,7 @@ import pytest
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.scoring import Scorer
-from qurl_megatron.loop.avg_at_k import (
+from qurl_megatron.evaluation.avg_at_k import (
     Answer,
     Average,
     ProblemResult,

@@ -24,11 +24,11 @@ from distributed import run_ranks
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
 from qurl_megatron.config.yaml_file import save
+from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,
     CheckpointError,
     Checkpoints,
-    list_checkpoints,
     read_config,
     read_state,
 )

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launch import evaluate
-from launch.prepare import check_new, prepare_new, prepare_resume, warn_of_pickles
 from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.data.problems import DataError
-from qurl_megatron.loop.avg_at_k import EvalConfig
+from qurl_megatron.evaluation import evaluate
+from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.launch.prepare import check_new, prepare_new, prepare_resume, warn_of_pickles
 from qurl_megatron.preload import PreloadFailed
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
@@ -71,7 +71,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
 ) -> None:
     if weight_format != "int8":  # all problems of the quickstart are checked once
         request.getfixturevalue("short_quickstart")
-    recipe = importlib.import_module(f"recipes.{name}")
+    recipe = importlib.import_module(f"qurl_megatron.recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     words += inputs[name]
     config = prepare_new(name, words)
@@ -103,7 +103,7 @@ def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(tmp_path: Path) 
 
 
 def test_deepscaler_stages_are_those_of_the_paper() -> None:
-    config = importlib.import_module("recipes.deepscaler_grpo").recipe()
+    config = importlib.import_module("qurl_megatron.recipes.deepscaler_grpo").recipe()
     stages = [(step, config.rollout.at(step)) for step in (1, 800, 801, 1200, 1201, config.steps)]
     assert [(step, s.max_response_length, s.completions_per_prompt) for step, s in stages] == [
         (1, 8192, 8),
@@ -236,7 +236,7 @@ def test_config_prints_yaml_that_loads_back_equal(tmp_path: Path) -> None:
     ended = CliRunner().invoke(cli.app, ["config", "dapo_aime", *words])
     assert (ended.exit_code, ended.stderr) == (0, "")
     (tmp_path / "config.yaml").write_text(ended.stdout)
-    recipe = importlib.import_module("recipes.dapo_aime").recipe()
+    recipe = importlib.import_module("qurl_megatron.recipes.dapo_aime").recipe()
     assert load(tmp_path / "config.yaml") == with_overrides(recipe, words)
     assert "# Number of rollout steps.\nsteps: 7\n" in ended.stdout
 

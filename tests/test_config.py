@@ -14,8 +14,6 @@ import pytest
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from launch.placement import place_servers
-from launch.serve import ServeConfig
 from qurl_megatron.config.fields import describe, field_docs
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import (
@@ -32,9 +30,11 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.tree import from_tree
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.config.yaml_file import commented_yaml, load, save
-from qurl_megatron.loop.avg_at_k import EvalConfig
+from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.launch.placement import place_servers
+from qurl_megatron.launch.serve import ServeConfig
+from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES
 from recipe_inputs import RECIPES
-from recipes.qwen3_moe import ARCHITECTURES
 from tiny import build_tiny_model
 
 
@@ -243,7 +243,7 @@ def test_unsafe_output_directories_are_refused_on_one_line(path: str) -> None:
 def test_commented_yaml_loads_back_equal_and_documents_every_field(
     name: str, tmp_path: Path
 ) -> None:
-    recipe = importlib.import_module(f"recipes.{name}").recipe()
+    recipe = importlib.import_module(f"qurl_megatron.recipes.{name}").recipe()
     config = with_overrides(recipe, ["name=first", "data_options.words=[1, b]", *STAGES])
     path = tmp_path / "config.yaml"
     path.write_text(commented_yaml(config))
@@ -414,7 +414,7 @@ def test_incomplete_model_directory_is_named(tmp_path: Path, missing: str) -> No
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_value_of_a_recipe_is_valid_for_its_field(name: str) -> None:
-    config = importlib.import_module(f"recipes.{name}").recipe()
+    config = importlib.import_module(f"qurl_megatron.recipes.{name}").recipe()
     as_yaml = yaml.safe_dump(dataclasses.asdict(config))
     assert from_tree(Config, yaml.safe_load(as_yaml)) == config
     with_types = yaml.safe_dump(dataclasses.asdict(with_overrides(config, [])))
@@ -422,7 +422,7 @@ def test_every_value_of_a_recipe_is_valid_for_its_field(name: str) -> None:
 
 
 def test_quickstart_fits_the_model_it_builds(tmp_path: Path) -> None:
-    recipe = importlib.import_module("recipes.quickstart")
+    recipe = importlib.import_module("qurl_megatron.recipes.quickstart")
     recipe.build_model(tmp_path, seed=0)
     assert validate(with_overrides(recipe.recipe(), [f"model={tmp_path}"])).vocab_size == 259
 

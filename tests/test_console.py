@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.evaluate import show_progress
 from qurl_megatron.config.schema import Config
+from qurl_megatron.evaluation.evaluate import show_progress
 from qurl_megatron.report.console import HEADER_EVERY, LEGEND, RunConsole, hours_minutes
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 

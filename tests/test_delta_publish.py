@@ -27,8 +27,8 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.elsewhere import WeightsPost
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.remote import WeightsPost
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
 from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
 from qurl_megatron.weight_sync import coding, delta

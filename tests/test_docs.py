@@ -18,17 +18,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import recipes
-from launch.serve import ServeConfig
+from qurl_megatron import recipes
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config
-from qurl_megatron.loop.avg_at_k import EvalConfig
+from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 PROSE = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *PAGES]
-PACKAGES = ("qurl_megatron", "launch", "recipes")
 LOADS = {  # element -> attribute that a browser fetches without a click
     "audio": "src",
     "embed": "src",
@@ -67,7 +66,7 @@ def leaves(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
 
 def test_every_recipe_has_a_section(site: Path) -> None:
     names = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
-    assert names <= anchors(site / "recipes.html")
+    assert names <= anchors(site / "qurl_megatron.recipes.html")
 
 
 def test_every_configuration_field_has_an_entry(site: Path) -> None:
@@ -173,7 +172,7 @@ def test_everything_that_python_on_a_page_imports_exists() -> None:
 def texts_of_the_source() -> str:
     """Return every string of the packages, one per line; an f-string is split at its values."""
     lines = []
-    for package in PACKAGES:
+    for package in ("qurl_megatron", "launch", "recipes"):
         for path in (REPOSITORY / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import pytest
 
-from qurl_megatron import doctor
+from qurl_megatron.commands import doctor
+from qurl_megatron.commands.doctor import Result
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.doctor import Result
 
 QURL = Path(sys.executable).with_name("qurl")
 GIB = 2**30

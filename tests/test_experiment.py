@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import experiment, local, status
-from launch.owner import claim
-from launch.placement import server_specs
-from launch.prepare import prepare_new, prepare_resume
 from qurl_megatron import cli
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.yaml_file import load
+from qurl_megatron.launch import experiment, local, status
+from qurl_megatron.launch.owner import claim
+from qurl_megatron.launch.placement import server_specs
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES, write_inputs
-from recipes import quickstart
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
 
@@ -81,7 +81,7 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
         assert (part["open-mode"], part["account"], part["time"]) == ("append", "acc", "04:00:00")
     # The batch process replaces the shell before nemo-run's srun lines.
     (command,) = re.findall(r"^exec (.+)$", script, re.MULTILINE)
-    expected = [sys.executable, "-m", "launch.slurm", "run", recipe, *words]
+    expected = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", recipe, *words]
     assert shlex.split(command) == expected
     assert script.index("exec ") < script.index("srun --het-group")
     assert list(Path.cwd().iterdir()) == []  # nothing is written
@@ -107,7 +107,8 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     assert "--container" not in script
     assert "export QURL_CONTAINER_IMAGE=i.sqsh\n" in script
     assert "export QURL_CONTAINER_MOUNTS=/d:/d,/e:/e\n" in script
-    assert f"{sys.executable} -m launch.slurm run --max-restarts 3 quickstart" in script
+    command = f"{sys.executable} -m qurl_megatron.launch.slurm run --max-restarts 3 quickstart"
+    assert command in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
@@ -133,7 +134,7 @@ def test_a_job_script_passes_every_word_to_the_run_as_it_was_given(
     }
     experiment.launch("quickstart", words, slurm_options=options, dry_run=True)
     script = capsys.readouterr().out
-    (command,) = re.findall(r"^exec \S+ -m launch.slurm run (.+)$", script, re.MULTILINE)
+    (command,) = re.findall(r"^exec \S+ -m \S+slurm run (.+)$", script, re.MULTILINE)
     exports = "\n".join(re.findall(r"^export QURL.+$", script, re.MULTILINE))
     comments = "\n".join(re.findall(r"^#SBATCH.+$", script, re.MULTILINE))
     shown = subprocess.run(
@@ -419,7 +420,7 @@ def test_nemorun_with_an_executor_gives_it_the_job(
 ) -> None:
     import nemo_run as run
 
-    from launch import nemo
+    from qurl_megatron.launch import nemo
 
     started: list[Any] = []
 

@@ -20,8 +20,8 @@ from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.elsewhere import WeightsPost, revive
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.remote import WeightsPost, revive
 from qurl_megatron.rollout.server import Server, answers
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import build_tiny_model

@@ -14,16 +14,16 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import is_layer_skipped
 from typer.testing import CliRunner
 
-from launch.placement import server_specs
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import fused_layers, kept_layers
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 from qurl_megatron.sglang_plugin.formats import Int8Config
 from qurl_megatron.sglang_plugin.linear import Int8LinearMethod
-from recipes.scaling_32b import ARCHITECTURES, study
 from tiny import build_tiny_model, quantized
 
 QWEN2 = ARCHITECTURES["Qwen2.5-32B"]

@@ -17,10 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import local, slurm, slurm_task
-from launch.attempt import Attempt
-from launch.placement import JobPlan, NodeGroup, NodePlan, make_plan, server_specs, smallest_plan
-from launch.prepare import prepare_resume_or_new
 from qurl_megatron import process
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
@@ -31,6 +27,17 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
+from qurl_megatron.launch import local, slurm, slurm_task
+from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.launch.placement import (
+    JobPlan,
+    NodeGroup,
+    NodePlan,
+    make_plan,
+    server_specs,
+    smallest_plan,
+)
+from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.process import free_port
 
 

@@ -9,9 +9,9 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.planning import step_time
 from qurl_megatron.planning.limits import REMEDIES, largest_part
 from qurl_megatron.planning.plan import Plan, plan
-from qurl_megatron.planning.publish import senders
+from qurl_megatron.planning.publish_time import senders
 from qurl_megatron.planning.step_time import Workload
-from recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
 WORKLOAD = Workload(512, 4096)

@@ -24,9 +24,9 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.learner import packing
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.planning import memory
+from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 from qurl_megatron.weight_sync import drift
-from recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from recipes.scaling_32b import ARCHITECTURES, study
 from tiny import build_tiny_model
 
 QWEN2 = ARCHITECTURES["Qwen2.5-32B"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.objectives import DIGITS, SETTINGS, overrides, recipe, rows_of_digits
-from launch.prepare import check_new, load_recipe
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.validate import validate
+from qurl_megatron.launch.prepare import check_new, load_recipe
 
 
 def test_a_row_continues_with_sums_of_two_digits_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import glob
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from packaging.requirements import Requirement
 from tiny import build_tiny_model
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("qurl_megatron", "recipes", "launch")
+PACKAGE = REPOSITORY / "qurl_megatron"  # with links to recipes/ and launch/
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 # Import names that differ from the name of the package.
@@ -51,10 +52,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("wheel")
     # A build leaves files beside the sources that a later build would put into its wheel.
     source = directory / "source"
-    for name in PACKAGES:
-        shutil.copytree(
-            REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=ignored)  # which follows links
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--no-cache-dir", "-q"]
@@ -86,27 +85,25 @@ def qurl(site: Path, directory: Path, *words: str) -> str:
     return run(site, directory, sys.executable, site / "bin" / "qurl", *words)
 
 
-def files_of(root: Path) -> set[str]:
-    """Return the paths of the files of the three packages under a directory."""
-    return {
-        str(path.relative_to(root))
-        for name in PACKAGES
-        for path in (root / name).rglob("*")
-        if path.is_file() and path.parent.name != "__pycache__"
-    }
+def files_of(package: Path) -> set[str]:
+    """Return the paths of a package's files, also of those behind links."""
+    paths = glob.glob("**", root_dir=package, recursive=True)
+    return {path for path in paths if (package / path).is_file() and "__pycache__" not in path}
 
 
 def test_the_wheel_holds_every_file_of_the_packages_and_no_other(site: Path) -> None:
-    assert files_of(site) == files_of(REPOSITORY)
+    assert files_of(site / PACKAGE.name) == files_of(PACKAGE)
     names = {path.name for path in site.iterdir()} - {"bin"}
-    assert {name.partition("-")[0] for name in names} == set(PACKAGES)
+    assert {name.partition("-")[0] for name in names} == {PACKAGE.name}
 
 
 def test_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> None:
     program = (
-        "import json, launch, qurl_megatron.config.schema, recipes.quickstart\n"
+        "import json, qurl_megatron.config.schema\n"
+        "from qurl_megatron import launch\n"
+        "from qurl_megatron.recipes import quickstart\n"
         "from importlib.resources import files\n"
-        "modules = [launch, qurl_megatron, qurl_megatron.config.schema, recipes.quickstart]\n"
+        "modules = [launch, qurl_megatron, qurl_megatron.config.schema, quickstart]\n"
         "jobs = [str(path) for path in files(launch).iterdir() if path.name.endswith('.sbatch')]\n"
         "print(json.dumps([[module.__file__ for module in modules], jobs]))\n"
     )
@@ -145,7 +142,7 @@ def test_the_installed_command_writes_a_job_script(site: Path, tmp_path: Path) -
         "--dry-run",
     )
     assert "#SBATCH --account=a" in script
-    assert f"{sys.executable} -m launch.slurm run grpo model=model" in script
+    assert f"{sys.executable} -m qurl_megatron.launch.slurm run grpo model=model" in script
 
 
 def test_the_wheel_has_its_metadata(site: Path) -> None:
@@ -163,16 +160,16 @@ def test_the_changelog_has_an_entry_for_the_version() -> None:
 
 
 def imported_packages() -> set[str]:
-    """Return the top-level names that the three packages import anywhere."""
+    """Return the names of other packages that this one imports anywhere."""
     names: set[str] = set()
-    for package in PACKAGES:
-        for path in (REPOSITORY / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+    for path in files_of(PACKAGE):
+        if path.endswith(".py"):
+            for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
                 if isinstance(node, ast.Import):
                     names |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     names.add(node.module.partition(".")[0])
-    return names - set(PACKAGES) - sys.stdlib_module_names
+    return names - {PACKAGE.name} - sys.stdlib_module_names
 
 
 def test_every_imported_package_is_a_dependency_and_every_dependency_is_used() -> None:

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launch.placement import smallest_plan
 from qurl_megatron.cli import app
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
-from qurl_megatron.planning.publish import senders
+from qurl_megatron.planning.publish_time import senders
 from qurl_megatron.planning.step_time import Workload
-from recipes import qwen3_moe, scaling_32b
-from recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
+from qurl_megatron.recipes import qwen3_moe, scaling_32b
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import local, slurm
-from launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.yaml_file import load
+from qurl_megatron.launch import local, slurm
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from recipe_inputs import write_inputs
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")

@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import qurl_megatron.weight_sync.export  # noqa: F401  # it makes temporary files
-from launch import experiment, local, owner
 from qurl_megatron import cli
 from qurl_megatron.config import yaml_file
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.launch import experiment, local, owner
 from qurl_megatron.quantization import offline
+from qurl_megatron.recipes import grpo
 from recipe_inputs import good_problems
-from recipes import grpo
 from tiny import build_tiny_model
 
 TRAIN = """train grpo model=model data=problems.jsonl rollout.max_prompt_length=100
@@ -80,7 +80,7 @@ def refuse(
     monkeypatch.setattr(local, "run", started)
     monkeypatch.setattr(experiment, "start", started)
     monkeypatch.setattr("qurl_megatron.rollout.server.preloaded_sglang", started)
-    monkeypatch.setattr("launch.evaluate.preloaded_sglang", started)
+    monkeypatch.setattr("qurl_megatron.evaluation.evaluate.preloaded_sglang", started)
 
     def refuse(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["qurl", *words])

@@ -154,7 +154,7 @@ def test_only_a_ppo_run_has_the_critic_among_its_phases(one_run: Path, two_runs:
 
 def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
-    for name in ("summary.json", "weights.jsonl", "noise.json"):
+    for name in ("summary.json", "weights.jsonl", "mismatch.json"):
         (run_dir / name).unlink()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "rew')  # a line that is being written
@@ -174,15 +174,15 @@ def test_the_page_shows_the_mismatch_of_each_server_set_before_training(one_run:
 
 def test_a_summary_that_is_not_whole_counts_as_none(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
-    for name in ("summary.json", "noise.json"):
+    for name in ("summary.json", "mismatch.json"):
         (run_dir / name).write_text("")
     record = read_run(run_dir)
-    assert (record.summary, record.noise) == ({}, {})
+    assert (record.summary, record.mismatch) == ({}, {})
 
 
-def test_without_noise_json_the_divergence_plot_has_no_line_for_it(tmp_path: Path) -> None:
+def test_without_mismatch_json_the_divergence_plot_has_no_line_for_it(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
-    (run_dir / "noise.json").unlink()
+    (run_dir / "mismatch.json").unlink()
     plot = plots.svg("divergence", plots.divergence, [read_run(run_dir)])
     assert "nats" in plot and "before training" not in plot
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.prepare import prepare_new
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.data.reward_function import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
+from qurl_megatron.launch.prepare import prepare_new
 
 DOCS = Path(__file__).parents[1] / "docs"
 PROMPT = Prompt("0", "How many?", "42", [10], {"level": 3})

@@ -14,7 +14,7 @@ from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
 from qurl_megatron.data.reward_types import Question, RewardSettings
 from qurl_megatron.data.rewards import load
 from qurl_megatron.data.verifiers import VERIFIERS
-from recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
+from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 
 
 def settings(
@@ -68,9 +68,9 @@ def test_recipes_have_the_scale_and_the_verifier_of_their_source() -> None:
         for config in [recipe.recipe()]
     }
     assert found == {
-        "recipes.dapo_aime": ("dapo", -1, 1),
-        "recipes.deepscaler_grpo": ("deepscaler", 0, 1),
-        "recipes.gsm8k_ppo": ("gsm8k", 0, 1),
+        "qurl_megatron.recipes.dapo_aime": ("dapo", -1, 1),
+        "qurl_megatron.recipes.deepscaler_grpo": ("deepscaler", 0, 1),
+        "qurl_megatron.recipes.gsm8k_ppo": ("gsm8k", 0, 1),
     }
 
 

@@ -28,9 +28,11 @@ LEVELS = [
     {"data", "planning", "rollout"},
     {"learner"},
     {"weight_sync"},
-    {"sglang_plugin", "loop"},
+    {"sglang_plugin"},
+    {"evaluation"},
+    {"loop"},
     {"recipes"},
-    {"launch", "doctor"},
+    {"launch"},
     {"commands"},
     {"cli"},
 ]
@@ -52,7 +54,7 @@ PURE = {
     "model/architecture",
     "model/weight_map",
     "planning",
-    "quantization/attribution",
+    "evaluation/attribution",
     "quantization/block_kernel",
     "quantization/channel_kernel",
     "quantization/checksum",
@@ -188,7 +190,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
         ("is_available", "device_count"): {"device", "sglang_plugin"},
         ("accelerator",): {
-            "launch/evaluate",
+            "evaluation/evaluate",
             "learner/cpu_runtime",
             "learner/layers",
             "rollout/server",

@@ -13,7 +13,7 @@ from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
 from qurl_megatron.config.server_options import REFUSED, check_names, refusal
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.config.yaml_file import load, save
-from qurl_megatron.loop.avg_at_k import EvalConfig
+from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.rollout.options import check_options, command_line, first_error
 
 

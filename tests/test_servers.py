@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from launch import attempt, servers, status
-from launch.attempt import Attempt
-from launch.placement import server_specs
-from launch.servers import MAX_RESTARTS, Servers, how_it_ended
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.yaml_file import save
+from qurl_megatron.launch import attempt, servers, status
+from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.launch.placement import server_specs
+from qurl_megatron.launch.servers import MAX_RESTARTS, Servers, how_it_ended
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.roster import read_roster, report_lost
 from qurl_megatron.rollout.server import Server, ServerFailed

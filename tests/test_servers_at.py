@@ -28,15 +28,20 @@ import pytest
 
 from elsewhere import KEPT, KEY, config_of, description
 from fleets import wait_for
-from launch import serve
-from launch.servers_at import KEY_VARIABLE, check_servers_at, read_key, save_servers_at
 from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
+from qurl_megatron.launch import serve
+from qurl_megatron.launch.servers_at import (
+    KEY_VARIABLE,
+    check_servers_at,
+    read_key,
+    save_servers_at,
+)
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.preload import PreloadFailed
+from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout import fleet as fleets
-from qurl_megatron.rollout import remote
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
@@ -158,19 +163,19 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 def test_a_key_crosses_a_network_in_the_clear_only_with_permission(model_dir: Path) -> None:
     for url in ("http://localhost:2", "http://127.0.0.9:2", "http://[::1]:2", "https://a"):
-        assert remote.is_private(url), url
+        assert elsewhere.is_private(url), url
     for url in ("gpu-node:2", "localhost.example.com", "10.0.0.1:2", "0.0.0.0:2", "[2001:db8::1]"):
-        assert not remote.is_private(f"http://{url}"), url
+        assert not elsewhere.is_private(f"http://{url}"), url
     config = config_of(model_dir, "rollout.servers_at=[http://192.0.2.1:2]")
     with pytest.raises(ConfigError, match="would carry the key and all completions in the clear"):
-        remote.check_servers(config, KEY)
+        elsewhere.check_servers(config, KEY)
 
 
 @pytest.mark.parametrize("url", ["http://a:99999", "https://[:::]"])
 def test_a_url_that_cannot_be_asked_is_refused(model_dir: Path, url: str) -> None:
     config = config_of(model_dir, f"rollout.servers_at={json.dumps([url])}")
     with pytest.raises(ConfigError, match="^rollout.servers_at: .* is no URL: "):
-        remote.check_servers(config, KEY)
+        elsewhere.check_servers(config, KEY)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +259,9 @@ def test_a_server_of_another_kind_or_with_another_key_is_refused(
         (200, wrong_types, "is none of qurl serve"),
     ):
         with pytest.raises(ConfigError, match=message):
-            remote.describe(answering(status, text), KEY)
+            elsewhere.describe(answering(status, text), KEY)
     with pytest.raises(ConfigError, match="cannot be reached: .*; start it with qurl serve"):
-        remote.describe("http://127.0.0.1:9", KEY)
+        elsewhere.describe("http://127.0.0.1:9", KEY)
 
 
 def test_no_proxy_is_asked_for_a_server(
@@ -266,9 +271,9 @@ def test_no_proxy_is_asked_for_a_server(
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     described = description(model_dir)
     url = answering(200, json.dumps(dataclasses.asdict(described)))
-    server = remote.remote_server(url, KEY)
-    assert answers(server) and remote.revive(server)
-    assert remote.describe(url, KEY) == described
+    server = elsewhere.remote_server(url, KEY)
+    assert answers(server) and elsewhere.revive(server)
+    assert elsewhere.describe(url, KEY) == described
     with closing(Fleet("rollout", {0: server})) as fleet:
         fleet.watch()
         assert wait_for(fleet, "joining")
@@ -402,7 +407,7 @@ def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
 ) -> None:
     monkeypatch.setattr(fleets, "ASK_AGAIN_S", 0.3)
     said: list[str] = []
-    roster = {4: remote.remote_server(answering(503, ""), KEY)}
+    roster = {4: elsewhere.remote_server(answering(503, ""), KEY)}
     with closing(Fleet("rollout", roster, loaded=True, patience_s=99, say=said.append)) as fleet:
         fleet.watch(lambda: roster)
         (lost,) = fleet.members("serving")
@@ -427,7 +432,7 @@ def test_an_answer_without_weights_is_never_trained_on(
     client = RolloutClient(Fleet("rollout", {}), None, [])
     for versions, is_right in (([3, 3], True), ([0, 0], False), ([0, 3], False)):
         tokens["meta_info"]["token_versions"] = versions  # type: ignore[index]
-        server = remote.remote_server(answering(200, json.dumps(tokens)), KEY)
+        server = elsewhere.remote_server(answering(200, json.dumps(tokens)), KEY)
         if is_right:
             assert asyncio.run(client._post({}, server))
             continue
@@ -443,7 +448,7 @@ def test_an_answer_of_a_proxy_or_of_a_server_with_another_key_costs_a_server_and
     answering: Callable[[int, str], str], status: int, text: str
 ) -> None:
     client = RolloutClient(Fleet("rollout", {}), None, [])
-    server = remote.remote_server(answering(status, text), KEY)
+    server = elsewhere.remote_server(answering(status, text), KEY)
     with pytest.raises(ServerFailed, match=f"answered a prompt with status {status}") as failed:
         asyncio.run(client._post({}, server))
     assert not isinstance(failed.value, RequestRefused)
@@ -454,7 +459,7 @@ def test_what_sglang_refuses_would_be_refused_by_other_servers_too(
 ) -> None:
     client = RolloutClient(Fleet("rollout", {}), None, [])
     for status, error in ((400, RequestRefused), (503, ServerBusy)):
-        server = remote.remote_server(answering(status, "{}"), KEY)
+        server = elsewhere.remote_server(answering(status, "{}"), KEY)
         with pytest.raises(error):
             asyncio.run(client._post({}, server))
 
@@ -466,6 +471,6 @@ def test_an_answer_that_sglang_aborted_is_asked_for_again(
         {"output_ids": [1], "meta_info": {"finish_reason": {"type": end}, "token_versions": [3]}}
         for end in ("stop", "abort")
     ]
-    server = remote.remote_server(answering(200, json.dumps(completions)), KEY)
+    server = elsewhere.remote_server(answering(200, json.dumps(completions)), KEY)
     with pytest.raises(ServerBusy):
         asyncio.run(RolloutClient(Fleet("rollout", {}), None, [])._post({}, server))

@@ -13,8 +13,8 @@ from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
-from recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 QWEN3_8B = dataclasses.replace(

@@ -24,16 +24,16 @@ from torch import Tensor
 import sglang_loader
 from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.rollout import remote
+from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import claim
-from qurl_megatron.sglang_plugin import remote as plugin
+from qurl_megatron.sglang_plugin import weight_routes as plugin
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync import remote as sender
+from qurl_megatron.weight_sync import over_http as sender
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.channel import Channels
-from qurl_megatron.weight_sync.remote import (
+from qurl_megatron.weight_sync.over_http import (
     CODING_PAYS_BELOW_BYTES_PER_S,
     Coder,
     HttpConnection,
@@ -118,9 +118,9 @@ class ServerProcess:
         return True, "loaded"
 
     def connection(self, key: str = KEY) -> HttpConnection:
-        server = remote.remote_server("http://a", key)
+        server = elsewhere.remote_server("http://a", key)
         connection = HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True).connect(0)
-        self.http.headers.update(remote.remote_server("http://a", key).headers)
+        self.http.headers.update(elsewhere.remote_server("http://a", key).headers)
         connection._post._client = self.http  # type: ignore[assignment]
         return connection
 
@@ -220,7 +220,7 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
 def test_who_has_no_key_can_neither_claim_a_server_nor_learn_which_run_it_serves(
     process: ServerProcess,
 ) -> None:
-    own = remote.remote_server("http://a", KEY, "first").headers
+    own = elsewhere.remote_server("http://a", KEY, "first").headers
     stranger = {"Qurl-Run": "intruder"}
     for headers in (stranger, stranger | {"Authorization": "Bearer another-key-of-it"}):
         assert process.http.post("/generate", headers=headers).status_code == 401
@@ -235,7 +235,7 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
     process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(method: str, path: str, run: str = "") -> httpx.Response:
-        headers = remote.remote_server("http://a", KEY, run).headers
+        headers = elsewhere.remote_server("http://a", KEY, run).headers
         return process.http.request(method, path, headers=headers)
 
     def served() -> str:

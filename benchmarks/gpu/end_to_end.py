@@ -73,7 +73,7 @@ def main() -> None:
 
 def write_model(directory: Path, seed: int, dimensions: dict[str, int]) -> None:
     """Write a random quickstart model with these dimensions; the directory appears complete."""
-    from recipes.quickstart import build_model
+    from qurl_megatron.recipes.quickstart import build_model
 
     partial = directory.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.bad_input import exit_on_bad_input
 from qurl_megatron.commands.arguments import NewDirectory, SourceDirectory
+from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
     from qurl_megatron.model.huggingface import Progress
@@ -24,7 +24,7 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
     with exit_on_bad_input(), progress_bar("exporting") as progress:
-        from launch.prepare import warn_of_pickles
+        from qurl_megatron.launch.prepare import warn_of_pickles
         from qurl_megatron.weight_sync.export import export_checkpoint
 
         warn_of_pickles(checkpoint)
@@ -59,7 +59,7 @@ def quantize(
     print(f"{destination} is ready")
 
 
-def noise(
+def mismatch(
     model: SourceDirectory,
     data: Annotated[
         str,
@@ -98,9 +98,14 @@ def noise(
             raise ConfigError(f"--output {output}: exists; choose another file")
         if output is not None and not output.parent.is_dir():
             raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
-        from launch.noise import NoiseOptions, measure, print_noise, read_prompts
+        from qurl_megatron.evaluation.mismatch import (
+            MismatchOptions,
+            measure,
+            print_mismatch,
+            read_prompts,
+        )
 
-        options = NoiseOptions(
+        options = MismatchOptions(
             model,
             data,
             weight_format,  # type: ignore[arg-type]
@@ -112,7 +117,7 @@ def noise(
         read = read_prompts(options)
         with pass_bar(f"comparing {weight_format} with BF16") as progress:
             result = measure(options, read, progress)
-    print_noise(result)
+    print_mismatch(result)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2) + "\n")
         print(f"{output} is ready")

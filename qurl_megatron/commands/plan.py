@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.bad_input import exit_on_bad_input
 from qurl_megatron.commands.arguments import Overrides
+from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
@@ -98,11 +98,11 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     Raises:
         ArchitectureError, ConfigError: one line.
     """
-    from launch.prepare import load_recipe, recipe_names
     from qurl_megatron.config.overrides import with_overrides
     from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.launch.prepare import load_recipe, recipe_names
     from qurl_megatron.model.architecture import Architecture
-    from recipes import qwen3_moe, scaling_32b
+    from qurl_megatron.recipes import qwen3_moe, scaling_32b
 
     known = scaling_32b.ARCHITECTURES | qwen3_moe.ARCHITECTURES
     is_model = subject in known or Path(subject).is_dir()

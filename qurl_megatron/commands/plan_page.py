@@ -9,7 +9,7 @@ from rich.table import Table
 from qurl_megatron.planning.limits import largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES
 from qurl_megatron.planning.plan import Plan, layout_overrides
-from qurl_megatron.planning.publish import PublishPlan
+from qurl_megatron.planning.publish_time import PublishPlan
 
 
 def print_plan(plan: Plan) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from launch.bad_input import exit_on_bad_input
 from qurl_megatron.commands.arguments import Overrides, RecipeName, RunDir
+from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 
 def doctor() -> None:
@@ -17,7 +17,7 @@ def doctor() -> None:
 
     Exit with code 1 if something that a run needs is missing or wrong.
     """
-    from qurl_megatron import doctor
+    from qurl_megatron.commands import doctor
 
     results = doctor.check_machine()
     print(doctor.page(results))
@@ -27,9 +27,9 @@ def doctor() -> None:
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
     with exit_on_bad_input():
-        from launch.prepare import load_recipe
         from qurl_megatron.config.overrides import with_overrides
         from qurl_megatron.config.yaml_file import commented_yaml
+        from qurl_megatron.launch.prepare import load_recipe
 
         config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
     print(commented_yaml(config), end="")
@@ -50,10 +50,10 @@ def train(
 
     A summary of the data is printed before anything starts.
     """
-    from launch import local
-    from launch.disk import check_disk
-    from launch.prepare import check_new, prepare_new, print_data_summary
     from qurl_megatron.device import num_gpus
+    from qurl_megatron.launch import local
+    from qurl_megatron.launch.prepare import check_new, prepare_new, print_data_summary
+    from qurl_megatron.planning.disk import check_disk
 
     with exit_on_bad_input():
         if dry_run:
@@ -70,10 +70,10 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
 
     The learner's layout may differ from that of the checkpoint.
     """
-    from launch import local
-    from launch.disk import check_disk
-    from launch.prepare import prepare_resume, print_data_summary, warn_of_pickles
     from qurl_megatron.device import num_gpus
+    from qurl_megatron.launch import local
+    from qurl_megatron.launch.prepare import prepare_resume, print_data_summary, warn_of_pickles
+    from qurl_megatron.planning.disk import check_disk
 
     with exit_on_bad_input():
         warn_of_pickles(run_dir)
@@ -134,8 +134,8 @@ def launch(
     A job that runs out of time or is preempted is requeued and resumes its run.
     """
     with exit_on_bad_input():
-        from launch import experiment
         from qurl_megatron.config.schema import ConfigError
+        from qurl_megatron.launch import experiment
 
         others = [word.partition("=") for word in sbatch or []]
         options = {
@@ -173,7 +173,7 @@ def status(
     ],
 ) -> None:
     """Show how far runs have come, and whether they are running."""
-    from launch.status import status
+    from qurl_megatron.launch.status import status
 
     with exit_on_bad_input():
         for run_dir in run_dirs:
@@ -187,7 +187,7 @@ def logs(
     ] = 20,
 ) -> None:
     """Show the last lines of the newest logs of a run's job, servers and learner ranks."""
-    from launch.status import newest_logs
+    from qurl_megatron.launch.status import newest_logs
     from qurl_megatron.process import tail
 
     with exit_on_bad_input():

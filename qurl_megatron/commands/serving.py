@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 
 def evaluate(
@@ -26,9 +26,9 @@ def evaluate(
 ) -> None:
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
     with exit_on_bad_input():
-        from launch import evaluate
         from qurl_megatron.config.overrides import with_overrides
-        from qurl_megatron.loop.avg_at_k import EvalConfig
+        from qurl_megatron.evaluation import evaluate
+        from qurl_megatron.evaluation.avg_at_k import EvalConfig
 
         data = [word for word in words if "=" not in word]
         settings = [word for word in words if "=" in word]
@@ -53,8 +53,8 @@ def serve(
     Both sides need the same key, in a file or in the variable QURL_SERVERS_KEY.
     """
     with exit_on_bad_input():
-        from launch import serve
         from qurl_megatron.config.overrides import with_overrides
+        from qurl_megatron.launch import serve
 
         config = with_overrides(serve.ServeConfig(model=model), settings or [])
         with exit_on_failed_server():

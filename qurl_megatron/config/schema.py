@@ -322,7 +322,7 @@ class QuantizationConfig:
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
     [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
-    up. `qurl noise` recommends some. Empty: none."""
+    up. `qurl mismatch` recommends some. Empty: none."""
 
 
 @dataclasses.dataclass

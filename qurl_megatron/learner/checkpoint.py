@@ -60,6 +60,7 @@ from qurl_megatron.files import (
     PARTIAL,
     free_bytes,
     gigabytes,
+    list_checkpoints,
     partial_of,
     rename_whole,
     sync,
@@ -249,13 +250,6 @@ def _time_write_s(checkpoint: Path) -> float:
     """Return the seconds from the start of a save to its last file, by the file system's clock."""
     start = (checkpoint / "state.json").stat().st_mtime
     return max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir()) - start
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the run's complete checkpoints, oldest first."""
-    return sorted(
-        path for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
-    )
 
 
 def best_checkpoint(run_dir: Path) -> Path | None:

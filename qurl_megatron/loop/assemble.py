@@ -21,15 +21,15 @@ from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.evaluation import Evaluator
-from qurl_megatron.loop.noise import measure_noise
+from qurl_megatron.loop.evaluator import Evaluator
+from qurl_megatron.loop.mismatch import measure_mismatch
 from qurl_megatron.loop.sampling import Sampler
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.elsewhere import revive
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
-from qurl_megatron.rollout.remote import revive
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
@@ -44,7 +44,7 @@ class Run:
     publisher: Publisher  # publishes to the rollout servers
     sampler: Sampler
     evaluator: Evaluator | None  # None if the run evaluates nothing
-    measure_noise: Callable[[], dict[str, dict[str, float]]]
+    measure_mismatch: Callable[[], dict[str, dict[str, float]]]
     checkpoints: Checkpoints
     log: RunLog
 
@@ -211,8 +211,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             )
         ),
         evaluator=evaluator,
-        measure_noise=partial(
-            measure_noise,
+        measure_mismatch=partial(
+            measure_mismatch,
             clients,
             publishers,
             training[: config.rollout.prompts_per_step],

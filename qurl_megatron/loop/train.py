@@ -115,7 +115,7 @@ def start_or_resume(config: Config, run: Run) -> int:
         run.log.start(run.evaluate(step=0))
     run.publisher.publish()
     if steps_done == 0:
-        run.log.write_noise(run.measure_noise())
+        run.log.write_mismatch(run.measure_mismatch())
     return steps_done
 
 

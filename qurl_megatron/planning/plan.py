@@ -27,7 +27,7 @@ from qurl_megatron.planning.memory import (
     total_bytes,
     with_cheapest_recomputation,
 )
-from qurl_megatron.planning.publish import PublishPlan, is_direct, plan_publish
+from qurl_megatron.planning.publish_time import PublishPlan, is_direct, plan_publish
 from qurl_megatron.planning.step_time import (
     GPUS_PER_NODE,
     Workload,

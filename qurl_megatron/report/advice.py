@@ -36,7 +36,7 @@ def advice(run: RunRecord) -> list[str]:
     if growth > KL_GROWTH_LIMIT and run.late(truncated) > 0.01:
         ask = (
             " A run with quantization.format=bf16 shows whether quantization is the cause; if it "
-            "is, keep the layers that `qurl noise` names in BF16 (quantization.keep)."
+            "is, keep the layers that `qurl mismatch` names in BF16 (quantization.keep)."
         )
         sentences.append(
             f"KL(behaviour, proximal) grew {growth:.0f}-fold, and {run.late(truncated):.1%} of "

@@ -132,8 +132,8 @@ def _table(runs: list[RunRecord]) -> str:
         ("held-out accuracy before RL", partial(_accuracy, when="before")),
         ("held-out accuracy after RL", partial(_accuracy, when="after")),
         ("reward, last tenth of steps", lambda run: f"{run.late('reward_mean'):.3f}"),
-        ("KL before training, BF16 servers", partial(_noise, server_set="evaluation")),
-        ("KL before training, rollout servers", partial(_noise, server_set="rollout")),
+        ("KL before training, BF16 servers", partial(_mismatch, server_set="evaluation")),
+        ("KL before training, rollout servers", partial(_mismatch, server_set="rollout")),
         ("largest ratio proximal / behaviour",
          lambda run: f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"),
         ("seconds per step, last tenth of steps",
@@ -165,9 +165,9 @@ def _accuracy(run: RunRecord, when: str) -> str:
     return NOT_MEASURED if accuracy is None else f"{accuracy:.1%}"
 
 
-def _noise(run: RunRecord, server_set: str) -> str:
-    noise = run.noise.get(server_set)
-    return f"{noise['kl_behaviour_proximal_k3']:.1e}" if noise else NOT_MEASURED
+def _mismatch(run: RunRecord, server_set: str) -> str:
+    mismatch = run.mismatch.get(server_set)
+    return f"{mismatch['kl_behaviour_proximal_k3']:.1e}" if mismatch else NOT_MEASURED
 
 
 def _publish_bytes(run: RunRecord) -> str:

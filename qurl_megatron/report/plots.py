@@ -111,15 +111,15 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw KL(behaviour, proximal), and as dots that of the BF16 servers before training."""
     metric = "kl_behaviour_proximal_k3"
     curves(metric, ylabel="nats", log=True)(axes, runs)
-    with_noise = [number for number, run in enumerate(runs) if "evaluation" in run.noise]
-    for number in with_noise:
+    with_mismatch = [number for number, run in enumerate(runs) if "evaluation" in run.mismatch]
+    for number in with_mismatch:
         axes.axhline(
-            runs[number].noise["evaluation"][metric],
+            runs[number].mismatch["evaluation"][metric],
             linestyle=":",
             color=run_colour(number),
-            label="BF16 servers before training" if number == with_noise[-1] else None,
+            label="BF16 servers before training" if number == with_mismatch[-1] else None,
         )
-    if with_noise:
+    if with_mismatch:
         axes.legend(fontsize=7)
 
 

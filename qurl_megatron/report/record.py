@@ -28,7 +28,7 @@ class RunRecord:
     steps: list[dict[str, Any]]  # metrics.jsonl
     weights: dict[str, dict[str, float]]  # last line of weights.jsonl, by weight
     summary: dict[str, Any]  # summary.json; empty until the run is complete
-    noise: dict[str, dict[str, float]]  # noise.json, by server set; empty if there is none
+    mismatch: dict[str, dict[str, float]]  # mismatch.json, by server set; empty if there is none
     samples: list[dict[str, Any]]  # samples.jsonl
 
     def series(self, metric: str) -> list[float]:
@@ -104,6 +104,6 @@ def read_run(run_dir: Path) -> RunRecord:
         steps=steps,
         weights=publishes[-1]["weights"] if publishes else {},
         summary=read_json_object(run_dir / "summary.json"),
-        noise=read_json_object(run_dir / "noise.json"),
+        mismatch=read_json_object(run_dir / "mismatch.json"),
         samples=read_json_lines(run_dir / "samples.jsonl"),
     )

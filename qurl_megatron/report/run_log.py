@@ -3,7 +3,7 @@
     metrics.jsonl     every field of `StepMetrics`, one line per step
     weights.jsonl     measures of every quantized weight, one line per publish
     samples.jsonl     some completions of each step, each a `Sample`
-    noise.json        train-inference mismatch before training, by server set
+    mismatch.json        train-inference mismatch before training, by server set
     evaluation/       every answer of each evaluation
     tensorboard/      the numbers of metrics.jsonl as curves, and samples as tables
     wandb/            the same for Weights & Biases, if `wandb_project` is set
@@ -170,11 +170,11 @@ class RunLog:
             table = wandb.Table(columns=list(COLUMNS), data=table_rows(samples))
             self._wandb.log({"samples": table}, step=samples[0].step)
 
-    def write_noise(self, noise: dict[str, dict[str, float]]) -> None:
-        """Write noise.json: the train-inference mismatch before training, by server set."""
+    def write_mismatch(self, mismatch: dict[str, dict[str, float]]) -> None:
+        """Write mismatch.json: the train-inference mismatch before training, by server set."""
         if self._writes:
-            path = self._config.run_dir / "noise.json"
-            write_whole(path, json.dumps(noise, indent=2) + "\n")
+            path = self._config.run_dir / "mismatch.json"
+            write_whole(path, json.dumps(mismatch, indent=2) + "\n")
 
     def time_is_up(self) -> bool:
         """Return whether RL has taken longer than `Config.time_limit_s`."""

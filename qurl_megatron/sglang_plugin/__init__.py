@@ -25,7 +25,14 @@ def register() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import formats, platform, receive, remote, verify, versions
+    from qurl_megatron.sglang_plugin import (
+        formats,
+        platform,
+        receive,
+        verify,
+        versions,
+        weight_routes,
+    )
 
     bind_stores()
     configs = {
@@ -49,9 +56,9 @@ def register() -> None:
         f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,
-        f"{updater}.WeightUpdater.update_weights_from_distributed": remote.load_file,
-        "utils.auth.add_api_key_middleware": remote.add_routes,
-        "server_args.ServerArgs.__repr__": remote.without_key,
+        f"{updater}.WeightUpdater.update_weights_from_distributed": weight_routes.load_file,
+        "utils.auth.add_api_key_middleware": weight_routes.add_routes,
+        "server_args.ServerArgs.__repr__": weight_routes.without_key,
         f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}.run_batch": versions.run_batch,
         f"{scheduler}._add_request_to_queue": versions.enqueue,

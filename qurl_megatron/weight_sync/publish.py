@@ -63,7 +63,7 @@ from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
-from qurl_megatron.weight_sync.remote import RemoteLink
+from qurl_megatron.weight_sync.over_http import RemoteLink
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.stream import (
     Announcement,

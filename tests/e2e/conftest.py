@@ -9,7 +9,7 @@ import hypothesis  # noqa: F401
 import pytest
 
 from e2e.running import FORKED, Command, Start
-from launch.local import LEARNER
+from qurl_megatron.launch.local import LEARNER
 from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.server import preloaded_sglang
 

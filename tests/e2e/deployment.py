@@ -13,9 +13,6 @@ import psutil
 import torch
 from transformers import AutoTokenizer
 
-from launch import servers
-from launch.attempt import Attempt
-from launch.placement import place_servers, server_specs
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import (
@@ -27,6 +24,9 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
+from qurl_megatron.launch import servers
+from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import combine

@@ -25,8 +25,8 @@ def import_commands() -> None:
     import math_verify  # noqa: F401
     import reasoning_gym  # noqa: F401
 
-    import launch.prepare  # noqa: F401
     import qurl_megatron.cli  # noqa: F401
+    import qurl_megatron.launch.prepare  # noqa: F401
 
 
 def main(directory: str, *words: str) -> None:

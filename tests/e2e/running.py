@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.local import LEARNER
-from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.files import list_checkpoints
+from qurl_megatron.launch.local import LEARNER
+from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.preload import ForkedProcess, Preload
 from qurl_megatron.rollout.roster import read_roster
 

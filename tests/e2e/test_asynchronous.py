@@ -44,7 +44,7 @@ def test_tokens_are_at_most_as_old_as_allowed_and_their_logprobs_as_good_as_fres
     assert [step["groups_in_flight"] for step in steps] == ahead
     assert [step["groups_dropped"] for step in steps] == [0] * STEPS
     assert prompts_trained(run) == STEPS * PER_STEP
-    fresh = json.loads((run.run_dir / "noise.json").read_text())["rollout"]
+    fresh = json.loads((run.run_dir / "mismatch.json").read_text())["rollout"]
     for step in steps:
         for measure in ("kl_behaviour_proximal_k3", "logprob_abs_diff"):
             assert 0.5 * fresh[measure] < step[measure] < 2 * fresh[measure]

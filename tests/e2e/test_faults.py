@@ -20,7 +20,8 @@ from e2e.running import (
     prompts_trained,
 )
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.files import list_checkpoints
+from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.process import start_ticks
 
 # The parent of a killed server, the preloaded process, may not have seen yet how it ended.

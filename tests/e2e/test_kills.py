@@ -20,8 +20,7 @@ import pytest
 
 from e2e.running import PER_STEP, QUICK, TIMEOUT_S, Command, Start, metrics_of, prompts_trained
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.files import PARTIAL
-from qurl_megatron.learner.checkpoint import list_checkpoints
+from qurl_megatron.files import PARTIAL, list_checkpoints
 
 STEPS = 16  # a phase may take a few of them, where the machine is busy
 POLL_S = 0.005

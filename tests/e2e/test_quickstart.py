@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from e2e.running import SMALL, Command, Start, curve_steps
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.files import list_checkpoints
+from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.preload import Preload
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
@@ -171,8 +172,8 @@ def test_curves_are_in_tensorboard(finished: Finished) -> None:
 
 
 def test_int8_rollouts_have_more_noise_than_bf16_evaluation(finished: Finished) -> None:
-    noise = json.loads((finished.run_dir / "noise.json").read_text())
-    engine, rollout = (noise[name]["logprob_abs_diff"] for name in ("evaluation", "rollout"))
+    mismatch = json.loads((finished.run_dir / "mismatch.json").read_text())
+    engine, rollout = (mismatch[name]["logprob_abs_diff"] for name in ("evaluation", "rollout"))
     assert 0 < engine < rollout < 0.1
 
 

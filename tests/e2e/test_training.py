@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from e2e.running import COMPLETIONS, PER_STEP, QUICK, SMALL, Command, Start, metrics_of
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.files import list_checkpoints
+from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.preload import Preload
 from tiny import build_tiny_model
 

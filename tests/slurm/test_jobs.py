@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.learner.checkpoint import list_checkpoints, read_state
+from qurl_megatron.files import list_checkpoints
+from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.rollout.roster import read_roster
 from slurm.cluster import Cluster
 from slurm.runs import WORDS, metrics_of, wait_for_end, wait_for_text
@@ -71,7 +72,7 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
 
 
 def lead_command(run_dir: Path) -> list[str | Path]:
-    return [sys.executable, "-m", "launch.slurm", "lead", run_dir]
+    return [sys.executable, "-m", "qurl_megatron.launch.slurm", "lead", run_dir]
 
 
 def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(

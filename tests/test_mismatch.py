@@ -1,4 +1,4 @@
-"""What `qurl noise` says of tokens, layers and activations, by hand and of a planted bad layer."""
+"""What `qurl mismatch` says of tokens, layers and activations: by hand, and of a bad layer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from launch.quantized_model import QuantizedModel
 from qurl_megatron.cli import app
-from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import published_bytes
-from qurl_megatron.quantization.attribution import (
+from qurl_megatron.evaluation.attribution import (
     ActivationMeter,
     Gain,
-    LayerNoise,
+    LayerMismatch,
     choose,
     compare,
     gain,
     shortened,
     split,
 )
+from qurl_megatron.evaluation.quantized_model import QuantizedModel
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.memory import published_bytes
 from qurl_megatron.quantization.quantize import dequantize, quantize
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
 from tiny import build_tiny_model
@@ -38,11 +38,11 @@ OUTLIER = 5
 def test_divergence_entropy_and_rank_of_two_distributions() -> None:
     exact = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
     quantized = torch.tensor([[0.125, 0.625, 0.25], [0.8, 0.1, 0.1]]).log()
-    noise = compare(quantized, exact, torch.tensor([1, 0]))
+    measured = compare(quantized, exact, torch.tensor([1, 0]))
     kl = 0.125 * math.log(0.25) + 0.625 * math.log(2.5)  # an expectation over `quantized`
-    torch.testing.assert_close(noise.kl, torch.tensor([kl, 0.0]), atol=1e-7, rtol=1e-6)
-    assert noise.entropy[0].item() == pytest.approx(1.5 * math.log(2))
-    assert noise.rank.tolist() == [2, 1]
+    torch.testing.assert_close(measured.kl, torch.tensor([kl, 0.0]), atol=1e-7, rtol=1e-6)
+    assert measured.entropy[0].item() == pytest.approx(1.5 * math.log(2))
+    assert measured.rank.tolist() == [2, 1]
 
 
 def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
@@ -65,10 +65,10 @@ def test_a_gain_is_per_token_and_its_error_counts_completions() -> None:
 
 def test_the_best_gains_per_byte_are_chosen_within_the_budget() -> None:
     layers = [
-        LayerNoise(("large",), Gain(10.0, 1.0), 100),
-        LayerNoise(("small",), Gain(4.0, 1.0), 20),
-        LayerNoise(("noisy",), Gain(9.0, 5.0), 1),
-        LayerNoise(("tiny",), Gain(0.5, 0.1), 10),
+        LayerMismatch(("large",), Gain(10.0, 1.0), 100),
+        LayerMismatch(("small",), Gain(4.0, 1.0), 20),
+        LayerMismatch(("noisy",), Gain(9.0, 5.0), 1),
+        LayerMismatch(("tiny",), Gain(0.5, 0.1), 10),
     ]
     names = {budget: [x.names[0] for x in choose(layers, budget)] for budget in (130, 110, 20, 9)}
     assert names == {
@@ -133,11 +133,11 @@ def write_questions(path: Path, count: int) -> Path:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run the command on the model with a bad layer."""
-    directory = tmp_path_factory.mktemp("noise")
+    directory = tmp_path_factory.mktemp("mismatch")
     model = plant(directory / "model")
     data = write_questions(directory / "questions.jsonl", 24)
-    words = ["noise", str(model), str(data), "--prompts", "20", "--max-response", "12"]
-    output = directory / "noise.json"
+    words = ["mismatch", str(model), str(data), "--prompts", "20", "--max-response", "12"]
+    output = directory / "mismatch.json"
     result = CliRunner().invoke(app, [*words, "--budget", "0.2", "--output", str(output)])
     assert result.exit_code == 0, result.output
     return {"printed": result.output, "model": model, **json.loads(output.read_text())}
@@ -192,11 +192,11 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
 
     directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
     data = write_questions(tmp_path / "questions.jsonl", 8)
-    words = ["noise", str(directory), str(data), "--prompts", "4", "--max-response", "4"]
-    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "noise.json")])
+    words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-response", "4"]
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "mismatch.json")])
     assert result.exit_code == 0, result.output
     assert "layers.1.mlp.experts" in result.stdout and "experts.0" not in result.stdout
-    rows = json.loads((tmp_path / "noise.json").read_text())["by_layer"]
+    rows = json.loads((tmp_path / "mismatch.json").read_text())["by_layer"]
     assert any(
         row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"] for row in rows
     )
@@ -233,6 +233,6 @@ def test_wrong_input_is_one_line(
         "DATA": str(write_questions(tmp_path / "questions.jsonl", 8)),
         "FEW": str(write_questions(tmp_path / "few.jsonl", 3)),
     }
-    result = CliRunner().invoke(app, ["noise", *(paths.get(word, word) for word in words)])
+    result = CliRunner().invoke(app, ["mismatch", *(paths.get(word, word) for word in words)])
     assert result.exit_code == 2, result.output
     assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr

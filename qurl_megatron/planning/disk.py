@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.status import checkpoint_names
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.files import free_bytes, gigabytes
+from qurl_megatron.files import free_bytes, gigabytes, list_checkpoints
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import stored_dtype
 from qurl_megatron.planning.memory import checkpoint_bytes, num_parameters
@@ -26,7 +25,7 @@ def check_disk(config: Config) -> str:
     each = checkpoint_bytes(architecture, config)
     final = num_parameters(architecture) * stored_dtype(model).itemsize
     saves = config.checkpoint.every_steps > 0
-    num_written = len(checkpoint_names(config.run_dir))
+    num_written = len(list_checkpoints(config.run_dir))
     num_kept = config.checkpoint.keep_last
     if config.checkpoint.keep_best and config.evaluation.enabled:
         num_kept += 1  # the best is not always among the last

@@ -1,7 +1,7 @@
 """What causes the difference between a quantized and the full-precision model.
 
 The difference is KL(quantized || exact) of the next token, in nats, over tokens that the quantized
-model sampled. Its mean is what `noise.json` of a run estimates. This file splits it three ways:
+model sampled. Its mean is what `mismatch.json` of a run estimates. This file splits it three ways:
 
     tokens        by entropy, position and rank of the sampled token: `split`
     layers        by how far it falls if one layer stays in BF16: `gain`
@@ -31,7 +31,7 @@ EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
 
 
 @dataclass(frozen=True)
-class TokenNoise:
+class TokenMismatch:
     """What is measured of each token; all tensors are `[tokens]`."""
 
     kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
@@ -39,7 +39,7 @@ class TokenNoise:
     rank: Tensor  # of the sampled token in the exact distribution: int64, 1 for the likeliest
 
 
-def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> TokenNoise:
+def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> TokenMismatch:
     """Compare two models where tokens were sampled.
 
     Args:
@@ -48,7 +48,7 @@ def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> 
     """
     exact = exact_logits.log_softmax(-1)
     chosen = exact.gather(1, sampled[:, None])
-    return TokenNoise(
+    return TokenMismatch(
         divergence(quantized_logits, exact_logits),
         -(exact.exp() * exact).sum(-1),
         (exact > chosen).sum(-1) + 1,
@@ -114,7 +114,7 @@ def gain(before: Tensor, after: Tensor, tokens: Tensor) -> Gain:
 
 
 @dataclass(frozen=True)
-class LayerNoise:
+class LayerMismatch:
     """What it would bring to keep one layer of a server in BF16."""
 
     names: tuple[str, ...]  # its parts in a Hugging Face checkpoint
@@ -122,13 +122,13 @@ class LayerNoise:
     added_bytes: int  # of a server's weights
 
 
-def choose(layers: Sequence[LayerNoise], budget_bytes: float) -> list[LayerNoise]:
+def choose(layers: Sequence[LayerMismatch], budget_bytes: float) -> list[LayerMismatch]:
     """Return the layers to keep: the largest gains per byte, as long as they fit the budget.
 
     Layers whose gain is not significant are never chosen.
     """
     best = sorted(layers, key=lambda layer: layer.gain.mean / layer.added_bytes, reverse=True)
-    chosen: list[LayerNoise] = []
+    chosen: list[LayerMismatch] = []
     for layer in best:
         fits = sum(other.added_bytes for other in [*chosen, layer]) <= budget_bytes
         if layer.gain.is_significant and fits:

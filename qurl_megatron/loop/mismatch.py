@@ -17,7 +17,7 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 
-def measure_noise(
+def measure_mismatch(
     clients: dict[str, RolloutClient],
     publishers: dict[str, Publisher],
     prompts: list[Prompt],
@@ -53,11 +53,11 @@ def measure_noise(
             config.objective.ratio_cap,
         )
 
-    noise = {}
+    measured = {}
     for name, client in clients.items():
         batches = [TrainBatch.empty()]
         publishers[name].while_serving(lambda: batches.append(sample(client)))  # noqa: B023
         share = learner.share(batches[-1])
         learner.score(share, ["proximal_logprobs"], temperature=rollout.temperature)
-        noise[name] = rollout_statistics(learner.measure(share, mismatch))
-    return noise
+        measured[name] = rollout_statistics(learner.measure(share, mismatch))
+    return measured

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.config.schema import PauseMode
+from qurl_megatron.rollout.elsewhere import WeightsPost
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.remote import WeightsPost
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import BucketHeader, Coding, dtype_names
 from qurl_megatron.weight_sync.bucket import Bucket

@@ -1,11 +1,11 @@
-"""Check what `qurl noise` recommends against real runs: `python benchmarks/noise.py MODEL`.
+"""Check what `qurl mismatch` recommends against real runs: `python benchmarks/mismatch.py MODEL`.
 
-MODEL is the final model of a quickstart. For each format, `qurl noise` answers 900 words of five
+MODEL is the final model of a quickstart. For each format, `qurl mismatch` answers 900 words of five
 letters with it and recommends layers to keep in BF16. Then runs of one step at learning rate 0
-measure their noise (`noise.json`) on 1,024 completions, without and with `quantization.keep`, in
-pairs of the same seed.
+measure their mismatch (`mismatch.json`) on 1,024 completions, without and with
+`quantization.keep`, in pairs of the same seed.
 
-It prints two Markdown tables. The first has what `qurl noise` says: exact KL in nats a token, of
+It prints two Markdown tables. The first has what `qurl mismatch` says: exact KL in nats a token, of
 which the fall is measured on completions that the layers were not chosen on. The second has the
 runs' k3 estimates, as means over seeds with standard errors; "BF16" is what remains between the
 learner and a server that quantizes nothing. Commands that are done are not repeated.
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="number of commands at the same time")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/noise"))
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/mismatch"))
     arguments = parser.parse_args()
     model, directory = arguments.model.absolute(), arguments.output_dir.absolute()
     directory.mkdir(parents=True, exist_ok=True)
@@ -63,14 +63,14 @@ def main() -> None:
             for seed in arguments.seeds
             for name, keep in (("all", []), ("keep", tables[weight_format]["keep"]))
         ]
-        noises = list(pool.map(lambda arm: measure(model, directory, *arm), arms))
+        mismatches = list(pool.map(lambda arm: measure(model, directory, *arm), arms))
 
     print(
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core"))
     )
     show_tables(tables)
-    show_runs(arguments.formats, noises, len(arguments.seeds))
+    show_runs(arguments.formats, mismatches, len(arguments.seeds))
 
 
 def write_words(path: Path) -> Path:
@@ -83,12 +83,12 @@ def write_words(path: Path) -> Path:
 
 
 def predict(model: Path, words: Path, weight_format: str, directory: Path) -> dict[str, Any]:
-    """Return what `qurl noise` writes."""
+    """Return what `qurl mismatch` writes."""
     output = directory / f"{weight_format}.json"
     if not output.exists():
         options = ["--format", weight_format, "--prompts", "900", "--max-response", "8"]
         options += ["--budget", str(BUDGET), "--output", str(output)]
-        call(["noise", str(model), str(words), *options], output.with_suffix(".log"))
+        call(["mismatch", str(model), str(words), *options], output.with_suffix(".log"))
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 
@@ -96,7 +96,7 @@ def predict(model: Path, words: Path, weight_format: str, directory: Path) -> di
 def measure(
     model: Path, directory: Path, weight_format: str, arm: str, keep: Sequence[str], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the noise that a run with these layers in BF16 measures before its first step."""
+    """Return the mismatch that a run with these layers in BF16 measures before its first step."""
     name = f"{weight_format}-{arm}-{seed}"
     if not (directory / name / "summary.json").exists():
         overrides = {
@@ -117,8 +117,10 @@ def measure(
         }
         words = [f"{key}={value}" for key, value in overrides.items()]
         call(["train", "quickstart", *words], directory / f"{name}.log")
-    noise: dict[str, dict[str, float]] = json.loads((directory / name / "noise.json").read_text())
-    return noise
+    mismatch: dict[str, dict[str, float]] = json.loads(
+        (directory / name / "mismatch.json").read_text()
+    )
+    return mismatch
 
 
 def call(words: list[str], log: Path) -> None:
@@ -129,7 +131,7 @@ def call(words: list[str], log: Path) -> None:
 
 
 def show_tables(tables: dict[str, dict[str, Any]]) -> None:
-    """Print what `qurl noise` says, one format a column."""
+    """Print what `qurl mismatch` says, one format a column."""
     results = list(tables.values())
 
     def row(title: str, cells: list[str]) -> None:
@@ -173,9 +175,9 @@ def show_tables(tables: dict[str, dict[str, Any]]) -> None:
 
 
 def show_runs(
-    formats: Sequence[str], noises: list[dict[str, dict[str, float]]], num_seeds: int
+    formats: Sequence[str], mismatches: list[dict[str, dict[str, float]]], num_seeds: int
 ) -> None:
-    """Print the runs' estimates; `noises` has, by format and seed, that without and with layers."""
+    """Print the runs' estimates, given by format and seed, each without and with layers."""
 
     def mean_and_error(values: list[float]) -> str:
         error = f" ± {stdev(values) / sqrt(len(values)):.1e}" if len(values) > 1 else ""
@@ -185,10 +187,12 @@ def show_runs(
     print(f"|{'---|' * 5}")
     metric = "kl_behaviour_proximal_k3"
     for index, weight_format in enumerate(formats):
-        chosen = noises[2 * num_seeds * index : 2 * num_seeds * (index + 1)]
-        before, after = ([noise["rollout"][metric] for noise in chosen[arm::2]] for arm in (0, 1))
+        chosen = mismatches[2 * num_seeds * index : 2 * num_seeds * (index + 1)]
+        before, after = (
+            [mismatch["rollout"][metric] for mismatch in chosen[arm::2]] for arm in (0, 1)
+        )
         falls = ", ".join(f"{1 - b / a:.0%}" for a, b in zip(before, after, strict=True))
-        floor = mean_and_error([noise["evaluation"][metric] for noise in chosen])
+        floor = mean_and_error([mismatch["evaluation"][metric] for mismatch in chosen])
         cells = (weight_format.upper(), mean_and_error(before), mean_and_error(after), falls, floor)
         print(f"| {' | '.join(cells)} |")
 

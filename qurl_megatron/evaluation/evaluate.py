@@ -31,8 +31,8 @@ from qurl_megatron.data.prompts import tokenize, without_unverifiable
 from qurl_megatron.data.reward_function import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.data.summary import source_lines
+from qurl_megatron.evaluation.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.files import write_whole
-from qurl_megatron.loop.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.check import check_model, load_tokenizer
 from qurl_megatron.process import ending_signals, exit_on

@@ -20,9 +20,9 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.keep import fused_layers
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
+from qurl_megatron.evaluation.attribution import ActivationMeter, module_of
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.attribution import ActivationMeter, module_of
 from qurl_megatron.sglang_plugin import formats, linear, moe
 
 Sampled = tuple[list[int], list[int]]

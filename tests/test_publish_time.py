@@ -12,9 +12,9 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.planning import memory
 from qurl_megatron.planning.plan import plan
-from qurl_megatron.planning.publish import delta_part, plan_publish, senders
-from recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.planning.publish_time import delta_part, plan_publish, senders
+from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
 LINEAR = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120  # weights of a layer

@@ -8,7 +8,7 @@ from statistics import fmean
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.data.scoring import StartScoring
-from qurl_megatron.loop.avg_at_k import (
+from qurl_megatron.evaluation.avg_at_k import (
     ProblemResult,
     averages,
     measure,

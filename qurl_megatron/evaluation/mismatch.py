@@ -1,8 +1,8 @@
-"""Find which tokens, layers and activations make a quantized model differ: `qurl noise`.
+"""Find which tokens, layers and activations make a quantized model differ: `qurl mismatch`.
 
 The quantized model samples a response to each prompt, as a rollout server does. On these tokens it
 is compared with the same model in BF16: all layers quantized, then each layer of a server kept in
-BF16 in turn. `qurl_megatron/quantization/attribution.py` has the definitions.
+BF16 in turn. `qurl_megatron/evaluation/attribution.py` has the definitions.
 
 The layers to keep are chosen on every other completion. What is said of them is measured on the
 rest.
@@ -27,14 +27,11 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.data.problems import Fields, Tally, read_problems
 from qurl_megatron.data.prompts import tokenize
-from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.check import check_model, load_tokenizer
-from qurl_megatron.planning.memory import published_bytes
-from qurl_megatron.quantization.attribution import (
+from qurl_megatron.evaluation.attribution import (
     EDGES,
-    LayerNoise,
+    LayerMismatch,
     Share,
-    TokenNoise,
+    TokenMismatch,
     choose,
     compare,
     divergence,
@@ -43,17 +40,20 @@ from qurl_megatron.quantization.attribution import (
     shortened,
     split,
 )
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.check import check_model, load_tokenizer
+from qurl_megatron.planning.memory import published_bytes
 
 if TYPE_CHECKING:
-    from launch.quantized_model import QuantizedModel, Sampled
+    from qurl_megatron.evaluation.quantized_model import QuantizedModel, Sampled
 
 BATCH = 32  # sequences in one forward pass
 SHOWN = 8  # rows of the tables of layers and activations
 
 
 @dataclasses.dataclass(frozen=True)
-class NoiseOptions:
-    """What `qurl noise` measures."""
+class MismatchOptions:
+    """What `qurl mismatch` measures."""
 
     model: Path
     data: str
@@ -64,7 +64,7 @@ class NoiseOptions:
     seed: int
 
 
-def read_prompts(options: NoiseOptions) -> list[Prompt]:
+def read_prompts(options: MismatchOptions) -> list[Prompt]:
     """Check the options and the model, and return the prompts to answer.
 
     Raises:
@@ -100,12 +100,12 @@ def read_prompts(options: NoiseOptions) -> list[Prompt]:
 
 
 def measure(
-    options: NoiseOptions, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+    options: MismatchOptions, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Return what is measured, as it is written to a JSON file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang misses a GPU that nothing here needs
-        from launch.quantized_model import QuantizedModel
+        from qurl_megatron.evaluation.quantized_model import QuantizedModel
 
     architecture = Architecture.from_directory(options.model)
     model = QuantizedModel(options.model, options.weight_format)
@@ -119,11 +119,11 @@ def measure(
     def report(done: int) -> None:
         progress(done, passes * len(batches))
 
-    noise, positions, by_layer, activations = _compare(model, sampled, batches, report)
+    measured, positions, by_layer, activations = _compare(model, sampled, batches, report)
     tokens = torch.tensor([len(response) for _, response in sampled])
     first, second = slice(0, None, 2), slice(1, None, 2)
     layers = [
-        LayerNoise(
+        LayerMismatch(
             names,
             gain(by_layer[0][first], after[first], tokens[first]),
             model.added_bytes(names),
@@ -138,16 +138,16 @@ def measure(
     held_out = gain(by_layer[0][second], after[second], tokens[second])
     kl = float(by_layer[0][second].sum() / tokens[second].sum())
     advised = kept if held_out.is_significant else []
-    values = {"entropy": noise.entropy, "position": positions, "rank": noise.rank}
+    values = {"entropy": measured.entropy, "position": positions, "rank": measured.rank}
     return {
         "model": str(options.model),
         "data": options.data,
         "format": options.weight_format,
         "completions": len(sampled),
-        "tokens": len(noise.kl),
-        "kl": float(noise.kl.double().mean()),
+        "tokens": len(measured.kl),
+        "kl": float(measured.kl.double().mean()),
         "by_token": {
-            name: [dataclasses.asdict(share) for share in split(noise.kl, value, EDGES[name])]
+            name: [dataclasses.asdict(share) for share in split(measured.kl, value, EDGES[name])]
             for name, value in values.items()
         },
         "by_layer": [
@@ -188,17 +188,17 @@ def _compare(
     sampled: Sequence[Sampled],
     batches: Sequence[Sequence[int]],
     report: Callable[[int], None],
-) -> tuple[TokenNoise, Tensor, Tensor, list[dict[str, Any]]]:
+) -> tuple[TokenMismatch, Tensor, Tensor, list[dict[str, Any]]]:
     """Compare the quantized model, and it with each layer in BF16, with the BF16 model.
 
     Returns:
-        The noise of all tokens and their positions; the KL summed over each completion [1 + layers,
-        completions]: with all layers quantized, then with each in BF16; what was measured of the
-        activations of each layer.
+        The mismatch of all tokens and their positions; the KL summed over each completion
+        [1 + layers, completions]: with all layers quantized, then with each in BF16; what was
+        measured of the activations of each layer.
     """
     every = [name for group in model.groups for name in group]
     kl = torch.zeros(1 + len(model.groups), len(sampled), dtype=torch.float64)
-    tokens: list[TokenNoise] = []
+    tokens: list[TokenMismatch] = []
     positions: list[Tensor] = []
     meters = model.meters()
     done = 0
@@ -230,10 +230,10 @@ def _compare(
         }
         for names, meter in zip(model.groups, meters, strict=True)
     ]
-    joined = TokenNoise(
+    joined = TokenMismatch(
         *(
             torch.cat([getattr(part, field.name) for part in tokens]).cpu()
-            for field in dataclasses.fields(TokenNoise)
+            for field in dataclasses.fields(TokenMismatch)
         )
     )
     return joined, torch.cat(positions), kl, activations
@@ -257,7 +257,7 @@ def _kl_keeping(
     return kl
 
 
-def print_noise(result: dict[str, Any]) -> None:
+def print_mismatch(result: dict[str, Any]) -> None:
     """Print the tables of a measurement and what it recommends."""
     console = Console(highlight=False)
     console.print(
