@@ -15,9 +15,7 @@ import torch
 import sglang_loader
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
-from qurl_megatron.quantization.checksum import part_key
-from qurl_megatron.sglang_plugin.verify import held_parts
-from qurl_megatron.weight_sync.shared_memory import describe_tensor
+from qurl_megatron.sglang_plugin.verify import handle
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model, quantized
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +41,7 @@ def write_all(
     """
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.weight_sync.direct import Places
+    from qurl_megatron.weight_sync.direct import ServerParameters
     from qurl_megatron.weight_sync.reshard import Converter
 
     device.initialize_distributed()  # the learners use it in turn
@@ -51,13 +49,13 @@ def write_all(
     for weight_format, servers in handed_out.items():
         learner = Learner(directory / weight_format, config, OptimizerConfig())
         converter = Converter(learner, weight_format, 40_000)
-        places = Places()
-        places.attach(servers)
+        parameters = ServerParameters()
+        parameters.attach(servers)
         first, *others = servers
         passes = []
         for paused in ([first, *others], others):
-            places.keep(servers, paused)
-            conversion = converter.write(places)
+            parameters.keep(servers, paused)
+            conversion = converter.write(parameters)
             passes.append((conversion.checksums, conversion.total_drift.code_flip_fraction))
             for *_, shard in learner.shards():
                 shard.neg_()
@@ -68,13 +66,8 @@ def write_all(
 
 
 def hand_out(ranks: list[Any]) -> list[dict[str, str]]:
-    return [
-        {
-            part_key(part.name, part.row_offset, part.column_offset): describe_tensor(part.values)
-            for part in held_parts(model)
-        }
-        for model in ranks
-    ]
+    checkers = [sglang_loader.checker_of(model) for model in ranks]
+    return [handle(lambda *_, **__: None, each, "parameters")["checksums"] for each in checkers]
 
 
 @pytest.mark.usefixtures("engine")

@@ -36,7 +36,7 @@ def publish_all(
     model_dir: Path, config: LearnerConfig, pipes: dict[str, list[Connection]]
 ) -> dict[str, Any]:
     """Publish in all ways; return what rank 0 was told, and which ranks sent how many bytes."""
-    from qurl_megatron.config.schema import OptimizerConfig
+    from qurl_megatron.config.schema import OptimizerConfig, QuantizationConfig
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.rollout.fleet import Fleet
     from qurl_megatron.weight_sync import channel
@@ -54,10 +54,10 @@ def publish_all(
     sent = 0
     original = channel.Channel.send
 
-    def send(each: Any, bucket: Any, version: int, *, announced: bool) -> Any:
+    def send(each: Any, bucket: Any, version: int) -> Any:
         nonlocal sent
         sent += bucket.flat.numel()
-        return original(each, bucket, version, announced=announced)
+        return original(each, bucket, version)
 
     setattr(channel.Channel, "send", send)  # noqa: B010
     results: dict[str, Any] = {"sent": {}}
@@ -73,15 +73,13 @@ def publish_all(
         results[name] = (published.num_servers, published.sent_bytes, published.conversion)
 
     def publisher(**options: Any) -> Publisher:
-        return Publisher(learner, fleet, "int8", BUCKET_BYTES, timeout_s=TIMEOUT_S, **options)
+        settings = QuantizationConfig(bucket_bytes=BUCKET_BYTES, **options)
+        return Publisher(learner, fleet, settings, timeout_s=TIMEOUT_S)
 
-    broadcast = publisher(mode="delta")
+    broadcast = publisher(publish="delta")
     publish("key frame", broadcast)
     publish("delta", broadcast)
     broadcast.close()
-    shared = publisher(carrier="shared_memory")
-    publish("shared memory", shared)
-    shared.close()
     direct = publisher(transport="direct")
     publish("direct", direct)
     publish("direct again", direct)
@@ -117,7 +115,7 @@ def test_every_stage_sends_its_own_and_a_lost_server_costs_nothing(
         leader, *others = run_ranks(
             publish_all, config.world_size, tmp_path, config, pipes, timeout_s=500
         )
-    for name in ("key frame", "delta", "shared memory", "direct", "direct again", "before a death"):
+    for name in ("key frame", "delta", "direct", "direct again", "before a death"):
         assert leader[name][0] == len(SIZES), (name, leader["said"])
     num_servers, _, conversion = leader["after a death"]
     assert num_servers == 1
@@ -128,10 +126,10 @@ def test_every_stage_sends_its_own_and_a_lost_server_costs_nothing(
         is_sender = rank % config.tensor_parallel_size == 0
         assert bool(results["sent"]["key frame"]) == is_sender, rank
         assert results["sent"]["direct"] == 0
-    for name in ("key frame", "delta", "shared memory"):
+    for name in ("key frame", "delta"):
         total = sum(results["sent"][name] for results in [leader, *others])
         assert total == len(SIZES) * leader[name][1]
     whole = conversion.num_bytes
-    assert leader["key frame"][1] == leader["shared memory"][1] == whole
+    assert leader["key frame"][1] == whole
     assert 0 < leader["delta"][1] < whole / 5, leader["said"]
     assert leader["direct"][1] == 0
