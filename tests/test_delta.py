@@ -199,9 +199,3 @@ def test_a_relative_change_says_by_how_much_elements_moved_and_compresses_well()
     ]
     assert relative.num_bytes == absolute.num_bytes
     assert sizes[0] < 0.8 * absolute.num_bytes < 0.9 * sizes[1]
-
-
-def test_a_bucket_names_the_version_that_it_changes() -> None:
-    assert delta.base_version([delta.bucket_name(17)]) == 17
-    assert delta.base_version(["model.norm.weight"]) is None
-    assert delta.base_version([]) is None

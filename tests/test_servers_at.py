@@ -150,20 +150,26 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         with_overrides(Config(), [f"rollout.servers_at={json.dumps([url])}"])
 
 
-def test_a_key_crosses_a_network_in_the_clear_only_with_permission(model_dir: Path) -> None:
+def test_only_loopback_and_https_are_private() -> None:
     for url in ("http://localhost:2", "http://127.0.0.9:2", "http://[::1]:2", "https://a"):
         assert elsewhere.is_private(url), url
     for url in ("gpu-node:2", "localhost.example.com", "10.0.0.1:2", "0.0.0.0:2", "[2001:db8::1]"):
         assert not elsewhere.is_private(f"http://{url}"), url
-    config = config_of(model_dir, "rollout.servers_at=[http://192.0.2.1:2]")
-    with pytest.raises(ConfigError, match="would carry the key and all completions in the clear"):
-        elsewhere.check_servers(config, KEY)
 
 
-@pytest.mark.parametrize("url", ["http://a:99999", "https://[:::]"])
-def test_a_url_that_cannot_be_asked_is_refused(model_dir: Path, url: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://192.0.2.1:2", "would carry the key and all completions in the clear"),
+        ("http://a:99999", "is no URL: "),
+        ("https://[:::]", "is no URL: "),
+    ],
+)
+def test_a_url_that_must_not_or_cannot_be_asked_is_refused(
+    model_dir: Path, url: str, message: str
+) -> None:
     config = config_of(model_dir, f"rollout.servers_at={json.dumps([url])}")
-    with pytest.raises(ConfigError, match="^rollout.servers_at: .* is no URL: "):
+    with pytest.raises(ConfigError, match=f"^rollout.servers_at: .* {message}"):
         elsewhere.check_servers(config, KEY)
 
 
@@ -398,23 +404,8 @@ def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
         assert back is not lost and back.server == lost.server
 
 
-def test_an_answer_without_weights_is_never_trained_on(
-    answering: Callable[[int, str], str],
-) -> None:
-    tokens = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}
-    client = RolloutClient(Fleet("rollout", {}), None, [])
-    for versions, is_right in (([3, 3], True), ([0, 0], False), ([0, 3], False)):
-        tokens["meta_info"]["token_versions"] = versions  # type: ignore[index]
-        server = elsewhere.remote_server(answering(200, json.dumps(tokens)), KEY)
-        if is_right:
-            assert asyncio.run(client._post({}, server))
-            continue
-        with pytest.raises(ServerFailed, match="was started again, and answered without weights"):
-            asyncio.run(client._post({}, server))
-
-
-def completion(end: str) -> dict[str, Any]:
-    meta = {"finish_reason": {"type": end}, "token_versions": [3]}
+def completion(end: str, *versions: int) -> dict[str, Any]:
+    meta = {"finish_reason": {"type": end}, "token_versions": versions}
     return {"output_ids": [1], "meta_info": meta}
 
 
@@ -427,7 +418,11 @@ def completion(end: str) -> dict[str, Any]:
         *((status, "{}", ServerFailed, f"with status {status}") for status in (401, 409)),
         (400, "{}", RequestRefused, ""),  # other servers would refuse it, too
         (503, "{}", ServerBusy, ""),
-        (200, json.dumps([completion("stop"), completion("abort")]), ServerBusy, ""),
+        (200, json.dumps([completion("stop", 3), completion("abort", 3)]), ServerBusy, ""),
+        *(
+            (200, json.dumps(completion("stop", *versions)), ServerFailed, "without weights")
+            for versions in ((0, 0), (0, 3))  # it was started again
+        ),
     ],
 )
 def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
@@ -438,6 +433,8 @@ def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
     message: str,
 ) -> None:
     client = RolloutClient(Fleet("rollout", {}), None, [])
+    right = elsewhere.remote_server(answering(200, json.dumps(completion("stop", 3, 3))), KEY)
+    assert asyncio.run(client._post({}, right))
     server = elsewhere.remote_server(answering(status, text), KEY)
     with pytest.raises(error, match=message) as failed:
         asyncio.run(client._post({}, server))

@@ -50,7 +50,7 @@ class Conversion:
 
 
 class Measures:
-    """Collects on the device what this rank's parts of a team's tensors add to a `Conversion`."""
+    """Collects, on the device, what this rank measures of its parts of a team's tensors."""
 
     def __init__(self, meter: DriftMeter, weight_format: str) -> None:
         """Begin a pass; `meter` measures drift from one pass to the next."""

@@ -97,8 +97,9 @@ class Change:
         inside &= (at_column >= columns.start) & (at_column < columns.stop)
         at = at_row[inside], at_column[inside]
         values = self.values[inside]
-        # Integers wrap around, as they did when the sender took the difference.
-        target[at] = target[at] + values if self.is_relative else values
+        if self.is_relative:
+            values = target[at] + values  # wraps around, as the sender's difference did
+        target[at] = values
 
 
 def compare(
@@ -124,7 +125,10 @@ def compare(
         changed = _changed(chunk_before, chunk)
         if not len(changed):
             continue
-        values.append(chunk[changed] - chunk_before[changed] if is_relative else chunk[changed])
+        sent = chunk[changed]
+        if is_relative:
+            sent = sent - chunk_before[changed]
+        values.append(sent)
         gaps.append(encode_gaps(changed + start, last))
         last = start + int(changed[-1])
         left_bytes -= values[-1].nbytes + gaps[-1].nbytes

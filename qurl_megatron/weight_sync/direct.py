@@ -37,11 +37,13 @@ class ServerParameters:
         `shared_memory.describe`.
         """
         for server, ranks in servers.items():
-            held = self._servers[server] = dict[str, list[Part]]()
+            parts: dict[str, list[Part]] = {}
             for rank in ranks:
-                for key, description in rank.items():
+                for key, text in rank.items():
                     name, row, column = part_of_key(key)
-                    held.setdefault(name, []).append(Part(attach(description), row, column))
+                    part = Part(attach(text), row, column)
+                    parts.setdefault(name, []).append(part)
+            self._servers[server] = parts
 
     def keep(self, names: Iterable[str], paused: Iterable[str]) -> None:
         """Detach from all servers but these, and write to the `paused` ones only."""

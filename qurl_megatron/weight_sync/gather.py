@@ -210,8 +210,9 @@ def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None
             for rank, flat in zip(ranks[1:], flats[1:], strict=True)
         ]
     transfers = [each for each in transfers if len(each.tensor)]
-    for work in dist.batch_isend_irecv(transfers) if transfers else []:
-        work.wait()
+    if transfers:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
     return flats
 
 

@@ -220,12 +220,11 @@ class Publisher:
 
         def commit() -> tuple[int, bool]:
             num_servers = self._commit(links, conversion)
-            limit = LARGEST_DELTA * conversion.num_bytes
-            is_large = base is not None and self._settings.publish == "auto" and sent_bytes > limit
-            return num_servers, is_large
+            may_give_up = base is not None and self._settings.publish == "auto"
+            return num_servers, may_give_up and sent_bytes > LARGEST_DELTA * conversion.num_bytes
 
-        num_servers, is_large = from_rank_zero(commit)
-        self._converter.keeps_codes &= not is_large
+        num_servers, gives_up = from_rank_zero(commit)
+        self._converter.keeps_codes &= not gives_up
         if num_servers and self._converter.keeps_codes:
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
@@ -282,12 +281,18 @@ class Publisher:
         # Compressed deltas become much smaller if they are relative.
         is_relative = any(isinstance(endpoint, HttpEndpoint) for endpoint in endpoints)
         conversion = self._converter.convert(send, base=base, is_relative=is_relative)
-        failed = {token: why for token, each in self._channels.items() if (why := each.failure)}
-        reports = to_rank_zero((sum(sizes), failed), senders)
-        failures = {token: why for _, broken in reports for token, why in broken.items()}
+        own: dict[str, RuntimeError] = {}
+        for token, channel in self._channels.items():
+            if channel.failure is not None:
+                own[token] = channel.failure
+        sent_bytes = 0
+        failed: dict[str, RuntimeError] = {}
+        for num_bytes, failures in to_rank_zero((sum(sizes), own), senders):
+            sent_bytes += num_bytes
+            failed |= failures
         for link in links:
-            link.sent(failures)
-        return sum(number for number, _ in reports), conversion
+            link.sent(failed)
+        return sent_bytes, conversion
 
     def _open_channels(self, endpoints: Sequence[Endpoint]) -> None:
         """Have channels to these endpoints and no other, as a sender."""
@@ -304,14 +309,19 @@ class Publisher:
         for link in links:
             link.begin()
         _wait([link.hand_out() for link in links])
-        handed_out, paused = from_rank_zero(
-            lambda: (
-                {link.token: link.new_parameters() for link in self._links.values() if link.token},
-                [link.token for link in links if link.token],
-            )
-        )
-        self._parameters.attach({name: new for name, new in handed_out.items() if new is not None})
-        self._parameters.keep(handed_out, paused)
+
+        def hand_out() -> tuple[dict[str, list[dict[str, str]]], list[str], list[str]]:
+            new = {}
+            for link in self._links.values():
+                parameters = link.new_parameters()
+                if parameters is not None:
+                    new[link.token] = parameters
+            held = [link.token for link in self._links.values() if link.token]
+            return new, held, [link.token for link in links if link.token]
+
+        new, held, paused = from_rank_zero(hand_out)
+        self._parameters.attach(new)
+        self._parameters.keep(held, paused)
         conversion = self._converter.write(self._parameters)
         for link in links:
             link.receive(announce_in_place(), self.version)

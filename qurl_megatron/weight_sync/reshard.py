@@ -141,9 +141,9 @@ class Converter:
         tensors or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
 
         Args:
-            base: the version that the last pass was sent as; what changed since is sent, as buckets
-                of `delta.py`, of which an empty one is the last. None: all is sent.
-            is_relative: what is sent says by how much elements moved.
+            base: the version as which the last pass was sent. What changed since is sent, in
+                buckets of `delta.py`; the last of them is empty. None: all is sent.
+            is_relative: what changed is sent as by how much elements moved.
         """
         conversions = []
         for team in self.teams:
@@ -257,12 +257,14 @@ class Converter:
         shared: tuple[Tensor, Tensor] | None,
         measures: Measures,
     ) -> bool:
-        """Write this rank's codes and scales of a weight into `views`.
+        """Write this rank's codes and scales of a weight, and measure them.
 
         Return whether the codes' checksum was measured on the way.
 
-        `shared` has absmax (of the blocks the part touches) and scale (of all blocks) of a weight
-        whose blocks lie on several ranks.
+        Args:
+            views: where the tensors go, by name.
+            shared: if blocks of the weight lie on several ranks, the absmax of those that this
+                rank's part touches, and the scales of all.
         """
         absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
@@ -296,8 +298,8 @@ class Converter:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
-        Return, for each such weight by name, the absmax of the blocks that this rank's part touches
-        and the scales of all blocks.
+        Return for each weight that has such blocks, by name, the absmax of those that this rank's
+        part touches, and the scales of all.
         """
         parts: list[TensorPart] = [
             weight.part

@@ -39,7 +39,9 @@ def channel_name(token: str, sender: int) -> str:
 
 def announce(senders: Sequence[Sequence[Manifest]]) -> Manifest:
     """Announce a key frame: the buckets of each sender. The senders take turns."""
-    names, dtypes, shapes = list[str](), list[torch.dtype](), list[Sequence[int]]()
+    names: list[str] = []
+    dtypes: list[torch.dtype] = []
+    shapes: list[Sequence[int]] = []
     for turn in itertools.zip_longest(*senders):
         for number, bucket in enumerate(turn):
             if bucket is not None:
