@@ -139,7 +139,7 @@ def measure(old: dict[str, Tensor], new: dict[str, Tensor]) -> Measured:
     told = [change for change in compared if change is not None]
     write(unpack(pack(told, CPU)))
     times = -(-CHANGES // sum(len(change.values) for change in told)) if told else 1
-    message = pack([repeated(change, times) for change in told], CPU).numpy()
+    message = pack([repeated(change, times) for change in told], CPU).numpy().tobytes()
     compressed, compress_s = timed(lambda: zlib.compress(message, level=1))
     _, decompress_s = timed(lambda: zlib.decompress(compressed))
     changed = {

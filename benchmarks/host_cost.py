@@ -80,7 +80,12 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
             parameters = ServerParameters()
             parameters.attach({"server": hand_out([model])})
             parameters.keep(["server"], ["server"])
-            steps["load"] = lambda: [write_bucket(model, bucket) for bucket in sent]
+
+            def load() -> None:
+                for bucket in sent:
+                    write_bucket(model, bucket)
+
+            steps["load"] = load
             steps["write"] = lambda: converter.write(parameters)
             results: dict[str, dict[str, float]] = {}
             for name, step in steps.items():

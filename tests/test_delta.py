@@ -195,7 +195,8 @@ def test_a_relative_change_says_by_how_much_elements_moved_and_compresses_well()
     assert relative is not None and absolute is not None
     assert set(relative.values.tolist()) == {1, -1}
     sizes = [
-        len(zlib.compress(pack([change], CPU).numpy(), level=1)) for change in (relative, absolute)
+        len(zlib.compress(pack([change], CPU).numpy().tobytes(), level=1))
+        for change in (relative, absolute)
     ]
     assert relative.num_bytes == absolute.num_bytes
     assert sizes[0] < 0.8 * absolute.num_bytes < 0.9 * sizes[1]

@@ -14,7 +14,7 @@ Whether the server holds the version that a delta changes is asked before, in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -124,10 +124,9 @@ def leave(updater: Any, group_name: str) -> None:
 def write_bucket(model: torch.nn.Module, bucket: Bucket) -> None:
     """Write a bucket of whole tensors, or of a delta, into a model's parameters."""
     held = held_parts(model)
+    changes: Iterable[Change] = unpack(bucket.flat)
     if base_version(bucket.names) is None:
         changes = (Change.whole(name, (0, 0), tensor) for name, tensor in bucket.tensors())
-    else:
-        changes = unpack(bucket.flat)
     for change in changes:
         for values, row, column in held.get(change.name, ()):
             change.write_to(values, row, column)

@@ -229,7 +229,7 @@ class HttpChannel(Channel):
         payload = bucket.flat
         is_compressed = is_delta and self.rate < COMPRESSION_PAYS_BELOW_BYTES_PER_S
         if is_compressed:
-            compressed = zlib.compress(payload.cpu().numpy(), level=1)
+            compressed = zlib.compress(payload.cpu().numpy().tobytes(), level=1)
             payload = torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
         header = BucketHeader(
             names=bucket.names,

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch.distributed as dist
 
@@ -213,7 +214,8 @@ class Link:
             group_name=self.endpoint.token if self.endpoint else "",
             weight_version=version,
         )
-        wait([answer, self._all_sent], return_when=FIRST_COMPLETED)
+        either: list[Future[Any]] = [answer, self._all_sent]
+        wait(either, return_when=FIRST_COMPLETED)
         if not answer.done():
             left_s, otherwise = self._all_sent.result()
             wait([answer], left_s)
