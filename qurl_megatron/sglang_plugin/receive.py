@@ -14,7 +14,7 @@ Whether the server holds the version that a delta changes is asked before, in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.sglang_plugin.verify import held_parts
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
-from qurl_megatron.weight_sync.delta import Change, base_version, unpack
+from qurl_megatron.weight_sync.delta import base_version, unpack
 from qurl_megatron.weight_sync.stream import channel_name, is_key_frame, read_key_frame
 
 # A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
@@ -124,9 +125,18 @@ def leave(updater: Any, group_name: str) -> None:
 def write_bucket(model: torch.nn.Module, bucket: Bucket) -> None:
     """Write a bucket of whole tensors, or of a delta, into a model's parameters."""
     held = held_parts(model)
-    changes: Iterable[Change] = unpack(bucket.flat)
-    if base_version(bucket.names) is None:
-        changes = (Change.whole(name, (0, 0), tensor) for name, tensor in bucket.tensors())
-    for change in changes:
-        for values, row, column in held.get(change.name, ()):
-            change.write_to(values, row, column)
+    if base_version(bucket.names) is not None:
+        for change in unpack(bucket.flat):
+            for values, row, column in held.get(change.name, ()):
+                change.write_to(values, row, column)
+        return
+    targets, sources = [], []
+    for name, tensor in bucket.tensors():
+        for values, row, column in held.get(name, ()):
+            source = tensor.narrow(0, row, len(values))
+            if values.dim() == 2:
+                source = source.narrow(1, column, values.shape[1])
+            targets.append(as_integers(values))
+            sources.append(as_integers(source))
+    if targets:
+        torch._foreach_copy_(targets, sources)
