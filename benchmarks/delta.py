@@ -8,14 +8,15 @@ of their deviation. A publish comes after 1, 4 or 16 optimizer steps.
 
 1. Per publish and format: the part of codes and of scales that changed, the bytes of the delta per
    parameter, and the CPU time per 10^9 parameters to compare and pack it, and to write it into the
-   server's parameters. Then the bytes of the coded delta, as servers behind slow links get it, and
-   the CPU time to code and to decode it, for tensors of real size: the changes repeated. Each
-   delta, coded or not, is written into a copy, which must then be the new tensor.
+   server's parameters. Then the bytes of the compressed delta, as servers behind slow links get it,
+   and the CPU time to compress and to decompress it, for tensors of real size: the changes
+   repeated, each time in another order. Each delta, relative or not, is written into a copy, which
+   must then be the new tensor.
 2. A publish of Qwen2.5-32B, whose norm-fed layers have s = 1.5 and all others s = 1: seconds that
-   its bytes take over links of 0.1 to 400 Gb/s, for deltas, coded and not, and for all tensors. On
-   one core, coding takes time too: the megabits per second below which it pays are given. Every row
-   of the embedding counts as moving. Rows of tokens that a batch lacks do not move, so a run sends
-   less.
+   its bytes take over links of 0.1 to 400 Gb/s, for deltas, compressed and not, and for all
+   tensors. On one core, compression takes time too: the megabits per second below which it pays are
+   given. Every row of the embedding counts as moving. Rows of tokens that a batch lacks do not
+   move, so a run sends less.
 
 With `--run RUN_DIR` it prints instead what each publish of a real run sent to a server, from the
 run's metrics.jsonl, beside what all tensors would have taken.
@@ -29,6 +30,7 @@ import math
 import os
 import platform
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -44,7 +46,6 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.planning import memory
 from qurl_megatron.quantization import quantize
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
-from qurl_megatron.weight_sync import coding
 from qurl_megatron.weight_sync.delta import Change, compare, pack, unpack
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ UAQ_SCALES = (1.0, 1.5)
 GIGABITS = (0.1, 1, 10, 100, 400)
 LEARNING_RATE, BETA1, BETA2, EPSILON = 1e-6, 0.9, 0.999, 1e-8
 GRADIENT_SIZE, SIGNAL = 5e-7, 0.1
-CODED_CHANGES = 300_000  # that are coded at once, where the time is measured
+CHANGES = 300_000  # that are compressed at once
 CPU = torch.device("cpu")
 
 
@@ -102,9 +103,9 @@ class Measured:
     bytes_per_parameter: float
     pack_s: float  # CPU time per parameter
     write_s: float
-    coded_bytes_per_parameter: float
-    code_s: float
-    decode_s: float
+    compressed_bytes_per_parameter: float
+    compress_s: float
+    decompress_s: float
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -134,14 +135,13 @@ def measure(old: dict[str, Tensor], new: dict[str, Tensor]) -> Measured:
     spent_s: list[float] = []
     (changes, flat), pack_s = timed(send)
     write(unpack(flat))
-    compared = [compare(name, (0, 0), old[name], new[name], with_steps=True) for name in new]
+    compared = [compare(name, (0, 0), old[name], new[name], is_relative=True) for name in new]
     told = [change for change in compared if change is not None]
-    coded = coding.encode(pack(told, CPU))
-    write(coding.decode(coded, CPU))
-    times = -(-CODED_CHANGES // sum(len(change.values) for change in told)) if told else 1
-    message = pack([repeated(change, times) for change in told], CPU)
-    many, code_s = timed(lambda: coding.encode(message))
-    _, decode_s = timed(lambda: list(coding.decode(many, CPU)))
+    write(unpack(pack(told, CPU)))
+    times = -(-CHANGES // sum(len(change.values) for change in told)) if told else 1
+    message = pack([repeated(change, times) for change in told], CPU).numpy().tobytes()
+    compressed, compress_s = timed(lambda: zlib.compress(message, level=1))
+    _, decompress_s = timed(lambda: zlib.decompress(compressed))
     changed = {
         name: int(quantize.code_flips(old[name], new[name])) / new[name].numel() for name in new
     }
@@ -152,21 +152,22 @@ def measure(old: dict[str, Tensor], new: dict[str, Tensor]) -> Measured:
         sum(change.num_bytes for change in changes) / parameters,
         pack_s / parameters,
         spent_s[0] / parameters,
-        (len(coded) - coding.header_bytes(coded)) / parameters,
-        code_s / parameters / times,
-        decode_s / parameters / times,
+        len(compressed) / parameters / times,
+        compress_s / parameters / times,
+        decompress_s / parameters / times,
     )
 
 
 def repeated(change: Change, times: int) -> Change:
-    """Return the change of a tensor that has the rows of this one so many times."""
+    """Return a change like this one of a tensor that has so many times its rows."""
     rows, columns = change.shape
-    gaps, values, steps = (
-        None if tensor is None else tensor.repeat(times)
-        for tensor in (change.gaps, change.values, change.steps)
-    )
-    assert values is not None
-    return Change(change.name, (0, 0), (rows * times, columns), gaps, values, steps)
+
+    def shuffled(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[torch.randperm(len(tensor))] for _ in range(times)])
+
+    gaps = None if change.gaps is None else shuffled(change.gaps)
+    shape = rows * times, columns
+    return Change(change.name, (0, 0), shape, gaps, shuffled(change.values), change.is_relative)
 
 
 def publishes(
@@ -190,7 +191,7 @@ def print_publishes(rows: int, repetitions: int) -> Sizes:
     print(f"1. Deltas of {rows} rows; medians of {repetitions} publishes\n")
     print(
         "width    s    minibatches  format     codes %  scales %  bytes per     "
-        "compare, pack   write         coded bytes    code         decode\n"
+        "compare, pack   write         compressed     compress     decompress\n"
         "                                      changed  changed   parameter     "
         "s per 10^9      s per 10^9    per parameter  s per 10^9   s per 10^9"
     )
@@ -213,8 +214,8 @@ def print_publishes(rows: int, repetitions: int) -> Sizes:
                         f"{100 * medians.scales_changed:8.3f}  "
                         f"{medians.bytes_per_parameter:.6f}      "
                         f"{1e9 * medians.pack_s:6.2f}          {1e9 * medians.write_s:6.2f}        "
-                        f"{medians.coded_bytes_per_parameter:.6f}       "
-                        f"{1e9 * medians.code_s:6.2f}       {1e9 * medians.decode_s:6.2f}",
+                        f"{medians.compressed_bytes_per_parameter:.6f}       "
+                        f"{1e9 * medians.compress_s:6.2f}       {1e9 * medians.decompress_s:6.2f}",
                         flush=True,
                     )
     return sizes
@@ -224,7 +225,7 @@ def print_model(sizes: Sizes) -> None:
     """Print section 2."""
     print("\n2. A publish of Qwen2.5-32B: megabytes, and seconds on the link\n")
     header = "".join(f"{f'{gigabits} Gb/s':>11}" for gigabits in GIGABITS)
-    print(f"format     sent                             megabytes{header}")
+    print(f"format     sent                                  megabytes{header}")
     for name in FORMATS:
         rows = [("all tensors", float(memory.published_bytes(MODEL, name)))]
         notes = []
@@ -232,14 +233,14 @@ def print_model(sizes: Sizes) -> None:
             total = delta_total(sizes, name, minibatches)
             what = f"delta of {minibatches} optimizer steps"
             rows.append((what, total.bytes_per_parameter))
-            rows.append((f"{what}, coded", total.coded_bytes_per_parameter))
-            spared = total.bytes_per_parameter - total.coded_bytes_per_parameter
-            spent_s = total.code_s + total.decode_s
+            rows.append((f"{what}, compressed", total.compressed_bytes_per_parameter))
+            spared = total.bytes_per_parameter - total.compressed_bytes_per_parameter
+            spent_s = total.compress_s + total.decompress_s
             notes.append(f"{8e-6 * spared / spent_s:.0f} ({spent_s:.2f} s)")
         for what, num_bytes in rows:
             seconds = "".join(f"{8e-9 * num_bytes / gigabits:11.4f}" for gigabits in GIGABITS)
-            print(f"{name:9}  {what:31}  {num_bytes / 1e6:9.0f}{seconds}")
-        print(f"{name:9}  coding pays below so many Mb/s (seconds it takes): {', '.join(notes)}")
+            print(f"{name:9}  {what:36}  {num_bytes / 1e6:9.0f}{seconds}")
+        print(f"{name:9}  compressing pays below Mb/s (seconds it takes): {', '.join(notes)}")
 
 
 def delta_total(sizes: Sizes, weight_format: WeightFormat, minibatches: int) -> Measured:

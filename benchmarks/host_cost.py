@@ -55,11 +55,9 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
     from qurl_megatron import device
     from qurl_megatron.learner.cpu_runtime import megatron_runtime
     from qurl_megatron.model.architecture import Architecture
-    from qurl_megatron.rollout.wire import dtype_names
-    from qurl_megatron.sglang_plugin import receive
-    from qurl_megatron.weight_sync.direct import Places
+    from qurl_megatron.sglang_plugin.receive import write_bucket
+    from qurl_megatron.weight_sync.direct import ServerParameters
     from qurl_megatron.weight_sync.reshard import Converter
-    from qurl_megatron.weight_sync.stream import announce
     from test_direct import hand_out
     from tiny import build_tiny_model
 
@@ -79,18 +77,16 @@ def measure(passes: int) -> dict[str, dict[str, float]]:
             steps["SGLang's load"] = lambda: [
                 model.load_weights(list(bucket.tensors())) for bucket in sent
             ]
-            names, dtypes, shapes = announce([sent])
-            plan = receive.LoadPlan(model, names, dtype_names(dtypes), shapes)
-            places = Places()
-            places.attach({"server": hand_out([model])})
-            places.keep(["server"], ["server"])
+            parameters = ServerParameters()
+            parameters.attach({"server": hand_out([model])})
+            parameters.keep(["server"], ["server"])
 
             def load() -> None:
-                for number, bucket in enumerate(sent):
-                    plan.write(number, bucket.flat)
+                for bucket in sent:
+                    write_bucket(model, bucket)
 
             steps["load"] = load
-            steps["write"] = lambda: converter.write(places)
+            steps["write"] = lambda: converter.write(parameters)
             results: dict[str, dict[str, float]] = {}
             for name, step in steps.items():
                 step()

@@ -31,7 +31,7 @@ from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, pack
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import Config, RolloutConfig, ServerConfig
+from qurl_megatron.config.schema import Config, QuantizationConfig, RolloutConfig, ServerConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState
 from qurl_megatron.learner.learner import Learner
@@ -115,9 +115,8 @@ def train(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> L
     checkpoints = stack.enter_context(closing(Checkpoints(config, learner)))
     wait_ready([server], timeout_s=600)
     fleet = Fleet("rollout", {0: server})
-    publisher = stack.enter_context(
-        closing(Publisher(learner, fleet, config.quantization.format, BUCKET_BYTES))
-    )
+    settings = QuantizationConfig(config.quantization.format, bucket_bytes=BUCKET_BYTES)
+    publisher = stack.enter_context(closing(Publisher(learner, fleet, settings)))
     client = RolloutClient(fleet, AutoTokenizer.from_pretrained(model), [])
     producer = stack.enter_context(closing(producer_of(config, client)))
     lags = Lags()

@@ -10,8 +10,8 @@ The weights are q_proj and down_proj of a layer of Qwen2.5-32B, 168 million para
 of one optimizer step: so many codes move as `benchmarks/delta.py` measures, each by one.
 
 Printed are, for each link and way to send, the bytes that crossed the link, and the seconds from
-the bucket to the server's answer: medians, least and most of the rounds. They include coding,
-decoding and loading. In each round all ways are taken once, one after another.
+the bucket to the server's answer: medians, least and most of the rounds. They include
+compression and loading. In each round all ways are taken once, one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import os
 import platform
 import threading
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from statistics import median
 from types import SimpleNamespace
@@ -39,7 +38,8 @@ from qurl_megatron.rollout.elsewhere import remote_server
 from qurl_megatron.sglang_plugin import weight_routes as plugin
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.over_http import HttpEndpoint
+from qurl_megatron.weight_sync.channel import HttpChannel, HttpEndpoint
+from qurl_megatron.weight_sync.gather import delta_bucket
 
 MEGABITS = (100, 1000)
 SHAPES = {"q_proj": (5120, 5120), "down_proj": (5120, 27648)}
@@ -85,9 +85,12 @@ class Receiver:
             request.load_format,
         )
 
-    def write_changes(self, model: Any, changes: Any) -> None:
-        """Write a delta into the tensors, as `receive.write_changes` does into a model's."""
-        for change in changes:
+    def write_bucket(self, model: Any, bucket: Bucket) -> None:
+        """Write a bucket into the tensors, as `receive.write_bucket` does into a model's."""
+        if delta.base_version(bucket.names) is None:
+            self.held = {name: tensor.clone() for name, tensor in bucket.tensors()}
+            return
+        for change in delta.unpack(bucket.flat):
             change.write_to(self.held[change.name], 0, 0)
 
 
@@ -123,11 +126,11 @@ def ways_to_send() -> dict[str, Way]:
     }
     new = {name: moved(tensor, generator) for name, tensor in codes.items()}
     bf16 = {name: tensor.bfloat16() for name, tensor in new.items()}
-    compared = [delta.compare(n, (0, 0), codes[n], new[n], with_steps=True) for n in codes]
+    compared = [delta.compare(n, (0, 0), codes[n], new[n], is_relative=True) for n in codes]
     flat = delta.pack([change for change in compared if change is not None], CPU)
-    changed = Bucket([delta.bucket_name(1)], [flat.dtype], [tuple(flat.shape)], flat)
+    changed = delta_bucket(1, flat)
     return {
-        "delta, coded": Way(changed, 1.0, codes, new),
+        "delta, compressed": Way(changed, 1.0, codes, new),
         "delta, plain": Way(changed, float("inf"), codes, new),
         "all, int8": Way(Bucket.pack(new), float("inf"), codes, new),
         "all, bf16": Way(Bucket.pack(bf16), float("inf"), bf16, bf16),
@@ -135,14 +138,15 @@ def ways_to_send() -> dict[str, Way]:
 
 
 def send(link: ShapedLink, way: Way) -> tuple[int, float]:
-    """Return the bytes and the seconds of one sending; the delta is coded anew."""
+    """Return the bytes and the seconds of one sending."""
     endpoint = HttpEndpoint("weights", remote_server(link.url, KEY), 60.0, flush_cache=True)
-    connection = endpoint.connect(0)
-    connection.rate = way.rate
+    channel = HttpChannel(endpoint)
+    channel.rate = way.rate
     before, start = link.sent_bytes, time.perf_counter()
-    connection.deliver(replace(way.bucket), 2)  # else it would be coded once
+    channel.send(way.bucket, 2).result()
     spent_s = time.perf_counter() - start
-    connection.close()
+    assert channel.failure is None
+    channel.close()
     return link.sent_bytes - before, spent_s
 
 
@@ -151,9 +155,9 @@ def measure(rounds: int) -> None:
     ways = ways_to_send()
     parameters = sum(math.prod(shape) for shape in SHAPES.values())
     print(f"{parameters:,} parameters, {rounds} rounds: median (least to most)\n")
-    print("link        sent             megabytes   a parameter   seconds")
+    print("link        sent                 megabytes   a parameter   seconds")
     receiver = Receiver()
-    plugin.write_changes = receiver.write_changes  # type: ignore[assignment]
+    plugin.write_bucket = receiver.write_bucket  # type: ignore[assignment]
     try:
         with ShapedLink(receiver.port, 1e6) as link:
             for megabits in MEGABITS:
@@ -176,7 +180,7 @@ def print_row(megabits: int, name: str, results: list[tuple[int, float]], parame
     sizes, seconds = zip(*results, strict=True)
     spread = f"{median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
     print(
-        f"{megabits:4} Mb/s   {name:13}  {median(sizes) / 1e6:11.3f}   "
+        f"{megabits:4} Mb/s   {name:17}  {median(sizes) / 1e6:11.3f}   "
         f"{median(sizes) / parameters:9.6f}   {spread}",
         flush=True,
     )

@@ -50,10 +50,10 @@ from qurl_megatron.process import free_port
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
-from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.direct import Places
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.shared_memory import describe_tensor
+from qurl_megatron.weight_sync.shared_memory import describe
 
 MIB = 1024 * 1024
 FORMATS = ("int8", "fp8")
@@ -103,24 +103,24 @@ class Layer:
                 shard.view(-1)[chosen] *= -1
 
 
-def place_server(converter: Converter) -> tuple[Any, Places]:
-    """Make the parameters of a server of one rank, on rank 0; return them, and their places."""
+def make_server(converter: Converter) -> tuple[Any, ServerParameters]:
+    """Make the parameters of a server of one rank, on rank 0; return them, for this rank too."""
     held: Bucket | None = None
     described: list[Any] = [None]
     rank_zero = dist.get_rank() == 0
     if rank_zero:
-        tensors = {
-            name: (dtype, shape)
-            for bucket in converter.descriptions()
-            for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
-        }
-        held = Bucket.empty(((name, *rest) for name, rest in tensors.items()), device.device())
-        described = [{part_key(name, 0, 0): describe_tensor(view) for name, view in held.tensors()}]
+        tensors = [
+            each
+            for bucket in converter.manifests()
+            for each in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+        ]
+        held = Bucket.empty(Manifest.of(tensors), device.device())
+        described = [{part_key(name, 0, 0): describe(view) for name, view in held.tensors()}]
     dist.broadcast_object_list(described)
-    places = Places()
-    places.attach({"server": described})
-    places.keep(["server"], ["server"])
-    return held, places
+    parameters = ServerParameters()
+    parameters.attach({"server": described})
+    parameters.keep(["server"], ["server"])
+    return held, parameters
 
 
 def gather_then_quantize(
@@ -253,12 +253,12 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
         unmeasured._meters[False].measure = lambda *_: None  # type: ignore[method-assign]
         changing = Converter(layer, weight_format, bucket_bytes, keeps_codes=True)  # type: ignore[arg-type]
         direct = Converter(layer, weight_format, bucket_bytes)  # type: ignore[arg-type]
-        held, places = place_server(converter)
+        held, parameters = make_server(converter)
         paths: dict[str, Callable[[], Any]] = {
             "quantize first": functools.partial(converter.convert, drop),
             "  not measuring": functools.partial(unmeasured.convert, drop),
             "delta": functools.partial(changing.convert, drop, base=1),
-            "direct": functools.partial(direct.write, places),
+            "direct": functools.partial(direct.write, parameters),
             "gather first": functools.partial(
                 gather_then_quantize, layer, weight_format, bucket_bytes, drop
             ),
@@ -272,7 +272,7 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
                 measured = measure(run_pass, sent)
                 if repetition:
                     results.put((size, weight_format, name, rank, measured))
-        del converter, unmeasured, changing, direct, paths, places, held
+        del converter, unmeasured, changing, direct, paths, parameters, held
     dist.barrier()
     dist.destroy_process_group()
 

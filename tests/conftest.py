@@ -21,7 +21,6 @@ LONGEST_FILES = [
     "test_experiment",
     "test_cli",
     "test_reshard",
-    "test_expert_sync",
     "test_quantize_kernels",
     "test_moe_kernels",
     "test_packaging",

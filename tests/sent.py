@@ -1,7 +1,8 @@
-"""The tensors of a publish, read back from its buckets."""
+"""The tensors of a publish, read back from its buckets, and their bytes."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -15,3 +16,7 @@ def tensors_in(buckets: list[Bucket]) -> dict[str, Tensor]:
             tensors[name] = tensor
         assert sum(tensor.nbytes for _, tensor in bucket.tensors()) == bucket.flat.numel()
     return tensors
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

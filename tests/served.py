@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 import sglang_loader
@@ -59,10 +58,7 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
         recapture_cuda_graph=nothing,
         get_model_runner=nothing,
     )
-    checker = SimpleNamespace(
-        _get_model=lambda: model,
-        _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
-    )
+    checker = sglang_loader.checker_of(model)
     checks = {
         "checksum": lambda: verify.compute_checksum(checker),
         "parameters": lambda: verify.handle(nothing, checker, "parameters"),

@@ -102,13 +102,16 @@ def checksums_of(ranks: Sequence[Any]) -> dict[str, int]:
 
     held = []
     for model in ranks:
-        checker = SimpleNamespace(
-            _get_model=lambda model=model: model,
-            _parallelism_info=lambda: SimpleNamespace(model_dump=dict),
-        )
-        answer = compute_checksum(checker)["checksums"]
+        answer = compute_checksum(checker_of(model))["checksums"]
         held.append({key: int(value) for key, value in answer.items()})
     return combine(held)
+
+
+def checker_of(model: Any) -> Any:
+    """Return what stands for SGLang's `WeightChecker` of a model."""
+    return SimpleNamespace(
+        _get_model=lambda: model, _parallelism_info=lambda: SimpleNamespace(model_dump=dict)
+    )
 
 
 def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,7 +124,8 @@ def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str,
     whole = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in sent.items()}
     seen = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in sent.items()}
     for rank, model in enumerate(ranks):
-        for name, tensor, row, column in held_parts(model):
+        held = [(name, part) for name, parts in held_parts(model).items() for part in parts]
+        for name, (tensor, row, column) in held:
             index: tuple[slice, ...] = (slice(row, row + tensor.shape[0]),)
             if tensor.dim() == 2:
                 index = (*index, slice(column, column + tensor.shape[1]))

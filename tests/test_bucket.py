@@ -1,10 +1,20 @@
-"""Packed tensors are read back from a bucket's buffer and description alone."""
+"""A server reads back tensors from a bucket, and from a request which buckets come from whom."""
 
 from __future__ import annotations
 
 import torch
 
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.rollout.wire import dtype_names
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.stream import (
+    announce,
+    announce_delta,
+    announce_in_place,
+    channel_name,
+    is_key_frame,
+    read_key_frame,
+)
 
 TENSORS = {
     "codes": torch.arange(-3, 4, dtype=torch.int8),  # 7 bytes, after which nothing wider fits
@@ -35,7 +45,44 @@ def test_the_widest_types_come_first_in_the_order_given_and_leave_no_gap() -> No
 
 def test_tensors_are_views_of_the_buffer() -> None:
     entries = [("a", torch.int8, (2, 3)), ("b", torch.uint8, (4,))]
-    bucket = Bucket.empty(entries, torch.device("cpu"))
+    bucket = Bucket.empty(Manifest.of(entries), torch.device("cpu"))
     for number, (_, tensor) in enumerate(bucket.tensors()):
         tensor.fill_(number)
     assert bucket.flat.tolist() == [0] * 6 + [1] * 4
+
+
+BUCKETS = [
+    [Bucket.pack({"a": torch.zeros(2, 3), "a codes": torch.zeros(4, dtype=torch.int8)})],
+    [Bucket.pack({name: torch.zeros(5)}) for name in ("b", "c", "d")],
+]
+
+
+def test_the_senders_of_a_key_frame_take_turns_and_each_bucket_is_described() -> None:
+    request = announce(BUCKETS)
+    assert is_key_frame(request.names) and base_version(request.names) is None
+    sent = Manifest.read(request.names, dtype_names(request.dtypes), request.shapes)
+    read = list(read_key_frame(sent))
+    assert [(sender, list(bucket.names)) for sender, bucket in read] == [
+        (0, ["a", "a codes"]),
+        (1, ["b"]),
+        (1, ["c"]),
+        (1, ["d"]),
+    ]
+    first = read[0][1]
+    assert list(first.dtypes) == [torch.float32, torch.int8]
+    assert list(first.shapes) == [(2, 3), (4,)]
+    whole = BUCKETS[0][0]
+    assert first.num_bytes == whole.num_bytes == whole.flat.numel() == 28
+
+
+def test_deltas_and_weights_written_in_place_are_no_key_frames() -> None:
+    request = announce_delta(7, num_senders=3)
+    assert (base_version(request.names), request.shapes) == (7, [[3]])
+    assert not is_key_frame(request.names)
+    for names in (announce_in_place().names, ["model.norm.weight"], []):
+        assert not is_key_frame(names) and base_version(names) is None
+
+
+def test_the_channels_of_a_server_have_names_of_their_own() -> None:
+    names = {channel_name(token, sender) for token in ("a", "b") for sender in range(13)}
+    assert len(names) == 26 and {"a", "b"} < names

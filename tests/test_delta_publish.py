@@ -1,7 +1,7 @@
 """Deltas of a real learner, written into SGLang's own models, leave what a full publish leaves.
 
 A learner on several ranks converts a sequence of updates, each whole and as a delta. Models of
-servers of 1, 2 and 4 ranks then take random sequences of them: deltas, coded deltas, key frames
+servers of 1, 2 and 4 ranks then take random sequences of them: deltas, relative deltas, key frames
 (whole publishes), deltas of which a message is lost or comes twice.
 """
 
@@ -22,32 +22,36 @@ import sglang_loader
 from distributed import run_ranks
 from fleets import make_server
 from qurl_megatron import device
-from qurl_megatron.config.schema import Config, LearnerConfig, OptimizerConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    Config,
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    WeightFormat,
+)
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.elsewhere import WeightsPost
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.wire import BucketHeader, dtype_names
-from qurl_megatron.sglang_plugin.receive import LoadPlan, write_changes
-from qurl_megatron.weight_sync import coding, delta
-from qurl_megatron.weight_sync import layout as sent_layout
+from qurl_megatron.rollout.wire import BucketHeader
+from qurl_megatron.sglang_plugin.receive import write_bucket
+from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.stream import announce
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model
 
-FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8", "fp8-tensor", "fp8-block", "bf16")
+FORMATS_OF: dict[str, list[WeightFormat]] = {  # by model
+    "small": ["int8", "int4", "fp8", "fp8-tensor", "bf16"],
+    "blocks": ["fp8-block"],
+}
+FORMATS = [each for formats in FORMATS_OF.values() for each in formats]
 BUCKET_BYTES = 500  # so that a delta has several buckets
 SERVER_SIZES = (1, 2, 4)
-LAYOUTS = {
-    "TP1": LearnerConfig(dtype="float32"),
-    "TP2xPP2, bfloat16": LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
-    "TP4": LearnerConfig(tensor_parallel_size=4, dtype="float32"),
-}
+LAYOUT = LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2)  # in bfloat16
 UPDATES = ("sparse", "row", "none", "sparse", "dense", "sparse")
 
 
@@ -57,6 +61,7 @@ class Version:
 
     whole: list[Bucket] = field(default_factory=list)
     delta: list[Bucket] = field(default_factory=list)
+    relative: list[Bucket] = field(default_factory=list)
     checksums: dict[str, int] = field(default_factory=dict)
     kept_bytes: int = 0  # that this rank keeps for the next delta
 
@@ -64,43 +69,36 @@ class Version:
         return {name: tensor for bucket in self.whole for name, tensor in bucket.tensors()}
 
 
-def record_versions(directory: Path, config: LearnerConfig) -> dict[WeightFormat, list[Version]]:
+def record_versions(directory: Path) -> dict[WeightFormat, list[Version]]:
     """Update a learner's weights several times, and convert them to all formats each time."""
     device.initialize_distributed()  # both learners use it
-    sent_layout.PLACED_BYTES = 4000  # so that some parts are received in their places
     versions: dict[WeightFormat, list[Version]] = {}
-    for name, formats in model_formats().items():
-        learner = Learner(directory / name, config, OptimizerConfig())
+    for name, formats in FORMATS_OF.items():
+        learner = Learner(directory / name, LAYOUT, OptimizerConfig())
         converters = {
-            f: Converter(learner, f, BUCKET_BYTES, keeps_codes=True, with_steps=True)
+            f: [Converter(learner, f, BUCKET_BYTES, keeps_codes=True) for _ in range(2)]
             for f in formats
         }
         generator = torch.Generator().manual_seed(dist.get_rank())
         for number, update in enumerate(("none", *UPDATES)):
             for *_, shard in learner.shards():
                 change_weights(shard, update, generator)
-            for weight_format, converter in converters.items():
+            for weight_format, (converter, another) in converters.items():
                 version = Version()
                 whole = Converter(learner, weight_format, BUCKET_BYTES).convert(
                     version.whole.append
                 )
                 base = number - 1 if number else None
                 conversion = converter.convert(version.delta.append, base=base)
+                another.convert(version.relative.append, base=base, is_relative=True)
                 version.checksums = conversion.checksums
-                version.kept_bytes = sum(len(bucket.flat) for bucket in converter._kept)
+                version.kept_bytes = sum(len(bucket.flat) for bucket in converter._kept[False])
                 assert conversion.checksums == whole.checksums
                 assert conversion.num_bytes == whole.num_bytes
                 versions.setdefault(weight_format, []).append(version)
         learner.close()
     dist.destroy_process_group()
     return versions
-
-
-def model_formats() -> dict[str, list[WeightFormat]]:
-    return {
-        "small": [f for f in FORMATS if f != "fp8-block"],
-        "blocks": ["fp8-block"],
-    }
 
 
 def change_weights(shard: Tensor, update: str, generator: torch.Generator) -> None:
@@ -122,41 +120,26 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS.values()), ids=list(LAYOUTS))
-def layout(request: pytest.FixtureRequest) -> LearnerConfig:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def versions(layout: LearnerConfig, model_dirs: Path) -> dict[WeightFormat, list[Version]]:
-    leader, *others = run_ranks(
-        record_versions, layout.world_size, model_dirs, layout, timeout_s=400
-    )
+def versions(model_dirs: Path) -> dict[WeightFormat, list[Version]]:
+    leader, *others = run_ranks(record_versions, 4, model_dirs, timeout_s=400)
     for rank, other in enumerate(others, start=1):
-        sends = rank % layout.tensor_parallel_size == 0  # the leader of another stage
+        sends = rank == 2  # the first of another stage
         for weight_format, recorded in other.items():
             for own, total in zip(recorded, leader[weight_format], strict=True):
                 assert bool(own.whole) == sends
                 assert sends or not own.delta
                 total.whole += own.whole
                 total.delta += own.delta
+                total.relative += own.relative
     return leader
 
 
-def write_delta(ranks: list[Any], buckets: list[Bucket]) -> None:
+def write(ranks: list[Any], buckets: list[Bucket]) -> None:
+    """Write buckets as a server does that receives them."""
     for bucket in buckets:
         for model in ranks:
-            write_changes(model, delta.unpack(bucket.flat))
-
-
-def write_key_frame(ranks: list[Any], buckets: list[Bucket]) -> None:
-    """Write whole tensors as a server does that receives them."""
-    names, dtypes, shapes = announce([buckets])
-    words = dtype_names(dtypes)
-    for model in ranks:
-        plan = LoadPlan(model, names, words, shapes)
-        for number, bucket in enumerate(buckets):
-            plan.write(number, bucket.flat.clone())
+            write_bucket(model, bucket)
 
 
 def assert_hold(ranks: list[Any], version: Version) -> None:
@@ -177,33 +160,30 @@ def test_any_sequence_of_messages_gives_what_a_full_publish_gives_or_is_noticed(
     versions: dict[WeightFormat, list[Version]], weight_format: WeightFormat, model_dirs: Path
 ) -> None:
     recorded = versions[weight_format]
-    model = next(name for name, formats in model_formats().items() if weight_format in formats)
+    model = next(name for name, formats in FORMATS_OF.items() if weight_format in formats)
     for size in SERVER_SIZES:
         chance = random.Random(size)
         ranks = sglang_loader.build_ranks(model_dirs / model, weight_format, size)
         sglang_loader.load(ranks, recorded[0].tensors())
         before = addresses(ranks)
         for version in recorded[1:]:
-            ways = ["delta", "coded", "twice", "key frame"]
+            ways = ["delta", "relative", "twice", "key frame"]
             losable = [b for b in version.delta if any(delta.unpack(b.flat))]
             ways += ["lost"] * (len(losable) > 1)
             way = chance.choice(ways)
             if way == "delta":
-                write_delta(ranks, version.delta)
-            elif way == "coded":
-                for bucket in version.delta:
-                    coded = coding.encode(bucket.flat)
-                    for each in ranks:
-                        write_changes(each, coding.decode(coded, coded.device))
+                write(ranks, version.delta)
+            elif way == "relative":
+                write(ranks, version.relative)
             elif way == "twice":
                 repeated = version.delta + chance.sample(version.delta, len(version.delta))
-                write_delta(ranks, repeated)
+                write(ranks, repeated)
             elif way == "lost":
                 lost = chance.choice(losable)
-                write_delta(ranks, [bucket for bucket in version.delta if bucket is not lost])
+                write(ranks, [bucket for bucket in version.delta if bucket is not lost])
                 assert sglang_loader.checksums_of(ranks) != version.checksums
             if way in ("lost", "key frame"):
-                write_key_frame(ranks, version.whole)
+                write(ranks, version.whole)
             assert_hold(ranks, version)
         assert addresses(ranks) == before
 
@@ -232,12 +212,12 @@ def test_a_delta_is_as_small_as_what_changed(
 
 
 def test_a_rank_keeps_the_bytes_that_are_planned(
-    versions: dict[WeightFormat, list[Version]], layout: LearnerConfig, model_dirs: Path
+    versions: dict[WeightFormat, list[Version]], model_dirs: Path
 ) -> None:
-    for name, formats in model_formats().items():
+    for name, formats in FORMATS_OF.items():
         architecture = Architecture.from_directory(model_dirs / name)
         for weight_format in formats:
-            config = Config(learner=layout)
+            config = Config(learner=LAYOUT)
             config.quantization.format = weight_format
             without = learner_memory(architecture, config, 0)["converter"]
             config.quantization.publish = "delta"
@@ -263,7 +243,8 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
         send(int(control.server.url[-1]), names)
 
     def send_over_http(post: WeightsPost, header: BucketHeader, payload: Tensor) -> float:
-        send(int(post._server.url[-1]), header.names)
+        if delta.base_version(header.names) is None or not header.num_bytes:  # the end of a delta
+            send(int(post._server.url[-1]), header.names)
         return 1.0
 
     def verify(control: ServerControl, checksums: dict[str, int]) -> None:
@@ -282,9 +263,10 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     network.ServerControl.pause = network.ServerControl.resume = lambda control: None
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]
-    learner = Learner(model_dir / "small", LAYOUTS["TP1"], OptimizerConfig())
+    learner = Learner(model_dir / "small", LearnerConfig(dtype="float32"), OptimizerConfig())
     fleet = Fleet("rollout", {0: servers[0]})
-    publisher = Publisher(learner, fleet, "int8", 2**20, mode="delta")
+    settings = QuantizationConfig(publish="delta", bucket_bytes=2**30)
+    publisher = Publisher(learner, fleet, settings)
     turns: dict[str, list[tuple[int, str]]] = {}
 
     def turn(name: str, work: Callable[[], object]) -> None:
@@ -309,33 +291,19 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     fleet.lose(fleet.members("serving")[0], "killed")
     turn("one is lost", publisher.publish)
     wrong.extend([1, 1, 2, 2])
-    with pytest.raises(PublishError):
-        publisher.publish()
-    turns["all are wrong"] = sorted(sent)
-    sent.clear()
+    turn("all are wrong", lambda: pytest.raises(PublishError, publisher.publish))
     join(3)
     turn("after a failure", publisher.publish)
-    turn("and then", publisher.publish)
     publisher.close()
-    resumed = Publisher(learner, Fleet("rollout", {3: servers[3]}), "int8", 2**20, mode="delta")
-    resumed.version = publisher.version
-    turn("resumed", resumed.publish)
-    resumed.close()
     elsewhere = replace(servers[4], is_remote=True)
-    mixed = Publisher(
-        learner,
-        Fleet("rollout", {0: servers[0], 4: elsewhere}),
-        "int8",
-        2**30,
-        mode="delta",
-        has_remote=True,
-    )
-    turn("one is elsewhere", mixed.publish)
-    turn("both hold it", mixed.publish)
+    resumed = Publisher(learner, Fleet("rollout", {3: servers[3], 4: elsewhere}), settings)
+    resumed.version = publisher.version
+    turn("resumed, and one is elsewhere", resumed.publish)
+    turn("both hold it", resumed.publish)
     refusing.add(4)
-    turn("it refuses", mixed.publish)
-    turn("it holds it again", mixed.publish)
-    mixed.close()
+    turn("it refuses", resumed.publish)
+    turn("it holds it again", resumed.publish)
+    resumed.close()
     learner.close()
     return turns
 
@@ -353,10 +321,8 @@ def test_only_servers_verified_to_hold_the_version_before_get_a_delta(model_dirs
         "one is lost": [(1, "delta of 6"), (2, "delta of 6")],
         "all are wrong": [(1, "all"), (1, "delta of 7"), (2, "all"), (2, "delta of 7")],
         "after a failure": [(3, "all")],
-        "and then": [(3, "delta of 9")],
-        "resumed": [(3, "all")],
-        "one is elsewhere": [(0, "all"), (4, "all")],
-        "both hold it": [(0, "delta of 1"), (4, "delta of 1")],
-        "it refuses": [(0, "delta of 2"), (4, "all"), (4, "delta of 2")],
-        "it holds it again": [(0, "delta of 3"), (4, "delta of 3")],
+        "resumed, and one is elsewhere": [(3, "all"), (4, "all")],
+        "both hold it": [(3, "delta of 10"), (4, "delta of 10")],
+        "it refuses": [(3, "delta of 11"), (4, "all"), (4, "delta of 11")],
+        "it holds it again": [(3, "delta of 12"), (4, "delta of 12")],
     }

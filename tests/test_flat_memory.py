@@ -16,7 +16,7 @@ from unittest.mock import patch
 import psutil
 
 from distributed import run_ranks
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, QuantizationConfig
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
@@ -32,7 +32,8 @@ HOLE_BYTES, HOLES = 100_000, 200
 def publish_often(model_dir: Path) -> tuple[list[Counter[str]], int]:
     """Return what lives after more and more publishes, and the bytes that one gives back."""
     learner = Learner(model_dir, LearnerConfig(dtype="float32"), OptimizerConfig())
-    publisher = Publisher(learner, Fleet("rollout", {}), "int8", 2**16)
+    settings = QuantizationConfig(bucket_bytes=2**16)
+    publisher = Publisher(learner, Fleet("rollout", {}), settings)
     alive = []
     for _ in range(4):
         for _ in range(5):

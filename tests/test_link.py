@@ -1,14 +1,68 @@
-"""Which servers hold what was sent, by their checksums."""
+"""What the learner learns when a server is lost, and which servers hold what was sent."""
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from qurl_megatron.process import end_only_with_parent
 from qurl_megatron.quantization.checksum import part_key
-from qurl_megatron.weight_sync.link import PublishError, verify
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.channel import GroupChannel, GroupEndpoint
+from qurl_megatron.weight_sync.link import Link, PublishError, verify
+from waiting import wait_until
+
+TIMEOUT_S = 100.0
+
+
+def join_and_hang(endpoint: GroupEndpoint) -> None:
+    """Be a server that joins a channel and receives nothing."""
+    from sglang.srt.utils import init_custom_process_group
+
+    end_only_with_parent()
+    name = endpoint.token
+    store = dist.PrefixStore(name, endpoint.store())
+    init_custom_process_group("gloo", store=store, world_size=2, rank=1, group_name=name)
+    time.sleep(TIMEOUT_S)
+
+
+def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.srt import utils  # noqa: F401, before the fork
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    endpoint = GroupEndpoint("weights", "127.0.0.1", 0, "gloo", num_ranks=1, timeout_s=TIMEOUT_S)
+    store = endpoint.store(is_host=True)
+    endpoint = dataclasses.replace(endpoint, port=store.port)
+    context = multiprocessing.get_context("fork")
+    server = context.Process(target=join_and_hang, args=(endpoint,), daemon=True)
+    server.start()
+    channel = GroupChannel(endpoint, sender=0)
+    bucket = Bucket.pack({"w": torch.zeros(2**24)})  # more than a connection takes without a reader
+    sending = channel.send(bucket, 1)
+    assert wait_until(lambda: channel._group is not None)
+    time.sleep(0.5)
+    assert not sending.done()
+
+    link: Any = SimpleNamespace(store=store, url="http://lost")
+    del store
+    Link._leave(link)  # the link of a server that is lost lets go of its store
+    assert link.store is None
+    assert wait_until(lambda: channel.failure is not None)
+    assert str(channel.failure) == "http://lost"
+    server.kill()  # gloo waits for a peer that lives, for as long as its timeout
+    sending.result(timeout=TIMEOUT_S)
+    channel.close()
+    server.join()
+    assert "TCPStore" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("sent", "first"), [({"a": 1, "b": 2}, "b"), ({}, "a"), ({"a": 2}, "a")])

@@ -1,15 +1,16 @@
 """The converter's invariants, on real learner ranks, for layouts of up to eight processes.
 
 All dimensions differ and no layout divides the vocabulary evenly, so a transposed, misplaced or
-padded tensor is noticed. `test_sglang_loader.py` loads the tensors that these tests expect
-into SGLang's layers.
+padded tensor is noticed. `test_sglang_loader.py` and `test_sglang_moe.py` load the tensors that
+these tests expect into SGLang's layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,53 +19,79 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bits import as_bytes
 from distributed import run_ranks
+from learner_reference import DP2, EP2, PP2, TP2, VPP2
 from operations import Exchanged, HostReads
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    UaqConfig,
+    WeightFormat,
+)
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.weight_sync import layout
+from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from sent import tensors_in
-from tiny import UNEVEN, build_tiny_model, quantized
+from sent import as_bytes, tensors_in
+from tiny import UNEVEN, Family, build_tiny_model, quantized
 
 DIMENSIONS = UNEVEN | {"num_hidden_layers": 4}
+# Layers of the models, which alternate between the layouts. TP4 divides Qwen2's biases.
+MODELS: dict[Family, dict[str, Any]] = {
+    "qwen2": DIMENSIONS | {"tied": True},
+    "qwen3": DIMENSIONS,
+    # Blocks of 128 lie across the halves of an expert, and across those of a layer.
+    "qwen3_moe": {
+        "vocab_size": 251,
+        "hidden_size": 144,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "moe_intermediate_size": 80,
+    },
+}
 # Eight tensor-parallel ranks need sixteen heads, two ranks to a key-value head.
-EIGHT_RANK_DIMENSIONS = DIMENSIONS | {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 253,
+FOR_EIGHT_RANKS = {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 253}
+TP4: dict[str, Any] = {"tensor_parallel_size": 4}
+TP8: dict[str, Any] = {"tensor_parallel_size": 8}
+PP3: dict[str, Any] = {"pipeline_parallel_size": 3, "layers_in_last_pipeline_stage": 2}
+PP4: dict[str, Any] = {"pipeline_parallel_size": 4}
+EP4: dict[str, Any] = {"expert_parallel_size": 4}
+ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
+# Layouts, and which of the ranks send.
+CASES: dict[str, tuple[Family, dict[str, Any], list[int]]] = {
+    "TP1": ("qwen2", {}, [0]),
+    "TP2": ("qwen3", TP2, [0]),
+    "PP2": ("qwen2", PP2, [0, 1]),
+    "TP2xPP2": ("qwen3", {**TP2, **PP2}, [0, 2]),
+    "TP2xDP2": ("qwen2", {**TP2, **DP2}, [0]),
+    "TP4, two to a key-value head": ("qwen3", TP4, [0]),
+    "PP3 of 1, 1 and 2 layers": ("qwen2", PP3, [0, 1, 2]),
+    "PP2 in 2 parts": ("qwen3", VPP2, [0, 1]),
+    "TP4, with biases": ("qwen2", TP4, [0]),
+    "TP8": ("qwen2", TP8, [0]),
+    "TP2xPP4": ("qwen2", {**TP2, **PP4}, [0, 2, 4, 6]),
+    "experts": ("qwen3_moe", {}, [0]),
+    "TP2, all experts on every rank": ("qwen3_moe", TP2, [0]),
+    "TP2, ETP2": ("qwen3_moe", {**TP2, **ETP2}, [0]),
+    "DP2, EP2": ("qwen3_moe", {**DP2, **EP2}, [0, 1]),
+    "TP2xDP2, EP4": ("qwen3_moe", {**TP2, **DP2, **EP4}, [0, 1, 2, 3]),
+    "TP2xDP2, EP2, ETP2": ("qwen3_moe", {**TP2, **DP2, **EP2, **ETP2}, [0, 2]),
+    "PP2xTP2, EP2": ("qwen3_moe", {**PP2, **TP2, **EP2}, [0, 1, 2, 3]),
 }
-
-
-def learner_config(**sizes: Any) -> LearnerConfig:
-    return LearnerConfig(**sizes, dtype="float32")
-
-
-ONE_RANK = learner_config()
-TP2_PP2 = learner_config(tensor_parallel_size=2, pipeline_parallel_size=2)
-LAYOUTS = {
-    "TP1": ONE_RANK,
-    "TP2": learner_config(tensor_parallel_size=2),
-    "PP2": learner_config(pipeline_parallel_size=2),
-    "TP2xPP2": TP2_PP2,
-    "TP2xDP2": learner_config(tensor_parallel_size=2, data_parallel_size=2),
-    "TP4, two to a key-value head": learner_config(tensor_parallel_size=4),
-    "PP3 of 1, 1 and 2 layers": learner_config(
-        pipeline_parallel_size=3, layers_in_last_pipeline_stage=2
-    ),
-    "PP2 in 2 parts": learner_config(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
-}
+ONE_RANK = LearnerConfig(dtype="float32")
+TP2_PP2 = LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2, dtype="float32")
 SCALE = 1.5
 BUCKET_BYTES = 40_000
-PLACED_BYTES = 4_000  # so that some parts are received in their places, and others share a message
+SETTINGS = QuantizationConfig(bucket_bytes=BUCKET_BYTES)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block", "bf16")
 KEEP = ["model.layers.1.mlp", "*.o_proj"]
 KEPT = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -72,11 +99,17 @@ KEPT += [f"model.layers.{layer}.self_attn.o_proj" for layer in range(4)]
 # The converters of a test: the layers that stay in BF16, by name and format.
 CONVERTERS: dict[str, tuple[WeightFormat, list[str]]] = {name: (name, []) for name in FORMATS}
 CONVERTERS["int8 and BF16"] = "int8", KEPT
-# Layouts alternate between the models. TP4 divides Qwen2's biases, so it is tested with both.
-MODELS = [("qwen2", True), ("qwen3", False)]
-CASES = [(*MODELS[index % 2], learner) for index, learner in enumerate(LAYOUTS.values())]
-CASES.append(("qwen2", True, learner_config(tensor_parallel_size=4)))
-CASE_NAMES = [*LAYOUTS, "TP4, with biases"]
+OF_EXPERTS = {name: CONVERTERS[name] for name in ("int8", "fp8", "fp8-block", "bf16")}
+
+
+@dataclass
+class Sent:
+    """What one rank sent of the first weights, and after an update: whole, and as a delta."""
+
+    first: list[Bucket] = field(default_factory=list)
+    second: list[Bucket] = field(default_factory=list)
+    delta: list[Bucket] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)  # of both versions
 
 
 def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
@@ -84,73 +117,72 @@ def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
     return Learner(model_dir, config, OptimizerConfig(), transform=transform)
 
 
-def convert(model_dir: Path, config: LearnerConfig) -> dict[str, tuple[list[Bucket], Conversion]]:
-    """Run `CONVERTERS` one after another on one learner."""
-    layout.PLACED_BYTES = PLACED_BYTES
+def convert(model_dir: Path, config: LearnerConfig) -> dict[str, Sent]:
+    """Convert the weights, negate those of layer 1 or of expert 7, and convert the changes."""
     learner = build_learner(model_dir, config)
-    results: dict[str, tuple[list[Bucket], Conversion]] = {}
-    for name, (weight_format, kept) in CONVERTERS.items():
-        buckets: list[Bucket] = []
+    has_experts = bool(learner.architecture.num_experts)
+    results: dict[str, Sent] = {}
+    converters = {}
+    for name, (weight_format, kept) in (OF_EXPERTS if has_experts else CONVERTERS).items():
         keep = KEEP if kept else []
-        converter = Converter(learner, weight_format, BUCKET_BYTES, keep=keep)
-        conversion = converter.convert(buckets.append)
-        results[name] = buckets, conversion
+        converter = Converter(learner, weight_format, BUCKET_BYTES, keeps_codes=True, keep=keep)
+        another = Converter(learner, weight_format, BUCKET_BYTES, keep=keep)
+        converters[name], results[name] = (converter, another), Sent()
+        results[name].conversions.append(converter.convert(results[name].first.append))
+    for rule, layer, shard in learner.shards():
+        if rule.expert == 7 if has_experts else layer == 1:
+            shard.neg_()
+    for name, (converter, another) in converters.items():
+        another.convert(results[name].second.append)
+        results[name].conversions.append(converter.convert(results[name].delta.append, base=0))
     learner.close()
     return results
 
 
-def sent_by(ranks: list[Any], config: LearnerConfig, converter: str) -> list[Bucket]:
-    """Return all buckets; check that each stage's first tensor-parallel rank sent some of them."""
-    stage_size = config.world_size // config.pipeline_parallel_size
-    buckets = []
-    for rank, results in enumerate(ranks):
-        own = results[converter][0]
-        assert bool(own) == (rank % stage_size == 0), rank
-        buckets += own
-    return buckets
-
-
-@pytest.mark.parametrize(("architecture", "tied", "config"), CASES, ids=CASE_NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
-    architecture: Literal["qwen2", "qwen3"], tied: bool, config: LearnerConfig, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    build_tiny_model(tmp_path, architecture, tied=tied, **DIMENSIONS)
+    architecture, layout, senders = CASES[name]
+    config = LearnerConfig(**layout, dtype="float32")
+    dimensions = MODELS[architecture] | (FOR_EIGHT_RANKS if config.world_size == 8 else {})
+    build_tiny_model(tmp_path, architecture, **dimensions)
+    moving = ".experts.7." if architecture == "qwen3_moe" else ".layers.1."
     ranks = run_ranks(convert, config.world_size, tmp_path, config)
-    for converter, (weight_format, kept) in CONVERTERS.items():
-        conversion = ranks[0][converter][1]
-        buckets = sent_by(ranks, config, converter)
+    for converter in ranks[0]:
+        weight_format, kept = CONVERTERS[converter]
+        by_rank = [results[converter] for results in ranks]
+        first, second = by_rank[0].conversions
+        assert [rank for rank, sent in enumerate(by_rank) if sent.first] == senders
+        buckets = [bucket for sent in by_rank for bucket in sent.first]
+        tensors = tensors_in(buckets)
         expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)), kept)
-        sent = tensors_in(buckets)
-        assert sent.keys() == expected.keys()
+        assert tensors.keys() == expected.keys()
         scaled = {name for name in expected if {f"{name}_scale", f"{name}_scale_inv"} & {*expected}}
-        assert conversion.drift.keys() == scaled
-        for name, tensor in expected.items():
-            assert (sent[name].dtype, sent[name].shape) == (tensor.dtype, tensor.shape), name
-            assert as_bytes(sent[name]) == as_bytes(tensor), name
-        assert conversion.checksums == {name: checksum(t) for name, t in expected.items()}
+        assert first.drift.keys() == scaled
+        for tensor_name, tensor in expected.items():
+            sent = tensors[tensor_name]
+            assert (sent.dtype, sent.shape) == (tensor.dtype, tensor.shape), tensor_name
+            assert as_bytes(sent) == as_bytes(tensor), tensor_name
+        assert first.checksums == {name: checksum(tensor) for name, tensor in expected.items()}
         largest = max(tensor.nbytes for tensor in expected.values())
         assert all(bucket.flat.numel() <= max(BUCKET_BYTES, largest) for bucket in buckets)
         assert len(buckets) > 1
 
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        learner_config(tensor_parallel_size=8),
-        learner_config(tensor_parallel_size=2, pipeline_parallel_size=4),
-    ],
-    ids=["TP8", "TP2xPP4"],
-)
-def test_eight_ranks_send_what_quantizing_the_checkpoint_directly_gives(
-    config: LearnerConfig, tmp_path: Path
-) -> None:
-    build_tiny_model(tmp_path, "qwen2", tied=True, **EIGHT_RANK_DIMENSIONS)
-    ranks = run_ranks(convert, 8, tmp_path, config)
-    for weight_format in FORMATS:
-        sent = tensors_in(sent_by(ranks, config, weight_format))
-        expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)))
-        assert sent.keys() == expected.keys()
-        assert all(as_bytes(sent[name]) == as_bytes(tensor) for name, tensor in expected.items())
+        # A delta turns the first tensors into the second.
+        changed = tensors_in([bucket for sent in by_rank for bucket in sent.second])
+        for bucket in [bucket for sent in by_rank for bucket in sent.delta]:
+            for change in delta.unpack(bucket.flat):
+                assert moving in change.name
+                change.write_to(tensors[change.name], 0, 0)
+        assert all(as_bytes(tensors[name]) == as_bytes(t) for name, t in changed.items())
+        assert second.checksums == {name: checksum(tensor) for name, tensor in changed.items()}
+        codes = {name: tensors[name].numel() for name in scaled}
+        drift = second.total_drift
+        assert drift.num_codes == pytest.approx(sum(codes.values()))
+        if scaled:  # nearly all codes of what is negated change
+            flips = drift.code_flips / sum(codes[name] for name in scaled if moving in name)
+            assert 0.8 < flips <= 1.000001
 
 
 def count_exchanged(
@@ -164,8 +196,8 @@ def count_exchanged(
         converter.convert(lambda bucket: None)
         with Exchanged() as exchanged:
             converter.convert(lambda bucket: None)
-        parts = [tensor for planned in converter._plan(0) for tensor in planned.tensors]
-        num_bytes = sum(tensor.part_bytes(dist.get_rank()) for tensor in parts)
+        plan = converter._plan(converter.teams[0])
+        num_bytes = sum(planned.manifest_on(dist.get_rank()).num_bytes for planned in plan)
         results[name] = dict(exchanged.num_bytes), num_bytes
     learner.close()
     return results
@@ -173,7 +205,7 @@ def count_exchanged(
 
 def test_only_codes_scales_and_unquantized_tensors_cross_ranks(tmp_path: Path) -> None:
     build_tiny_model(tmp_path, **DIMENSIONS)
-    _, results = run_ranks(count_exchanged, 2, tmp_path, LAYOUTS["TP2"])
+    _, results = run_ranks(count_exchanged, 2, tmp_path, LearnerConfig(**TP2, dtype="float32"))
     for name, (weight_format, kept) in CONVERTERS.items():
         exchanged, of_parts = results[name]
         whole = sum(t.nbytes for t in quantized(tmp_path, weight_format, kept=kept).values())
@@ -267,7 +299,7 @@ def test_a_pass_waits_for_the_device_a_few_times_whatever_the_number_of_layers(
     tmp_path: Path,
 ) -> None:
     build_tiny_model(tmp_path, **DIMENSIONS)
-    config = LAYOUTS["TP2"]
+    config = LearnerConfig(**TP2, dtype="float32")
     for counts in run_ranks(count_host_reads, config.world_size, tmp_path, config):
         assert set(counts) == {counts[0]}
         assert 1 <= counts[0] <= 5
@@ -276,7 +308,7 @@ def test_a_pass_waits_for_the_device_a_few_times_whatever_the_number_of_layers(
 def publish_with_nan(model_dir: Path, config: LearnerConfig, spoilt: str, culprit: int) -> str:
     """Publish weights, one of which holds NaN on one rank, to no server; return the error."""
     learner = build_learner(model_dir, config)
-    publisher = Publisher(learner, Fleet("rollout", {}), "int8", BUCKET_BYTES)
+    publisher = Publisher(learner, Fleet("rollout", {}), SETTINGS)
     publisher.publish()
     for rule, layer, shard in learner.shards():
         if dist.get_rank() == culprit and rule.hugging_face_names(layer)[-1] == spoilt:
@@ -309,7 +341,7 @@ def test_nan_in_a_weight_of_one_rank_is_an_error_on_every_rank_that_names_both(
 def publish_and_admit(model_dir: Path) -> tuple[float, float, int, str]:
     """Publish, admit, double the weights, publish and admit, to no server; then change weights."""
     learner = build_learner(model_dir, ONE_RANK)
-    publisher = Publisher(learner, Fleet("rollout", {}), "int8", BUCKET_BYTES)
+    publisher = Publisher(learner, Fleet("rollout", {}), SETTINGS)
     publisher.publish()
     publisher.admit()
     for *_, shard in learner.shards():

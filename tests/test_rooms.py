@@ -63,7 +63,6 @@ PURE = {
     "quantization/uaq",
     "rollout/wire",
     "weight_sync/bucket",
-    "weight_sync/coding",
     "weight_sync/delta",
     "weight_sync/drift",
     "weight_sync/layout",

@@ -174,9 +174,10 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
         with sglang_loader.as_rank(rank, server_size), torch.device("meta"):
             model = sglang_loader.build(model_dirs[name], weight_format)
             model.load_weights(sent.items())
-        for tensor_name, tensor, row, column in held_parts(model):
-            assert tensor.dtype == sent[tensor_name].dtype
-            places[tensor_name].add((row, column, *tensor.shape))
+        for tensor_name, parts in held_parts(model).items():
+            for tensor, row, column in parts:
+                assert tensor.dtype == sent[tensor_name].dtype
+                places[tensor_name].add((row, column, *tensor.shape))
     assert places.keys() == sent.keys()
     for tensor_name, tensor in sent.items():
         # Ranks hold the same part or disjoint parts, so the sizes of distinct parts add up.

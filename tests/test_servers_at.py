@@ -115,7 +115,7 @@ def test_without_any_key_nothing_starts(
 def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
     tmp_path: Path, model_dir: Path, key_file: Path
 ) -> None:
-    words = ["name=run", f"output_dir={tmp_path}", f"rollout.servers_key_file={key_file}"]
+    words = ["name=größe", f"output_dir={tmp_path}", f"rollout.servers_key_file={key_file}"]
     at = "rollout.servers_at=[http://10.0.0.1:2, 'https://host/a/b']"
     config = config_of(model_dir, *words, "rollout.servers=3", at)
     config.run_dir.mkdir()
@@ -131,22 +131,11 @@ def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
     save_servers_at(config)  # when the run resumes
     assert read_roster(path)["rollout"] == servers
     (run,) = {server.run for server in servers.values()}
-    assert re.fullmatch(r"run-[0-9a-f]{8}", run)
+    assert re.fullmatch(r"gr\\xf6\\xdfe-[0-9a-f]{8}", run)  # a header takes ASCII only
+    httpx.Headers(servers[3].headers)  # raises what no header can be
     config.rollout.servers_at = []
     save_servers_at(config)
     assert not path.exists()
-
-
-def test_a_run_whose_name_is_not_ascii_can_name_itself_to_a_server(
-    tmp_path: Path, model_dir: Path, key_file: Path
-) -> None:
-    words = ["name=größe", f"output_dir={tmp_path}", f"rollout.servers_key_file={key_file}"]
-    config = config_of(model_dir, *words, "rollout.servers_at=[http://10.0.0.1:2]")
-    config.run_dir.mkdir()
-    save_servers_at(config)
-    (server,) = read_roster(config.run_dir / SERVERS_AT)["rollout"].values()
-    assert re.fullmatch(r"gr\\xf6\\xdfe-[0-9a-f]{8}", server.run)
-    httpx.Headers(server.headers)  # raises what no header can be
 
 
 # ------------------------------------------------------------------------------- what is refused
@@ -161,20 +150,26 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         with_overrides(Config(), [f"rollout.servers_at={json.dumps([url])}"])
 
 
-def test_a_key_crosses_a_network_in_the_clear_only_with_permission(model_dir: Path) -> None:
+def test_only_loopback_and_https_are_private() -> None:
     for url in ("http://localhost:2", "http://127.0.0.9:2", "http://[::1]:2", "https://a"):
         assert elsewhere.is_private(url), url
     for url in ("gpu-node:2", "localhost.example.com", "10.0.0.1:2", "0.0.0.0:2", "[2001:db8::1]"):
         assert not elsewhere.is_private(f"http://{url}"), url
-    config = config_of(model_dir, "rollout.servers_at=[http://192.0.2.1:2]")
-    with pytest.raises(ConfigError, match="would carry the key and all completions in the clear"):
-        elsewhere.check_servers(config, KEY)
 
 
-@pytest.mark.parametrize("url", ["http://a:99999", "https://[:::]"])
-def test_a_url_that_cannot_be_asked_is_refused(model_dir: Path, url: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://192.0.2.1:2", "would carry the key and all completions in the clear"),
+        ("http://a:99999", "is no URL: "),
+        ("https://[:::]", "is no URL: "),
+    ],
+)
+def test_a_url_that_must_not_or_cannot_be_asked_is_refused(
+    model_dir: Path, url: str, message: str
+) -> None:
     config = config_of(model_dir, f"rollout.servers_at={json.dumps([url])}")
-    with pytest.raises(ConfigError, match="^rollout.servers_at: .* is no URL: "):
+    with pytest.raises(ConfigError, match=f"^rollout.servers_at: .* {message}"):
         elsewhere.check_servers(config, KEY)
 
 
@@ -194,22 +189,19 @@ def test_a_url_that_cannot_be_asked_is_refused(model_dir: Path, url: str) -> Non
         ),
         ({"kept": []}, f"and the run do not keep the same layers in BF16: one keeps {KEPT}; start"),
         ({"kept": [KEPT, "other"]}, "and the run do not keep the same layers .*: one keeps other;"),
+        ({"model": {"hidden_size": 7}}, "has a model whose hidden_size is 7; that of the run is"),
+        ({"records_routing": False}, "does not record the experts .*; start it with records_rout"),
     ],
 )
 def test_a_server_that_cannot_sample_for_the_run_is_named_with_what_differs(
     model_dir: Path, changes: dict[str, Any], message: str
 ) -> None:
-    needed = description(model_dir)
-    needed.check("http://a", needed)
+    own = description(model_dir, records_routing=True)
+    needed = dataclasses.replace(own, model={"hidden_size": 8} if "model" in changes else own.model)
+    own.check("http://a", own)
+    own.check("http://a", description(model_dir))  # more than is needed is no harm
     with pytest.raises(ConfigError, match=f"^rollout.servers_at: the server at http://a {message}"):
-        description(model_dir, **changes).check("http://a", needed)
-
-
-def test_a_server_of_another_model_is_named_with_the_field_that_differs(model_dir: Path) -> None:
-    needed = description(model_dir)
-    other = {**needed.model, "hidden_size": 7}
-    with pytest.raises(ConfigError, match="has a model whose hidden_size is 7; that of the run is"):
-        description(model_dir, model=other).check("http://a", needed)
+        dataclasses.replace(own, **changes).check("http://a", needed)
 
 
 @pytest.fixture
@@ -321,33 +313,20 @@ def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
         ("host=ä..ö", "host=ä..ö port=0: cannot listen there: encoding of hostname failed"),
         ("keep=[no_such]", "^keep=no_such: matches no quantized layer"),
         ("records_routing=true", "records_routing=True: the model has no experts"),
+        ("log_file=", "Is a directory"),
+        ("log_file={key_file.parent}", "Is a directory"),
+        ("log_file={key_file}/server.log", "exists"),
     ],
 )
 def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
-    model_dir: Path, key_file: Path, word: str, message: str
-) -> None:
-    words = [f"key_file={key_file}", f"log_file={key_file.parent}/new/server.log"]
-    words += ["max_length=100", word]
-    with pytest.raises((ConfigError, ValueError), match=message):
-        serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
-    assert not (key_file.parent / "new").exists()
-
-
-def test_a_log_that_cannot_be_written_is_refused_before_anything_starts(
-    model_dir: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, key_file: Path, word: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "preloaded_sglang", None)  # is not called
-    for log_file in ("", str(key_file.parent), f"{key_file}/server.log"):
-        words = [f"key_file={key_file}", "max_length=100", f"log_file={log_file}"]
-        with pytest.raises(OSError, match="directory|exists"):
-            serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
-
-
-def test_a_server_elsewhere_must_record_the_experts_that_a_run_replays(model_dir: Path) -> None:
-    needed = description(model_dir, records_routing=True)
-    needed.check("http://a", description(model_dir))  # more than is needed is no harm
-    with pytest.raises(ConfigError, match="does not record the experts .*records_routing=true"):
-        description(model_dir).check("http://a", needed)
+    words = [f"key_file={key_file}", f"log_file={key_file.parent}/new/server.log"]
+    words += ["max_length=100", word.format(key_file=key_file)]
+    with pytest.raises((ConfigError, ValueError, OSError), match=message):
+        serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
+    assert not (key_file.parent / "new").exists()
 
 
 def test_experts_in_blocks_are_divided_as_the_server_divides_them(
@@ -425,52 +404,38 @@ def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
         assert back is not lost and back.server == lost.server
 
 
-def test_an_answer_without_weights_is_never_trained_on(
-    answering: Callable[[int, str], str],
-) -> None:
-    tokens = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}
-    client = RolloutClient(Fleet("rollout", {}), None, [])
-    for versions, is_right in (([3, 3], True), ([0, 0], False), ([0, 3], False)):
-        tokens["meta_info"]["token_versions"] = versions  # type: ignore[index]
-        server = elsewhere.remote_server(answering(200, json.dumps(tokens)), KEY)
-        if is_right:
-            assert asyncio.run(client._post({}, server))
-            continue
-        with pytest.raises(ServerFailed, match="was started again, and answered without weights"):
-            asyncio.run(client._post({}, server))
+def completion(end: str, *versions: int) -> dict[str, Any]:
+    meta = {"finish_reason": {"type": end}, "token_versions": versions}
+    return {"output_ids": [1], "meta_info": meta}
 
 
 @pytest.mark.parametrize(
-    ("status", "text"),
-    [(502, "<html>"), (504, "<html>"), (503, "<html>"), (200, "<"), (401, "{}"), (409, "{}")],
+    ("status", "text", "error", "message"),
+    [
+        # Of a proxy, or of a server with another key: it costs a server, and not the run.
+        *((status, "<html>", ServerFailed, f"with status {status}") for status in (502, 503, 504)),
+        (200, "<", ServerFailed, "answered a prompt with status 200"),
+        *((status, "{}", ServerFailed, f"with status {status}") for status in (401, 409)),
+        (400, "{}", RequestRefused, ""),  # other servers would refuse it, too
+        (503, "{}", ServerBusy, ""),
+        (200, json.dumps([completion("stop", 3), completion("abort", 3)]), ServerBusy, ""),
+        *(
+            (200, json.dumps(completion("stop", *versions)), ServerFailed, "without weights")
+            for versions in ((0, 0), (0, 3))  # it was started again
+        ),
+    ],
 )
-def test_an_answer_of_a_proxy_or_of_a_server_with_another_key_costs_a_server_and_not_the_run(
-    answering: Callable[[int, str], str], status: int, text: str
+def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
+    answering: Callable[[int, str], str],
+    status: int,
+    text: str,
+    error: type[Exception],
+    message: str,
 ) -> None:
     client = RolloutClient(Fleet("rollout", {}), None, [])
+    right = elsewhere.remote_server(answering(200, json.dumps(completion("stop", 3, 3))), KEY)
+    assert asyncio.run(client._post({}, right))
     server = elsewhere.remote_server(answering(status, text), KEY)
-    with pytest.raises(ServerFailed, match=f"answered a prompt with status {status}") as failed:
+    with pytest.raises(error, match=message) as failed:
         asyncio.run(client._post({}, server))
-    assert not isinstance(failed.value, RequestRefused)
-
-
-def test_what_sglang_refuses_would_be_refused_by_other_servers_too(
-    answering: Callable[[int, str], str],
-) -> None:
-    client = RolloutClient(Fleet("rollout", {}), None, [])
-    for status, error in ((400, RequestRefused), (503, ServerBusy)):
-        server = elsewhere.remote_server(answering(status, "{}"), KEY)
-        with pytest.raises(error):
-            asyncio.run(client._post({}, server))
-
-
-def test_an_answer_that_sglang_aborted_is_asked_for_again(
-    answering: Callable[[int, str], str],
-) -> None:
-    completions = [
-        {"output_ids": [1], "meta_info": {"finish_reason": {"type": end}, "token_versions": [3]}}
-        for end in ("stop", "abort")
-    ]
-    server = elsewhere.remote_server(answering(200, json.dumps(completions)), KEY)
-    with pytest.raises(ServerBusy):
-        asyncio.run(RolloutClient(Fleet("rollout", {}), None, [])._post({}, server))
+    assert failed.type is error

@@ -21,9 +21,10 @@ from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
 from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod, apply_unquantized_experts
-from qurl_megatron.sglang_plugin.receive import write_changes
+from qurl_megatron.sglang_plugin.receive import write_bucket
 from qurl_megatron.sglang_plugin.verify import compute_checksum
 from qurl_megatron.weight_sync import delta
+from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -98,7 +99,7 @@ def test_every_layout_holds_what_was_sent_in_the_same_memory(
     changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]
     message = delta.pack([change for change in changes if change], torch.device("cpu"))
     for model in ranks:
-        write_changes(model, delta.unpack(message))
+        write_bucket(model, delta_bucket(1, message))
     assert same_bytes(sglang_loader.whole_tensors(ranks, first), first)
     assert parameters(ranks) == built
 
@@ -112,8 +113,8 @@ def test_each_group_of_ranks_has_its_own_experts_and_no_others(
     model_dir, weight_format, _ = weights
     ranks = sglang_loader.build_ranks(model_dir, weight_format, 4, 2)
     experts = [
-        {int(part.name.split("experts.")[1].split(".")[0]) for part in held_parts(model)
-         if "experts." in part.name}
+        {int(name.split("experts.")[1].split(".")[0]) for name in held_parts(model)
+         if "experts." in name}
         for model in ranks
     ]  # fmt: skip
     assert experts == [{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5, 6, 7}, {4, 5, 6, 7}]

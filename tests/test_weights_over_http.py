@@ -1,4 +1,4 @@
-"""The way of weights over HTTP: bodies, routes, codings, and the one run that a server serves.
+"""The way of weights over HTTP: bodies, routes, compression, and the one run of a server.
 
 Both ends are here, and SGLang's layers and loader. Its server is not:
 `tests/e2e/test_servers_at.py` starts that.
@@ -7,7 +7,10 @@ Both ends are here, and SGLang's layers and loader. Its server is not:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import re
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -27,18 +30,13 @@ from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
-from qurl_megatron.sglang_plugin import claim
+from qurl_megatron.sglang_plugin import receive
 from qurl_megatron.sglang_plugin import weight_routes as plugin
+from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync import over_http as sender
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Channels
-from qurl_megatron.weight_sync.over_http import (
-    CODING_PAYS_BELOW_BYTES_PER_S,
-    Coder,
-    HttpConnection,
-    HttpEndpoint,
-)
+from qurl_megatron.weight_sync.channel import HttpChannel, HttpEndpoint
+from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
 
 
@@ -55,24 +53,31 @@ def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
     return stream()
 
 
-def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole() -> None:
-    header = BucketHeader(["a"], ["int8"], [[3]], 7, True, "plain", num_bytes=3)
-    body = header.pack() + b"xyz"
-    for size in (1, 5, len(body) - 2, len(body)):
-        file = BytesIO()
-        chunks = [body[start : start + size] for start in range(0, len(body), size)]
-        assert asyncio.run(plugin.receive_body(bodies(*chunks), file)) == header
-        assert file.getvalue() == b"xyz"
+def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    header = BucketHeader(["a"], ["int8"], [[3]], 7, True, num_bytes=3, is_compressed=False)
+    squeezed = dataclasses.replace(header, is_compressed=True)
+    body, small = header.pack() + b"x\nz", squeezed.pack() + zlib.compress(b"x\nz")
+    for whole, sent in ((body, header), (small, squeezed)):
+        for size in (1, 5, len(whole) - 2, len(whole)):
+            file = BytesIO()
+            chunks = [whole[start : start + size] for start in range(0, len(whole), size)]
+            assert asyncio.run(plugin.receive_body(bodies(*chunks), file)) == sent
+            assert file.getvalue() == b"x\nz"
+    monkeypatch.setattr(plugin, "LARGEST_HEADER_BYTES", 1000)
     for wrong, message in (
         (body[:-1], "not complete: 2 bytes of weights, not 3 bytes"),
         (body + b"!", "not complete: 4 bytes"),
         (body[:20], "not complete: 0 bytes of weights, not a header"),
         (b"", "not complete"),
-        (b"\xff" * 16, "a header of .* bytes"),
-        (b"\2" + b"\0" * 7 + b"{}", "missing 7 required"),
-        (body.replace(b"plain", b"other"), "no such coding: other"),
+        (b"{" * 1001, "a header of more than 1000 bytes"),
+        (b"{}\n", "missing 7 required"),
+        (b"\xff\n", "invalid start byte"),
+        (small[:-8], "not complete: 0 bytes of weights, not 3 bytes"),
+        (squeezed.pack() + b"x\nz", "incorrect header check"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, zlib.error), match=message):
             asyncio.run(plugin.receive_body(bodies(wrong), BytesIO()))
 
 
@@ -117,12 +122,11 @@ class ServerProcess:
                 return done
         return True, "loaded"
 
-    def connection(self, key: str = KEY) -> HttpConnection:
+    def channel(self, key: str = KEY) -> HttpChannel:
         server = elsewhere.remote_server("http://a", key)
-        connection = HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True).connect(0)
-        self.http.headers.update(elsewhere.remote_server("http://a", key).headers)
-        connection._post._client = self.http  # type: ignore[assignment]
-        return connection
+        channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
+        channel._post._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
+        return channel
 
 
 def _never(*arguments: object) -> tuple[bool, str]:
@@ -136,35 +140,40 @@ def process(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
 
 
 def bucket_of_delta(old: dict[str, Tensor], new: dict[str, Tensor], base: int) -> Bucket:
-    changes = [delta.compare(name, (0, 0), old[name], new[name], with_steps=True) for name in new]
-    flat = delta.pack([change for change in changes if change is not None], torch.device("cpu"))
-    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
+    changes = [delta.compare(name, (0, 0), old[name], new[name], is_relative=True) for name in new]
+    found = [change for change in changes if change]
+    return delta_bucket(base, delta.pack(found, torch.device("cpu")))
 
 
-def test_key_frames_and_deltas_plain_or_coded_arrive_bit_for_bit(
+def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(channels, "MEASURED_BYTES", 1)
     weights = quantized(model_dir, "int8")
-    connection = process.connection()
-    assert connection.deliver(Bucket.pack(weights), 1) == sum(t.nbytes for t in weights.values())
-    assert 0 < connection.rate < float("inf")
-    num_bytes = []
-    for version, rate in ((2, CODING_PAYS_BELOW_BYTES_PER_S), (3, 1.0)):
+    channel = process.channel()
+    whole = sum(tensor.nbytes for tensor in weights.values())
+    assert channel.send(Bucket.pack(weights), 1).result() == whole
+    assert 0 < channel.rate < float("inf")
+    for version, rate in (
+        (2, channels.COMPRESSION_PAYS_BELOW_BYTES_PER_S),
+        (3, 1.0),  # what crosses the link is then counted, not what is sent
+    ):
         new = {name: tensor.clone() for name, tensor in weights.items()}
         for tensor in new.values():
             if tensor.dtype == torch.int8:
                 tensor.view(-1)[version::50] += 1
-        connection.rate = rate
-        num_bytes.append(connection.deliver(bucket_of_delta(weights, new, version - 1), version))
+        channel.rate = rate
+        bucket = bucket_of_delta(weights, new, version - 1)
+        num_bytes = channel.send(bucket, version).result()
+        assert num_bytes < len(bucket.flat) / 2 if rate == 1.0 else num_bytes == len(bucket.flat)
         weights = new
         held = sglang_loader.whole_tensors(process.ranks, weights)
         for name, tensor in weights.items():
             assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    plain, coded = num_bytes
-    assert coded < plain / 2
-    assert process.versions == [("1", True), ("2", True), ("3", True)]
-    assert [file.exists() for file in process.files] == [False] * 3
+    empty = delta_bucket(3, torch.empty(0, dtype=torch.uint8))  # brings the version alone
+    assert channel.send(empty, 4).result() < 10 and channel.failure is None
+    assert process.versions == [("1", True), ("2", True), ("3", True), ("4", True)]
+    assert [file.exists() for file in process.files] == [False] * 4
 
 
 def test_a_full_disk_of_a_server_is_told_to_the_run(
@@ -175,29 +184,10 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
 
     monkeypatch.setattr(plugin, "receive_body", fail)
     bucket = Bucket.pack(quantized(model_dir, "int8"))
-    with pytest.raises(UpdateRefused, match="http://a refused weights: .* No space left on device"):
-        process.connection().deliver(bucket, 1)
-
-
-def test_a_coded_delta_counts_as_the_bytes_that_crossed_the_link(
-    process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "MEASURED_BYTES", 2**30)
-    weights = quantized(model_dir, "int8")
-    channels = Channels()
-    channels._open = {"slow": process.connection()}
-    key_frame = Bucket.pack(weights)
-    assert channels.send(["slow"], key_frame, 1, announced=True)() == len(key_frame.flat)
-    new = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in new.values():
-        if tensor.dtype == torch.int8:
-            tensor.view(-1)[::50] += 1
-    bucket = bucket_of_delta(weights, new, 1)
-    channels._open["slow"].rate = 1.0  # type: ignore[attr-defined]
-    assert 0 < channels.send(["slow"], bucket, 2, announced=False)() < len(bucket.flat) / 2
-    channels._open["slow"].failure = RuntimeError("gone")
-    assert channels.send(["slow"], bucket, 3, announced=False)() == 0
-    channels.keep([], 0)
+    channel = process.channel()
+    assert channel.send(bucket, 1).result() == 0
+    assert isinstance(channel.failure, UpdateRefused)
+    assert re.search("http://a refused weights: .* No space left on device", str(channel.failure))
 
 
 def test_the_routes_need_the_key_and_say_why_weights_are_refused(
@@ -205,15 +195,16 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
 ) -> None:
     described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
     assert Description(**described.json()) == description(model_dir)
-    connection = process.connection()
-    noise = torch.full((16,), 255, dtype=torch.uint8)
-    wrong = Bucket([delta.bucket_name(1)], [noise.dtype], [(16,)], noise)
-    with pytest.raises(UpdateRefused, match="server http://a refused weights: Failed to load weig"):
-        connection.deliver(wrong, 1)
-    stranger = process.connection("another-key-of-it")
+    wrong = delta_bucket(1, torch.full((16,), 255, dtype=torch.uint8))
+    channel = process.channel()
+    for _ in range(2):  # after a failure a channel sends nothing more
+        assert channel.send(wrong, 1).result() == 0
+    assert isinstance(channel.failure, UpdateRefused) and len(process.versions) == 1
+    assert "server http://a refused weights: Failed to load weights" in str(channel.failure)
+    stranger = process.channel("another-key-of-it")
     assert process.http.get("/qurl").status_code == 401
-    with pytest.raises(UpdateRefused, match="Unauthorized"):
-        stranger.deliver(wrong, 1)
+    assert stranger.send(wrong, 1).result() == 0
+    assert "Unauthorized" in str(stranger.failure)
     assert process.http.get("/health").status_code == 404  # not one of these routes
 
 
@@ -255,18 +246,19 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
     assert served() == ""
     assert ask("POST", "/qurl/weights", "second").status_code == 400
     assert ask("POST", "/qurl/weights", "first").status_code == 409
-    monkeypatch.setattr(claim, "CLAIM_S", 0.0)
+    monkeypatch.setattr(plugin, "CLAIM_S", 0.0)
     assert ask("POST", "/qurl/weights", "first").status_code == 400
+    claim = plugin.Claim()
+    with claim.held_by("first"):  # a request that takes longer
+        assert claim.run == "first"
+    assert claim.run == ""
 
 
-def test_a_run_keeps_a_server_while_a_request_takes_longer_than_a_claim(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(claim, "CLAIM_S", 0.0)
-    held = claim.Claim()
-    with held.held_by("first"):
-        assert held.run == "first"
-    assert held.run == ""
+def test_what_is_not_this_projects_goes_to_sglangs_own_code() -> None:
+    answer = (True, "SGLang's")
+    request: Any = (None, ["model.norm.weight"], ["int8"], [[1]], "a group")
+    assert receive.update_bucket(lambda *_: answer, *request) == answer
+    assert plugin.load_file(lambda *_: answer, *request) == answer
 
 
 def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
@@ -274,18 +266,3 @@ def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
     assert plugin.without_key(repr, arguments) == "namespace(api_key='...', port=7)"
     arguments.api_key = None
     assert plugin.without_key(repr, arguments) == "namespace(api_key=None, port=7)"
-
-
-def test_a_delta_is_coded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Tensor] = []
-
-    def encode(flat: Tensor) -> Tensor:
-        calls.append(flat)
-        return flat.clone()
-
-    monkeypatch.setattr(sender, "encode", encode)
-    coder = Coder()
-    first, second = (Bucket.pack({"w": torch.full((4,), n)}) for n in (1.0, 2.0))
-    assert coder.code(first) is coder.code(first)
-    assert torch.equal(coder.code(second), second.flat)
-    assert len(calls) == 2

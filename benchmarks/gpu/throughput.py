@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 
 from benchmarks.gpu import policy, publish, record
 from qurl_megatron import device
-from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
-from qurl_megatron.weight_sync.channel import Carrier
 from qurl_megatron.weight_sync.publish import Publisher
 
 GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
@@ -44,7 +43,6 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int)
     parser.add_argument("--output-length", type=int)
     parser.add_argument("--mem-fraction", type=float, help="of the GPU, for weights and cache")
-    parser.add_argument("--carrier", choices=get_args(Carrier), default="gloo")
     arguments = parser.parse_args()
     small = arguments.rehearsal
     arguments.shapes = arguments.shapes or (["tiny"] if small else ["32B", "7B", "14B"])
@@ -81,7 +79,8 @@ def measure(
     with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
         learner = policy.random_learner(architecture)
         fleet = Fleet("rollout", {0: running})
-        publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, arguments.carrier)
+        settings = QuantizationConfig(weight_format, bucket_bytes=BUCKET_BYTES)
+        publisher = Publisher(learner, fleet, settings)
         assert publisher.publish().num_servers == 1
         publisher.close()
         vocabulary = architecture.vocab_size

@@ -315,9 +315,9 @@ class QuantizationConfig:
 
     transport: Transport = "broadcast"
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
-    learner rank writes into the servers' parameters, which takes neither buckets nor copies; all
-    servers and ranks must be on one machine, and publish must be full. auto: direct where that is
-    possible, else broadcast."""
+    learner rank writes into the servers' parameters, and nothing is gathered or sent; all servers
+    and ranks must be on one machine, and publish must be full. auto: direct where that is possible,
+    else broadcast."""
 
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, WeightFormat
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
@@ -150,13 +150,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     log = RunLog(config, writes=device.rank() == 0)
     stack.enter_context(closing(log))
 
-    formats: dict[str, WeightFormat] = {"rollout": config.quantization.format}
+    quantizations = {"rollout": config.quantization}
     if config.evaluation.enabled:
-        formats["evaluation"] = "bf16"
+        quantizations["evaluation"] = replace(config.quantization, format="bf16", publish="full")
     clients, publishers = {}, {}
     if device.rank() == 0:
         log.say("waiting for the servers")
-    for name, weight_format in formats.items():
+    for name, quantization in quantizations.items():
         fleet = _fleet(config, name, rosters, log)
         stack.enter_context(closing(fleet))
         architecture = learner.architecture
@@ -170,15 +170,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             else None,
         )
         publishers[name] = Publisher(
-            learner,
-            fleet,
-            weight_format,
-            config.quantization.bucket_bytes,
-            pause_mode=config.rollout.pause_mode,
-            mode=config.quantization.publish if name == "rollout" else "full",
-            transport=config.quantization.transport,
-            keep=config.quantization.keep,
-            has_remote=name == "rollout" and bool(config.rollout.servers_at),
+            learner, fleet, quantization, pause_mode=config.rollout.pause_mode
         )
         stack.enter_context(closing(publishers[name]))
 

@@ -164,9 +164,9 @@ class StepMetrics:
 
     publish_bytes: int
     """Bytes of weights that a publish sends to a rollout server: of what changed, of all tensors,
-    or of both where servers needed different ones. A delta that is coded counts as it is sent; of
-    servers that get different numbers, the one that gets most. 0 if weights are written into the
-    servers' parameters."""
+    or of both where servers needed different ones. A delta that is compressed counts as it is
+    sent; of servers that get different numbers, the one that gets most. 0 if weights are written
+    into the servers' parameters."""
 
     rollout_tokens_per_s: float
     """Sampled tokens divided by `time_rollout_s`; with `rollout.max_staleness` by the time of the

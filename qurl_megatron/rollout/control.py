@@ -111,10 +111,14 @@ class ServerControl:
     def parameters(self) -> list[dict[str, str]]:
         """Have each tensor-parallel rank hand out its parameters to processes of its machine.
 
-        Return a mapping for each rank, from `checksum.part_key` to `shared_memory.describe_tensor`.
+        Return a mapping for each rank, from `checksum.part_key` to `shared_memory.describe`.
         """
         ranks = self._post("/weights_checker", {"action": "parameters"})["ranks"]
         return [rank["checksums"] for rank in ranks]
+
+    def own_address(self) -> str:
+        """Return the address under which the server can reach this machine."""
+        return process.address_towards(self._client.base_url.host)
 
     def close(self) -> None:
         """Close the connection; the server keeps running."""
@@ -134,8 +138,3 @@ class ServerControl:
             message = f"failed in {path}: {answer.get('message')}"
             raise UpdateRefused(str(self.server.failed(message)))
         return answer
-
-
-def address_towards(server: Server) -> str:
-    """Return the address under which `server` can reach this machine."""
-    return process.address_towards(httpx.URL(server.url).host)

@@ -2,7 +2,7 @@
 
 `GET /qurl` gives a `Description`. `POST /qurl/weights` takes a bucket. Its body is
 
-    | bytes of the header: int64, little-endian | header: JSON of `BucketHeader` | payload |
+    header: one line of JSON, see `BucketHeader` | payload: the bucket's values, maybe compressed
 
 and its answer is `{"success": ..., "message": ..., "load_s": ...}`, with the seconds that loading
 took. `DELETE /qurl/run` ends the claim of the run that asks for it. All need the server's key. A
@@ -11,7 +11,7 @@ server without a key has none of them.
 A run names itself in the header `Qurl-Run` of each of its requests. A server serves one run at a
 time, whose weights it has; the requests of others get status 409.
 
-In the server's processes, the payload is a file. Instead of a process group, a request then names
+In the server's processes, the values are a file. Instead of a process group, a request then names
 the file.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from qurl_megatron.config.schema import ConfigError
 
@@ -28,70 +28,37 @@ DESCRIPTION_PATH = "/qurl"
 WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"
-PREFIX_BYTES = 8
-LARGEST_HEADER_BYTES = 2**28  # names and shapes of a bucket; what claims more is no header
-
-# The payload is a bucket's buffer, or a delta's coded one.
-Coding = Literal["plain", "rice"]
-GROUP_OF_FILE: dict[Coding, str] = {"plain": "file:", "rice": "rice-file:"}
+LARGEST_HEADER_BYTES = 2**28  # names and shapes of a bucket; what has more is no header
+FILE_PREFIX = "file:"  # of a file's path in place of the name of a process group
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketHeader:
-    """The description of a bucket on its way; see `bucket.Bucket`."""
+    """The manifest of a bucket on its way, see `bucket.Manifest`, and what belongs to it."""
 
     names: Sequence[str]
     dtypes: Sequence[str]  # without "torch."
     shapes: Sequence[Sequence[int]]
     version: int  # of the weights
     flush_cache: bool  # empty the cache of prefixes
-    coding: Coding
-    num_bytes: int  # of the payload
+    num_bytes: int  # of the values
+    is_compressed: bool  # the payload is a stream of zlib
 
     def pack(self) -> bytes:
-        """Return the prefix and the header of a body."""
-        text = json.dumps(dataclasses.asdict(self)).encode()
-        return len(text).to_bytes(PREFIX_BYTES, "little") + text
+        """Return the line at the beginning of a body."""
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
     @staticmethod
-    def unpack(text: bytes) -> BucketHeader:
+    def unpack(line: bytes) -> BucketHeader:
         """Read a header.
 
         Raises:
             ValueError: it is no such header.
         """
         try:
-            header = BucketHeader(**json.loads(text))
+            return BucketHeader(**json.loads(line))
         except TypeError as error:
             raise ValueError(str(error)) from None
-        if header.coding not in GROUP_OF_FILE:
-            raise ValueError(f"no such coding: {header.coding}")
-        return header
-
-
-def header_bytes(prefix: bytes) -> int:
-    """Return the size of the header behind a prefix.
-
-    Raises:
-        ValueError: no header is that large.
-    """
-    size = int.from_bytes(prefix, "little")
-    if size > LARGEST_HEADER_BYTES:
-        raise ValueError(f"a header of {size} bytes")
-    return size
-
-
-def group_of_file(path: str, coding: Coding) -> str:
-    """Return what a request names in place of a process group."""
-    return GROUP_OF_FILE[coding] + path
-
-
-def file_of_group(group_name: str) -> tuple[str, Coding] | None:
-    """Return the file that `group_of_file` was given; None for a process group."""
-    for coding, prefix in GROUP_OF_FILE.items():
-        if group_name.startswith(prefix):
-            return group_name.removeprefix(prefix), coding
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

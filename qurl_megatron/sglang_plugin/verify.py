@@ -9,7 +9,7 @@ after SGLang's own loaders have fused and sharded what was sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.linear import (
@@ -23,16 +23,9 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, checksums, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
-from qurl_megatron.weight_sync.shared_memory import describe_tensor
+from qurl_megatron.weight_sync.shared_memory import describe
 
-
-class HeldPart(NamedTuple):
-    """The part of one Hugging Face tensor that this rank holds."""
-
-    name: str
-    values: Tensor
-    row_offset: int  # first row and column of the part in the full tensor
-    column_offset: int
+HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
 
 
 def compute_checksum(checker: Any) -> dict[str, Any]:
@@ -40,12 +33,11 @@ def compute_checksum(checker: Any) -> dict[str, Any]:
 
     SGLang's own method needs a GPU.
     """
-    parts = held_parts(checker._get_model())
-    keys = [part_key(name, row, column) for name, _, row, column in parts]
-    values = checksums(Part(values, row, column) for _, values, row, column in parts)
+    parts = _parts_by_key(checker)
+    values = dict(zip(parts, checksums(parts.values()), strict=True))
     return {
-        "checksums": {key: str(value) for key, value in zip(keys, values, strict=True)},
-        "per_gpu_checksum": str(sum(values)),
+        "checksums": {key: str(value) for key, value in values.items()},
+        "per_gpu_checksum": str(sum(values.values())),
         "parallelism_info": checker._parallelism_info().model_dump(),
     }
 
@@ -54,28 +46,38 @@ def handle(original: Callable[..., Any], checker: Any, action: str, **options: A
     """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
 
     The action `parameters` hands out the parameters to processes of this machine, in the form of
-    `compute_checksum`, with texts of `describe_tensor` for checksums.
+    `compute_checksum`, with texts of `shared_memory.describe` for checksums.
     """
     if action != "parameters":
         return original(checker, action=action, **options)
     return {
-        "checksums": {
-            part_key(part.name, part.row_offset, part.column_offset): describe_tensor(part.values)
-            for part in held_parts(checker._get_model())
-        },
+        "checksums": {key: describe(part.values) for key, part in _parts_by_key(checker).items()},
         "per_gpu_checksum": "",
         "parallelism_info": checker._parallelism_info().model_dump(),
     }
 
 
-def held_parts(model: torch.nn.Module) -> list[HeldPart]:
+def _parts_by_key(checker: Any) -> dict[str, Part]:
+    """Return the parts of tensors that a checker's model holds, by `checksum.part_key`."""
+    held = held_parts(checker._get_model())
+    return {
+        part_key(name, part.row, part.column): part
+        for name, parts in held.items()
+        for part in parts
+    }
+
+
+def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
     """Return this rank's parameters, cut into the Hugging Face tensors they were fused from.
 
-    The list is made once for a model: its parameters stay where they are.
+    They are lists of parts, by the tensors' names. They are made once for a model: its parameters
+    stay where they are.
     """
-    parts: list[HeldPart] | None = getattr(model, "_qurl_held_parts", None)
+    parts: dict[str, list[Part]] | None = getattr(model, "_qurl_held_parts", None)
     if parts is None:
-        parts = list(_held_parts(model))
+        parts = {}
+        for name, part in _held_parts(model):
+            parts.setdefault(name, []).append(part)
         object.__setattr__(model, "_qurl_held_parts", parts)
     return parts
 
@@ -98,7 +100,7 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
             ("v_proj", module.v_proj_shard_size // rows_per_entry, kv_rank),
         ):
             sent_name = f"{path.removesuffix('qkv_proj')}{projection}.{name}"
-            yield HeldPart(sent_name, tensor[rows : rows + size], rank * size, 0)
+            yield sent_name, Part(tensor[rows : rows + size], rank * size, 0)
             rows += size
     elif isinstance(module, MergedColumnParallelLinear):
         rows = 0
@@ -107,18 +109,18 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
         ):
             size = full_size // module.tp_size // rows_per_entry
             sent_name = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
-            yield HeldPart(sent_name, tensor[rows : rows + size], module.tp_rank * size, 0)
+            yield sent_name, Part(tensor[rows : rows + size], module.tp_rank * size, 0)
             rows += size
     elif isinstance(module, FusedMoE):
         yield from _cut_experts(module, path, name, tensor)
     elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
-        yield HeldPart(f"{path}.{name}", tensor, 0, module.tp_rank * tensor.shape[1])
+        yield f"{path}.{name}", Part(tensor, 0, module.tp_rank * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # without padding
-        yield HeldPart(f"{path}.{name}", tensor[:rows], shard.org_vocab_start_index, 0)
+        yield f"{path}.{name}", Part(tensor[:rows], shard.org_vocab_start_index, 0)
     else:
-        yield HeldPart(f"{path}.{name}", tensor, 0, 0)
+        yield f"{path}.{name}", Part(tensor, 0, 0)
 
 
 def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
@@ -129,9 +131,9 @@ def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Itera
         if fused == "w13":
             for projection, part in zip(("gate_proj", "up_proj"), values.chunk(2), strict=True):
                 row = layer.moe_tp_rank * len(part)
-                yield HeldPart(f"{path}.{expert}.{projection}.{sent_name}", part, row, 0)
+                yield f"{path}.{expert}.{projection}.{sent_name}", Part(part, row, 0)
         else:
             # Ranks share the columns, but each has all scales of whole rows.
             shared = sent_name != "weight_scale"
             column = layer.moe_tp_rank * values.shape[1] if shared else 0
-            yield HeldPart(f"{path}.{expert}.down_proj.{sent_name}", values, 0, column)
+            yield f"{path}.{expert}.down_proj.{sent_name}", Part(values, 0, column)

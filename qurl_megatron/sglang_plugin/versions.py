@@ -24,7 +24,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
-from qurl_megatron.rollout.wire import file_of_group
+from qurl_megatron.rollout.wire import FILE_PREFIX
 from qurl_megatron.sglang_plugin.receive import leave
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.stream import IN_PLACE
@@ -38,7 +38,7 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     base, held = base_version(request.names), loaded_version(scheduler)
     # The first bucket of a delta sets the version that others of the same delta bring too.
     if base is not None and held not in (base, int(request.weight_version)):
-        if file_of_group(request.group_name) is None:
+        if not request.group_name.startswith(FILE_PREFIX):
             # The senders would otherwise wait for their time limit.
             leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(

@@ -3,47 +3,52 @@
 `add_routes` gives a server with a key the routes of `rollout/wire.py`. A server without a key
 does not get them. `without_key` keeps the key out of the log.
 
-The HTTP process writes the payload of a bucket to a file that only this user can read. Then it asks
+The HTTP process writes the values of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
 `load_file` reads it there. So pausing, versions and refusals are those of every other update. The
 file is gone when the learner gets its answer.
+
+A server serves one run: the weights of a second one would silently replace those of the first. A
+run names itself in a header of every request. `Claim` knows which run the server serves, and
+`Claimed` refuses the requests of any other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import IO, Any
 
 import torch
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from torch import Tensor
 
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.rollout.wire import (
     DESCRIPTION_PATH,
-    PREFIX_BYTES,
+    FILE_PREFIX,
+    LARGEST_HEADER_BYTES,
     RUN_HEADER,
     RUN_PATH,
     WEIGHTS_PATH,
     BucketHeader,
     Description,
-    file_of_group,
-    group_of_file,
-    header_bytes,
 )
-from qurl_megatron.sglang_plugin.claim import Claim, Claimed
-from qurl_megatron.sglang_plugin.receive import write_changes
-from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.coding import decode
-from qurl_megatron.weight_sync.delta import Change, base_version, unpack
+from qurl_megatron.sglang_plugin.receive import write_bucket
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+
+# A run that asks for nothing for so long has ended without saying so. The learner's part of a step
+# must be shorter.
+CLAIM_S = 3600.0
 
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
@@ -65,16 +70,12 @@ def without_key(original: Callable[[Any], str], arguments: Any) -> str:
 
 async def _release(request: Any) -> Any:
     """End the claim of the run that asks for it."""
-    from starlette.responses import JSONResponse
-
     request.app.state.claim.release(request.headers.get(RUN_HEADER, ""))
     return JSONResponse({"success": True})
 
 
 async def _describe(request: Any) -> Any:
     """Return the `Description` of this server."""
-    from starlette.responses import JSONResponse
-
     arguments = _tokenizer_manager().server_args
     changes = json.loads(arguments.json_model_override_args)
     description = Description(
@@ -92,18 +93,17 @@ async def _describe(request: Any) -> Any:
 async def _receive(request: Any) -> Any:
     """Take a bucket from the body of a request, and have the schedulers load it."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-    from starlette.responses import JSONResponse
 
     with tempfile.NamedTemporaryFile(prefix="weights-") as file:
         try:
             header = await receive_body(request.stream(), file.file)
-        except (OSError, ValueError) as error:  # OSError: the disk is full
+        except (OSError, ValueError, zlib.error) as error:  # OSError: the disk is full
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         update = UpdateWeightsFromDistributedReqInput(
             names=list(header.names),
             dtypes=list(header.dtypes),
             shapes=[list(shape) for shape in header.shapes],
-            group_name=group_of_file(file.name, header.coding),
+            group_name=FILE_PREFIX + file.name,
             load_format="flattened_bucket",
             weight_version=str(header.version),
             flush_cache=header.flush_cache,
@@ -115,26 +115,27 @@ async def _receive(request: Any) -> Any:
 
 
 async def receive_body(body: AsyncIterator[bytes], file: IO[bytes]) -> BucketHeader:
-    """Write the payload of a body to `file`; return its header.
+    """Write the values that a body brings to `file`; return its header.
 
     Raises:
         ValueError: the body is not of this form, or not complete.
+        zlib.error: it is not compressed as its header says.
     """
-    begun = b""  # of prefix and header
+    line = b""
     header: BucketHeader | None = None
+    decompress = zlib.decompressobj().decompress
     num_bytes = 0
     async for chunk in body:
         if header is None:
-            begun += chunk
-            if len(begun) < PREFIX_BYTES:
+            line, end, chunk = (line + chunk).partition(b"\n")
+            if len(line) > LARGEST_HEADER_BYTES:
+                raise ValueError(f"a header of more than {LARGEST_HEADER_BYTES} bytes")
+            if not end:
                 continue
-            end = PREFIX_BYTES + header_bytes(begun[:PREFIX_BYTES])
-            if len(begun) < end:
-                continue
-            header = BucketHeader.unpack(begun[PREFIX_BYTES:end])
-            chunk = begun[end:]
-        num_bytes += len(chunk)
-        file.write(chunk)
+            header = BucketHeader.unpack(line)
+        values = decompress(chunk) if header.is_compressed else chunk
+        num_bytes += len(values)
+        file.write(values)
     file.flush()
     if header is None or num_bytes != header.num_bytes:
         whole = "a header" if header is None else f"{header.num_bytes} bytes"
@@ -155,29 +156,15 @@ def load_file(
 
     Return whether it succeeded, and a message. SGLang's `original` handles process groups.
     """
-    named = file_of_group(group_name)
-    if named is None:
+    if not group_name.startswith(FILE_PREFIX):
         return original(updater, names, dtypes, shapes, group_name, load_format)
-    path, coding = named
-    model, device = updater.get_model(), torch.device(updater.device)
     try:
-        flat = _read(path)
-        if coding == "rice":
-            write_changes(model, decode(flat, device))
-        elif base_version(names) is not None:
-            write_changes(model, unpack(flat.to(device)))
-        else:
-            bucket = Bucket(names, [getattr(torch, d) for d in dtypes], shapes, flat.to(device))
-            write_changes(model, map(whole, *zip(*bucket.tensors(), strict=True)))
+        flat = _read(group_name.removeprefix(FILE_PREFIX)).to(updater.device)
+        bucket = Bucket.around(Manifest.read(names, dtypes, shapes), flat)
+        write_bucket(updater.get_model(), bucket)
     except Exception as error:
         return False, f"Failed to load weights: {error!r}"
     return True, "Succeeded to update parameter online."
-
-
-def whole(name: str, tensor: Tensor) -> Change:
-    """Return the change that sends all elements of a tensor."""
-    shape = (len(tensor), math.prod(tensor.shape[1:]))
-    return Change(name, (0, 0), shape, None, as_integers(tensor).reshape(-1))
 
 
 def _read(path: str) -> Tensor:
@@ -192,3 +179,55 @@ def _tokenizer_manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
+
+
+class Claim:
+    """Which run a server serves: the one that asked last, unless that was long ago."""
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._num_running = 0  # requests of the run
+        self._heard_at = 0.0  # when its last one ended, by the monotonic clock
+
+    @property
+    def run(self) -> str:
+        """The run that the server serves; empty: none."""
+        silent_s = time.monotonic() - self._heard_at
+        return self._run if self._num_running or silent_s < CLAIM_S else ""
+
+    @contextlib.contextmanager
+    def held_by(self, run: str) -> Iterator[None]:
+        """Serve a request of `run`, which must be the one that the server serves, or the first."""
+        self._run = run
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._heard_at = time.monotonic()
+
+    def release(self, run: str) -> None:
+        """Forget the run, if it is this one."""
+        if self._run == run:
+            self._run = ""
+
+
+class Claimed:
+    """Passes on the requests of no run, and of the run that has the claim; refuses others."""
+
+    def __init__(self, app: Any, claim: Claim) -> None:
+        self._app = app
+        self._claim = claim
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, as ASGI applications do."""
+        run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
+        if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
+            await self._app(scope, receive, send)
+        elif self._claim.run in ("", run):
+            with self._claim.held_by(run):
+                await self._app(scope, receive, send)
+        else:
+            message = f"it serves the run {self._claim.run}"
+            refusal = JSONResponse({"success": False, "message": message}, status_code=409)
+            await refusal(scope, receive, send)

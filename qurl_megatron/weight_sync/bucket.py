@@ -1,6 +1,6 @@
 """The bucket: full tensors in one flat buffer, the unit in which weights leave the learner.
 
-A bucket is sent as two things. A description lists the name, dtype and shape of each tensor. A flat
+A bucket is sent as two things. A manifest lists the name, dtype and shape of each tensor. A flat
 uint8 buffer holds their values, one tensor after another, without gaps and each in row-major order:
 
     names    [q_proj.weight_scale,  q_proj.weight,     k_proj.weight   ]
@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Description:
+class Manifest:
     """Name, dtype and shape of each tensor of a bucket, widest dtypes first."""
 
     names: Sequence[str]  # Hugging Face names, and scale names from `quantize.scale_name`
@@ -32,9 +32,16 @@ class Description:
     shapes: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Description:
-        """Describe tensors, given as (name, dtype, shape) in any order."""
+    def of(cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Manifest:
+        """List tensors, given as (name, dtype, shape) in any order."""
         return cls(*zip(*sorted(entries, key=lambda entry: -entry[1].itemsize), strict=True))
+
+    @classmethod
+    def read(
+        cls, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> Manifest:
+        """Read the lists of a request, which has the names of dtypes, such as "int8"."""
+        return cls(names, [getattr(torch, dtype) for dtype in dtypes], shapes)
 
     @property
     def num_bytes(self) -> int:
@@ -44,33 +51,30 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Bucket(Description):
+class Bucket(Manifest):
     """Tensors in one flat buffer; entry i of `names`, `dtypes` and `shapes` is the i-th tensor."""
 
     flat: Tensor  # [bytes] uint8
 
     @classmethod
-    def empty(
-        cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], device: torch.device
-    ) -> Bucket:
-        """Allocate uninitialized tensors, given as (name, dtype, shape) in any order."""
-        tensors = Description.of(entries)
-        flat = torch.empty(tensors.num_bytes, dtype=torch.uint8, device=device)
-        return cls(tensors.names, tensors.dtypes, tensors.shapes, flat)
+    def around(cls, manifest: Manifest, flat: Tensor) -> Bucket:
+        """Return the bucket of these tensors whose values are `flat`."""
+        return cls(manifest.names, manifest.dtypes, manifest.shapes, flat)
 
     @classmethod
-    def around(
-        cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], flat: Tensor
-    ) -> Bucket:
-        """Return the bucket of these tensors whose values are `flat`."""
-        tensors = Description.of(entries)
-        return cls(tensors.names, tensors.dtypes, tensors.shapes, flat)
+    def empty(cls, manifest: Manifest, device: torch.device) -> Bucket:
+        """Allocate these tensors, uninitialized."""
+        return cls.around(
+            manifest, torch.empty(manifest.num_bytes, dtype=torch.uint8, device=device)
+        )
 
     @classmethod
     def pack(cls, tensors: Mapping[str, Tensor]) -> Bucket:
         """Copy tensors of one device, given by name, into a new bucket."""
-        entries = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-        bucket = cls.empty(entries, next(iter(tensors.values())).device)
+        manifest = Manifest.of(
+            (name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()
+        )
+        bucket = cls.empty(manifest, next(iter(tensors.values())).device)
         for name, view in bucket.tensors():
             copy_values(view, tensors[name])
         return bucket

@@ -6,7 +6,7 @@ is waited for once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ class Conversion:
 
 
 class Measures:
-    """Collects on the device what this rank's parts of a team's tensors add to a `Conversion`."""
+    """Collects, on the device, what this rank measures of its parts of a team's tensors."""
 
     def __init__(self, meter: DriftMeter, weight_format: str) -> None:
         """Begin a pass; `meter` measures drift from one pass to the next."""
@@ -63,13 +63,11 @@ class Measures:
         self._quantized: list[str] = []  # of all quantized weights
         self._num_bytes = 0
 
-    def noting(self, plan: Iterable[PlannedBucket]) -> Iterator[PlannedBucket]:
-        """Yield the buckets of a pass, and note what they hold."""
-        for planned in plan:
-            self._names += [tensor.name for tensor in planned.tensors]
-            self._quantized += planned.quantized
-            self._num_bytes += planned.num_bytes
-            yield planned
+    def begin(self, planned: PlannedBucket) -> None:
+        """Note what a bucket holds, of which parts are measured next."""
+        self._names += [tensor.name for tensor in planned.tensors]
+        self._quantized += planned.quantized
+        self._num_bytes += planned.num_bytes
 
     def add_sum(self, name: str, checksum: Tensor) -> None:
         """Add the checksum of a part of a tensor, an int64 scalar."""

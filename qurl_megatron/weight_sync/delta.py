@@ -12,14 +12,14 @@ escape for each 65,535 elements, and then the rest. Values are absolute, and ele
 and copied as bits. So applying a delta twice gives what applying it once gives, and -0.0 and NaN
 need no care.
 
-A change can also say its steps: for each element by how much its bits, as an integer, moved, if
-that is 1 or -1. `coding.py` needs them to make a delta smaller.
+A change can also be relative: a value then says by how much the element's bits, as an integer,
+moved. That is mostly 1 or -1, and compresses well. Only a relative delta must not be applied twice.
 
 A message holds the changes of one rank, and messages stand one behind another in a buffer:
 
     | bytes of the header, and of what follows: two int64
     | header: JSON, name, place and counts of each change
-    | values of 4 bytes | gaps and values of 2 bytes | values of 1 byte, and steps
+    | values of 4 bytes | gaps and values of 2 bytes | values of 1 byte
 
 Every part of a message begins at a multiple of its element's size.
 
@@ -58,15 +58,19 @@ class Change:
     offset: tuple[int, int]  # row and column of the full tensor at which the part begins
     shape: tuple[int, int]  # rows and columns of the part
     gaps: Tensor | None  # [words] int16, the bits of unsigned words; None: all elements are sent
-    # [changes] or [elements], the elements' bits as integers; [changes whose step is 0] of a change
-    # that was coded
-    values: Tensor
-    steps: Tensor | None = None  # [changes] int8: 1 and -1, 0 for a larger one; None: not told
+    values: Tensor  # [changes] or [elements], the elements' bits as integers
+    is_relative: bool = False  # values are to be added to the elements' bits
+
+    @classmethod
+    def whole(cls, name: str, offset: tuple[int, int], part: Tensor) -> Change:
+        """Return the change that sends all elements of a part, `[rows, columns]` or `[rows]`."""
+        shape = (len(part), math.prod(part.shape[1:]))
+        return cls(name, offset, shape, None, as_integers(part).reshape(-1))
 
     @property
     def num_bytes(self) -> int:
-        """Size of gaps, values and steps, in bytes."""
-        return sum(t.nbytes for t in (self.gaps, self.values, self.steps) if t is not None)
+        """Size of gaps and values, in bytes."""
+        return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
 
     def write_to(self, held: Tensor, row: int, column: int) -> None:
         """Write the change into `held`, the part of the same tensor that begins at `row, column`.
@@ -92,18 +96,14 @@ class Change:
         inside = (at_row >= rows.start) & (at_row < rows.stop)
         inside &= (at_column >= columns.start) & (at_column < columns.stop)
         at = at_row[inside], at_column[inside]
-        if self.steps is None or len(self.values) == len(self.steps):
-            target[at] = self.values[inside]
-            return
-        values = self.values.new_zeros(len(self.steps))
-        values[self.steps == 0] = self.values
-        steps = self.steps[inside]
-        # Integers wrap around, as they did when the sender took the difference.
-        target[at] = torch.where(steps == 0, values[inside], target[at] + steps)
+        values = self.values[inside]
+        if self.is_relative:
+            values = target[at] + values  # wraps around, as the sender's difference did
+        target[at] = values
 
 
 def compare(
-    name: str, offset: tuple[int, int], old: Tensor, new: Tensor, *, with_steps: bool = False
+    name: str, offset: tuple[int, int], old: Tensor, new: Tensor, *, is_relative: bool = False
 ) -> Change | None:
     """Return what changed from `old` to `new`; None if no bit did.
 
@@ -111,14 +111,13 @@ def compare(
         name: the tensor's.
         offset: row and column of the full tensor at which `old` and `new` begin.
         old, new: contiguous, of one dtype and shape, `[rows, columns]` or `[rows]`.
-        with_steps: say the steps too.
+        is_relative: unless all of the part is sent, say by how much each element moved.
     """
     before, after = as_integers(old).view(-1), as_integers(new).view(-1)
     gaps: list[Tensor] = []
     values: list[Tensor] = []
-    steps: list[Tensor] = []
-    shape = (len(new), math.prod(new.shape[1:]))
-    left_bytes = after.nbytes
+    whole = Change.whole(name, offset, new)
+    left_bytes = whole.num_bytes
     last = -1
     for start in range(0, len(after), CHUNK_ELEMENTS):
         chunk = after[start : start + CHUNK_ELEMENTS]
@@ -126,19 +125,18 @@ def compare(
         changed = _changed(chunk_before, chunk)
         if not len(changed):
             continue
-        values.append(chunk[changed])
+        sent = chunk[changed]
+        if is_relative:
+            sent = sent - chunk_before[changed]
+        values.append(sent)
         gaps.append(encode_gaps(changed + start, last))
         last = start + int(changed[-1])
-        left_bytes -= values[-1].nbytes + gaps[-1].nbytes + with_steps * len(changed)
+        left_bytes -= values[-1].nbytes + gaps[-1].nbytes
         if left_bytes <= 0:
-            return Change(name, offset, shape, None, after)
-        if with_steps:
-            difference = values[-1] - chunk_before[changed]  # wraps around
-            steps.append(torch.where(difference.abs() == 1, difference, 0).to(torch.int8))
+            return whole
     if not values:
         return None
-    told = torch.cat(steps) if with_steps else None
-    return Change(name, offset, shape, torch.cat(gaps), torch.cat(values), told)
+    return Change(name, offset, whole.shape, torch.cat(gaps), torch.cat(values), is_relative)
 
 
 def _changed(old: Tensor, new: Tensor) -> Tensor:
@@ -178,10 +176,8 @@ def pack(changes: Sequence[Change], device: torch.device) -> Tensor:
             words = len(change.gaps)
             streams[2].append(change.gaps)
         streams[width].append(change.values)
-        if change.steps is not None:
-            streams[1].append(change.steps)
-        entry = (change.name, change.offset, change.shape, width, words, len(change.values))
-        entries.append([*entry, change.steps is not None])
+        place = (change.name, change.offset, change.shape)
+        entries.append([*place, width, words, len(change.values), change.is_relative])
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     num_bytes = sum(change.num_bytes for change in changes)
@@ -202,21 +198,18 @@ def unpack(flat: Tensor) -> Iterator[Change]:
         )
         entries = json.loads(header.cpu().numpy().tobytes())
         counts: dict[int, list[int]] = {width: [] for width in _WIDTHS}
-        for *_, width, words, count, has_steps in entries:
+        for *_, width, words, count, _ in entries:
             if words is not None:
                 counts[2].append(words)
             counts[width].append(count)
-            if has_steps:
-                counts[1].append(count)
         streams = {}
         for width in _WIDTHS:
             stream, payload = payload.tensor_split([width * sum(counts[width])])
             streams[width] = iter(stream.view(INTEGERS[width]).split(counts[width]))
-        for name, offset, shape, width, words, _, has_steps in entries:
+        for name, offset, shape, width, words, _, is_relative in entries:
             gaps = None if words is None else next(streams[2])
             values = next(streams[width])
-            steps = next(streams[1]) if has_steps else None
-            yield Change(name, tuple(offset), tuple(shape), gaps, values, steps)
+            yield Change(name, tuple(offset), tuple(shape), gaps, values, is_relative)
 
 
 def _as_tensors(text: bytes) -> list[Tensor]:

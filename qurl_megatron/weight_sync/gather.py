@@ -1,14 +1,13 @@
-"""Full tensors from the parts that several ranks hold, and who sends them.
+"""Buckets from the parts that several ranks hold, and who sends them.
 
 A team is a set of ranks that hold the parts of the same tensors: the tensor-parallel ranks of a
-pipeline stage, say. Its first rank gathers the tensors and sends them to the servers, so it is a
-*sender*. A learner has one sender for each team that converts.
+pipeline stage, say. Its first rank gathers the tensors, or what changed in them, and sends them to
+the servers, so it is a *sender*. A learner has one sender for each team that converts.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,10 +17,15 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from qurl_megatron.device import device
+from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, copy_values
-from qurl_megatron.weight_sync.layout import SentTensor
+from qurl_megatron.weight_sync.layout import PlannedBucket
 
 T = TypeVar("T")
+
+Release = Callable[[], None] | None
+Send = Callable[[Bucket], Release]
+"""Takes a bucket, and returns a function that waits until the bucket may be released, or None."""
 
 
 @dataclass(frozen=True)
@@ -88,104 +92,135 @@ def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
     return values
 
 
-def empty_full(tensors: list[SentTensor]) -> Bucket:
-    """Allocate a full bucket."""
-    return Bucket.empty(((t.name, t.dtype, t.shape) for t in tensors), device())
+class Gatherer:
+    """Gathers a team's buckets from the parts of its ranks; the first rank sends them."""
+
+    def __init__(self, send: Send, team: Team) -> None:
+        self._send = send
+        self._team = team
+        self._release: Release = None  # of the bucket that was sent last
+
+    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
+        """Gather a bucket. Collective over the team.
+
+        Args:
+            own: this rank's part of it.
+            before: what that was in the last pass; None: that was not kept.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait until all that was sent may be released."""
+        if self._release:
+            self._release()
+        self._release = None
 
 
-def empty_part(tensors: list[SentTensor], rank: int) -> Bucket:
-    """Allocate a rank's part of a bucket: a smaller bucket with the rank's part of each tensor."""
-    return Bucket.empty(_part_entries(tensors, rank), device())
+class WholeGatherer(Gatherer):
+    """Gathers full buckets."""
+
+    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
+        """Gather a bucket and send it, once the one sent before is released."""
+        self.finish()
+        if self._team.size == 1:
+            self._release = self._send(own)
+            return
+        manifests = [planned.manifest_on(rank) for rank in range(self._team.size)]
+        flats = gather(own.flat, [manifest.num_bytes for manifest in manifests], self._team)
+        if flats is not None:
+            parts = [Bucket.around(*both) for both in zip(manifests, flats, strict=True)]
+            self._release = self._send(_assemble(planned, parts))
 
 
-def part_views(full: Bucket, tensors: list[SentTensor], rank: int) -> dict[str, Tensor]:
-    """Return where the tensors of a rank's part lie in a full bucket, by name."""
-    views = dict(full.tensors())
-    return {tensor.name: views[tensor.name][tensor.index_on(rank)] for tensor in tensors}
+class DeltaGatherer(Gatherer):
+    """Gathers what changed since version `base`, in as few buckets."""
+
+    def __init__(
+        self, send: Send, team: Team, base: int, bucket_bytes: int, *, is_relative: bool
+    ) -> None:
+        super().__init__(send, team)
+        self._base = base
+        self._bucket_bytes = bucket_bytes
+        self._is_relative = is_relative
+        self._changes: list[delta.Change] = []  # of this rank
+        self._num_bytes = 0  # of all ranks
+
+    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
+        """Collect what changed in a bucket. Send what was collected before, if both are too much.
+
+        Collective over the team.
+        """
+        assert before is not None
+        old, new = dict(before.tensors()), dict(own.tensors())
+        changes = []
+        for tensor in planned.tensors:
+            name, offset = tensor.name, tensor.offset_on(self._team.rank)
+            change = delta.compare(
+                name, offset, old[name], new[name], is_relative=self._is_relative
+            )
+            changes += [change] if change else []
+        num_bytes = sum(change.num_bytes for change in changes)
+        if self._team.size > 1:
+            total = torch.tensor(num_bytes, device=device())
+            dist.all_reduce(total, group=self._team.group)
+            num_bytes = int(total)
+        if self._num_bytes and self._num_bytes + num_bytes > self._bucket_bytes:
+            self._flush()
+        self._changes += changes
+        self._num_bytes += num_bytes
+
+    def finish(self) -> None:
+        """Send what is left, and wait until all may be released."""
+        self._flush()
+        super().finish()
+
+    def _flush(self) -> None:
+        """Send what was collected; nothing if no rank has a change."""
+        changes, num_bytes = self._changes, self._num_bytes
+        self._changes, self._num_bytes = [], 0
+        if not num_bytes:
+            return
+        super().finish()
+        own = delta.pack(changes, device())
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(self._team.size)]
+        dist.all_gather(sizes, torch.tensor([len(own)], device=device()), group=self._team.group)
+        flats = gather(own, torch.cat(sizes).tolist(), self._team)
+        if flats is not None:
+            self._release = self._send(delta_bucket(self._base, torch.cat(flats)))
 
 
-def gather(tensors: list[SentTensor], own: Bucket, team: Team, *, is_full: bool) -> Bucket | None:
-    """Return the full bucket on the team's rank 0, None elsewhere.
-
-    Args:
-        own: this rank's part, or on rank 0 a full bucket in which rank 0's part is in its place.
-        is_full: it is a full bucket.
-    """
-    if team.size == 1:
-        return own
-    pieces = _pieces(tensors)
-    if team.rank != 0:
-        sizes = [sum(tensor.part_bytes(team.rank) for tensor in piece) for piece in pieces]
-        _transfer(own.flat.split(sizes), [], team)
-        return None
-    bucket = own
-    if not is_full:
-        bucket = empty_full(tensors)
-        _place(own, part_views(bucket, tensors, 0))
-    incoming: list[list[Tensor]] = [[]]  # for each rank, of which rank 0 sends itself nothing
-    waiting: list[tuple[Bucket, dict[str, Tensor]]] = []  # what is to be copied, and to where
-    for rank in range(1, team.size):
-        places = part_views(bucket, tensors, rank)
-        incoming.append([])
-        for piece in pieces:
-            if piece[0].is_placed:
-                flat = places[piece[0].name].view(torch.uint8).view(-1)
-            else:
-                part = Bucket.empty(_part_entries(piece, rank), device())
-                waiting.append((part, places))
-                flat = part.flat
-            incoming[rank].append(flat)
-    _transfer([], incoming, team)
-    for part, places in waiting:
-        _place(part, places)
-    return bucket
+def delta_bucket(base: int, flat: Tensor) -> Bucket:
+    """Return the bucket of messages `[bytes]` uint8 that change version `base`."""
+    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
 
 
-def _pieces(tensors: Sequence[SentTensor]) -> list[list[SentTensor]]:
-    """Return the tensors of each message in which a rank sends its part."""
-    groups = itertools.groupby(tensors, lambda tensor: tensor.name if tensor.is_placed else "")
-    return [list(group) for _, group in groups]
-
-
-def _part_entries(
-    tensors: Sequence[SentTensor], rank: int
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(tensor.name, tensor.dtype, tensor.shape_on(rank)) for tensor in tensors]
-
-
-def _place(part: Bucket, places: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of a part to their places."""
-    for name, view in part.tensors():
-        copy_values(places[name], view)
-
-
-def gather_flat(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:
-    """Return the flat uint8 tensors of all ranks, of these sizes, on the team's rank 0.
+def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:
+    """Return the flat uint8 tensors of all ranks, of these sizes, on the team's first rank.
 
     One collective; its first tensor is `own` itself.
     """
+    ranks = dist.get_process_group_ranks(team.group)
+    flats = None
     if team.rank != 0:
-        _transfer([own], [], team)
-        return None
-    flats = [own, *(torch.empty(n, dtype=own.dtype, device=own.device) for n in sizes[1:])]
-    _transfer([], [[], *([flat] for flat in flats[1:])], team)
+        transfers = [dist.P2POp(dist.isend, own, ranks[0], team.group)]
+    else:
+        flats = [own, *(torch.empty(n, dtype=own.dtype, device=own.device) for n in sizes[1:])]
+        transfers = [
+            dist.P2POp(dist.irecv, flat, rank, team.group)
+            for rank, flat in zip(ranks[1:], flats[1:], strict=True)
+        ]
+    transfers = [each for each in transfers if len(each.tensor)]
+    if transfers:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
     return flats
 
 
-def _transfer(outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]], team: Team) -> None:
-    """Send tensors to the team's rank 0, and receive those of each rank there."""
-    ranks = dist.get_process_group_ranks(team.group)
-    operations = [
-        dist.P2POp(dist.isend, tensor, ranks[0], team.group, tag)
-        for tag, tensor in enumerate(outgoing)
-        if len(tensor)
-    ]
-    operations += [
-        dist.P2POp(dist.irecv, tensor, rank, team.group, tag)
-        for rank, tensors in zip(ranks, incoming, strict=False)
-        for tag, tensor in enumerate(tensors)
-        if len(tensor)
-    ]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+def _assemble(planned: PlannedBucket, parts: Sequence[Bucket]) -> Bucket:
+    """Return the full bucket of which the ranks have these parts."""
+    full = Bucket.empty(planned.manifest(), device())
+    views = dict(full.tensors())
+    for rank, part in enumerate(parts):
+        for tensor, (name, values) in zip(planned.tensors, part.tensors(), strict=True):
+            copy_values(views[name][tensor.index_on(rank)], values)
+    return full

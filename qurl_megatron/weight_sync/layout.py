@@ -25,8 +25,7 @@ import torch
 
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-
-PLACED_BYTES = 2**20  # of a full tensor; see `SentTensor.is_placed`
+from qurl_megatron.weight_sync.bucket import Manifest
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,10 @@ class SentTensor:
         """Return the shape of a rank's part."""
         return tuple(extent.stop - extent.start for extent in self.index_on(tp_rank))
 
-    def part_bytes(self, tp_rank: int) -> int:
-        """Return the size of a rank's part, in bytes."""
-        return math.prod(self.shape_on(tp_rank)) * self.dtype.itemsize
-
     @property
     def num_bytes(self) -> int:
         """Size of the full tensor, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_placed(self) -> bool:
-        """True if a rank's part is received where it lies in the full tensor, and not copied there.
-
-        Such a part is a run of rows, and a message of its own. Small ones share a message.
-        """
-        return self.partition_dim == 0 and self.num_bytes >= PLACED_BYTES
 
 
 @dataclass(frozen=True)
@@ -123,12 +110,19 @@ class PlannedBucket:
 
     @cached_property
     def tensors(self) -> list[SentTensor]:
-        """The bucket's full tensors, in their order in the bucket: of each dtype, placed ones last.
-
-        So a rank's part of all others is one run of bytes, and one message.
-        """
+        """The bucket's full tensors, in their order in the bucket."""
         tensors = [tensor for weight in self.weights for tensor in weight.tensors]
-        return sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.is_placed))
+        return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the bucket."""
+        return Manifest.of((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+    def manifest_on(self, tp_rank: int) -> Manifest:
+        """Return the manifest of a smaller bucket, with the rank's part of each tensor."""
+        return Manifest.of(
+            (tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in self.tensors
+        )
 
     @cached_property
     def quantized(self) -> list[str]:

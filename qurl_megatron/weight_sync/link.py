@@ -7,24 +7,25 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch.distributed as dist
 
 from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused, address_towards
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
+from qurl_megatron.weight_sync.bucket import Manifest
 from qurl_megatron.weight_sync.channel import (
     NOTICE_S,
-    Carrier,
     Endpoint,
-    Rendezvous,
+    GroupEndpoint,
+    HttpEndpoint,
     give_up,
-    is_given_up,
 )
-from qurl_megatron.weight_sync.stream import Announcement
+from qurl_megatron.weight_sync.stream import channel_name
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
 # over 1 Gb/s, and a server compiles its kernels in the first publish.
@@ -32,8 +33,6 @@ PEER_TIMEOUT_S = 60.0
 
 # A server that ends a channel says why in its answer, which may come this much later.
 ANSWER_GRACE_S = 5.0
-
-_POLL_S = 0.05
 
 
 class PublishError(SharedError, RuntimeError):
@@ -48,28 +47,23 @@ class Link:
     """
 
     def __init__(
-        self,
-        fleet: Fleet,
-        member: Member,
-        carrier: Carrier | None,
-        timeout_s: float,
-        pause_mode: PauseMode,
+        self, fleet: Fleet, member: Member, timeout_s: float, pause_mode: PauseMode
     ) -> None:
         self.failure: RuntimeError | None = None
-        self.endpoint: Endpoint | None = None  # to which the senders connect
-        self.store: dist.TCPStore | None = None  # of the rendezvous
+        self.endpoint: Endpoint | None = None  # at which the senders reach the server
+        self.store: dist.TCPStore | None = None  # of the endpoint
         self.token = ""  # names the parameters that the server has handed out
         self._parameters: list[dict[str, str]] | None = None  # until all ranks have them
         self._version: int | None = None  # that the server was verified to hold
         self._takes_delta = False
         self._is_paused = False
-        self._answer_by: float | None = None  # a time of the monotonic clock
+        # Once all was sent: the time that is left to the answer, and what to say if none comes.
+        self._all_sent: Future[tuple[float, str]] = Future()
         self._fleet = fleet
         self._member = member
-        server = member.server
-        self._carrier: Carrier = carrier or backend_to(server.gpus if server.is_local else [])
         self._timeout_s = timeout_s
-        self._control = ServerControl(server, pause_mode, timeout_s)
+        self._pause_mode = pause_mode
+        self._control = ServerControl(member.server, pause_mode, timeout_s)
         self._thread = ThreadPoolExecutor(1)
         self._requests = ThreadPoolExecutor(1)  # a request that is answered after all transfers
         self._pause = contextlib.ExitStack()
@@ -93,10 +87,10 @@ class Link:
         """Return True if the server was verified to hold this version, and is not lost."""
         return self._version == version and not self.is_lost
 
-    def begin(self, *, takes_delta: bool = False, num_senders: int = 0) -> None:
+    def begin(self, *, takes_delta: bool = False, num_senders: int = 0) -> Future[None]:
         """Pause the server, after opening channels to `num_senders` senders if there are none."""
         self.failure, self._version, self._takes_delta = None, None, takes_delta
-        self._answer_by = None
+        self._all_sent = Future()
         if not self._is_paused:
             self._pause.enter_context(self._fleet.pausing(self._member))
         is_new = num_senders > 0 and self.endpoint is None
@@ -110,7 +104,7 @@ class Link:
                 self._control.pause()
                 self._is_paused = True
 
-        self._do(work)
+        return self._do(work)
 
     def hand_out(self) -> Future[None]:
         """Have the server hand out its parameters, if it has not done so."""
@@ -127,14 +121,17 @@ class Link:
         parameters, self._parameters = self._parameters, None
         return parameters
 
-    def receive(self, request: Announcement, version: int) -> Future[None]:
+    def receive(self, request: Manifest, version: int) -> None:
         """Have the server load what the request announces."""
-        return self._do(lambda: self._await_answer(request, version))
+        self._do(lambda: self._await_answer(request, version))
 
     def sent(self, failed: dict[str, RuntimeError]) -> None:
         """Limit the time to the answer: all was sent. Channels are formed anew if any `failed`."""
-        self._answer_by = time.monotonic() + self._timeout_s
-        if self.endpoint is not None and self.endpoint.token in failed:
+        failure = failed.get(self.endpoint.token) if self.endpoint else None
+        if failure is None:
+            self._all_sent.set_result((self._timeout_s, "did not load its weights in time"))
+        else:
+            self._all_sent.set_result((ANSWER_GRACE_S, str(failure)))
             self._do(self._leave)
 
     def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
@@ -178,57 +175,52 @@ class Link:
     def _open_endpoint(self) -> None:
         """Open a store in which the senders and the server meet."""
         server = self._member.server
-        rendezvous = Rendezvous(
+        endpoint = GroupEndpoint(
             token=f"weights-{secrets.token_hex(8)}",
-            address=address_towards(server),
+            address=self._control.own_address(),
             port=0,
-            carrier=self._carrier,
+            backend=backend_to(server.gpus if server.is_local else []),
             num_ranks=server.tensor_parallel_size,
             timeout_s=self._timeout_s,
         )
-        self.store = rendezvous.host()
-        self.endpoint = dataclasses.replace(rendezvous, port=self.store.port)
+        self.store = endpoint.store(is_host=True)
+        self.endpoint = dataclasses.replace(endpoint, port=self.store.port)
 
     def _connect_server(self, num_senders: int) -> None:
         """Have the server join the channel of each sender."""
-        rendezvous = self.endpoint
-        assert isinstance(rendezvous, Rendezvous)
+        endpoint = self.endpoint
+        assert isinstance(endpoint, GroupEndpoint)
         for sender in range(num_senders):
             self._control.init_weights_group(
-                rendezvous.address,
-                rendezvous.port,
+                endpoint.address,
+                endpoint.port,
                 rank_offset=1,
-                world_size=1 + rendezvous.num_ranks,
-                group_name=rendezvous.channel(sender),
-                backend=rendezvous.backend,
+                world_size=1 + endpoint.num_ranks,
+                group_name=channel_name(endpoint.token, sender),
+                backend=endpoint.backend,
             )
 
-    def _await_answer(self, request: Announcement, version: int) -> None:
+    def _await_answer(self, request: Manifest, version: int) -> None:
         """Send a request, and wait until the server has loaded what it announces.
 
         Raises:
             ServerFailed: it failed, or hung, or a channel to it was given up.
         """
-        endpoint, store = self.endpoint, self.store
         answer = self._requests.submit(
             self._control.update_weights,
             request.names,
             request.dtypes,
             request.shapes,
-            group_name=endpoint.channel(0) if isinstance(endpoint, Rendezvous) else "",
+            group_name=self.endpoint.token if self.endpoint else "",
             weight_version=version,
         )
-        given_up = ""
-        while not answer.done():
-            with contextlib.suppress(TimeoutError):
-                answer.exception(timeout=_POLL_S)
-                break
-            now = time.monotonic()
-            if not given_up and store is not None and (given_up := is_given_up(store)):
-                self._answer_by = min(self._answer_by or now + ANSWER_GRACE_S, now + ANSWER_GRACE_S)
-            if self._answer_by is not None and now > self._answer_by:
-                self._requests = ThreadPoolExecutor(1)  # the other waits until the server ends
-                raise self._member.server.failed(given_up or "did not load its weights in time")
+        either: list[Future[Any]] = [answer, self._all_sent]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not answer.done():
+            left_s, otherwise = self._all_sent.result()
+            wait([answer], left_s)
+            if not answer.done():
+                raise self._member.server.failed(otherwise)
         answer.result()
 
     def _leave(self, notice_s: float = NOTICE_S) -> None:
@@ -237,6 +229,37 @@ class Link:
             give_up(self.store, self.url)
             time.sleep(notice_s)
         self.endpoint, self.store, self.token, self._parameters = None, None, "", None
+
+
+class HttpLink(Link):
+    """Global rank 0's connection to a server that was started elsewhere.
+
+    The server listens, and answers each bucket to the sender.
+    """
+
+    def sent(self, failed: dict[str, RuntimeError]) -> None:
+        """Fail as the senders' channels did."""
+        failure = failed.get(self.endpoint.token) if self.endpoint else None
+        if failure is not None:
+
+            def fail() -> None:
+                raise failure
+
+            self._do(fail)
+
+    def _open_endpoint(self) -> None:
+        self.endpoint = HttpEndpoint(
+            token=f"weights-{secrets.token_hex(8)}",
+            server=self._member.server,
+            timeout_s=self._timeout_s,
+            flush_cache=self._pause_mode == "retract",
+        )
+
+    def _connect_server(self, num_senders: int) -> None:
+        """Do nothing."""
+
+    def _await_answer(self, request: Manifest, version: int) -> None:
+        """Do nothing."""
 
 
 def verify(control: ServerControl, sent: dict[str, int]) -> None:

@@ -13,28 +13,27 @@ For each server a publish is all or nothing:
 - It resumes only if every tensor's checksum, computed from the learner's shards before they were
   sent, equals the checksum of the parameters that the server's layers multiply with.
 
-A publish sends a delta (`delta.py`), what changed since the last publish, to each server that has
-been verified to hold the version before. All others get all tensors, a key frame: a server that
-joins, all servers of a run that resumes, and all after a publish that no server could verify. A
-server that does not hold the right weights after a delta, or refuses it, gets a key frame in the
-same publish. Whatever was sent, the checksums of all tensors are compared.
+A server that was verified to hold the version before gets a delta (`delta.py`): what changed since
+then. Every other server gets a key frame: all tensors. That is a server that joins, each server of
+a run that resumes, and each after a publish that no server was verified to hold. A server that
+refuses a delta, or does not hold the right weights after it, gets a key frame in the same publish.
+The checksums that are compared are always those of all tensors.
 
-Servers fail one by one. Each sender has a process group with each of them (`channel.py`), so a
-server that dies, hangs or holds other weights is dropped and reported lost, and the others never
-notice. Whatever a server is sent or asked ends after `PEER_TIMEOUT_S`. If servers were reached and
-not one of them holds what it was sent, the servers are not to blame: the publish raises
-`PublishError`.
+Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
+as lost. The others do not notice, because each has channels of its own (`channel.py`). Whatever a
+server is sent or asked has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and not one of
+them holds what it was sent, then the fault is not theirs: the publish raises `PublishError`.
 
-A bucket is converted once, and goes to all servers at the same time, one copy to each. The next is
-converted meanwhile, and the server loads the one before. A server that was started elsewhere gets
-it over HTTP (`remote.py`). A publish lasts as long as the slowest way.
+A bucket is converted once, and goes to all servers at the same time, one copy to each. Meanwhile
+the next is converted, and the server loads the one before. A server that was started elsewhere
+gets it over HTTP, any other by a process group. A publish lasts as long as the slowest way.
 
 With transport `direct`, for servers on the learner's machine, nothing is sent: every rank writes
 into the servers' parameters (`direct.py`).
 
 Example, on every learner rank:
 
-    publisher = Publisher(learner, fleet, "int8", bucket_bytes=512 * 2**20, mode="auto")
+    publisher = Publisher(learner, fleet, config.quantization)
     published = publisher.publish()    # to the servers that serve or wait to join
     publisher.admit()                  # the same version, to servers that joined since
     publisher.close()
@@ -51,26 +50,20 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from qurl_megatron.config.schema import PauseMode, PublishMode, Transport, WeightFormat
+from qurl_megatron.config.schema import PauseMode, QuantizationConfig
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
-from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Carrier, Channels, Endpoint
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.channel import Channel, Endpoint, HttpEndpoint
 from qurl_megatron.weight_sync.conversion import Conversion
-from qurl_megatron.weight_sync.direct import Places
+from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
-from qurl_megatron.weight_sync.over_http import RemoteLink
+from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, HttpLink, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.stream import (
-    Announcement,
-    announce,
-    announce_delta,
-    announce_in_place,
-)
+from qurl_megatron.weight_sync.stream import announce, announce_delta, announce_in_place
 
 T = TypeVar("T")
 
@@ -85,8 +78,8 @@ class Published:
 
     version: int  # the weight version the servers serve
     num_servers: int  # servers that serve it
-    # Of a delta, of a key frame, or of both. If servers took different numbers of bytes for a
-    # bucket, because its delta was coded for some of them, the most.
+    # Of a delta, of a key frame, or of both. A bucket that was compressed for some servers only
+    # counts as the most that one of them took.
     sent_bytes: int
     conversion: Conversion  # `conversion.num_bytes` is the size of a key frame
 
@@ -101,49 +94,35 @@ class Publisher:
         self,
         learner: Learner,
         fleet: Fleet,
-        weight_format: WeightFormat,
-        bucket_bytes: int,
-        carrier: Carrier | None = None,
-        timeout_s: float = PEER_TIMEOUT_S,
+        quantization: QuantizationConfig,
+        *,
         pause_mode: PauseMode = "retract",
-        mode: PublishMode = "full",
-        transport: Transport = "broadcast",
-        keep: Sequence[str] = (),
-        has_remote: bool = False,
+        timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         """Store the settings; send nothing.
 
         Args:
             fleet: the servers, on global rank 0.
-            weight_format: the format in which the servers were started.
-            bucket_bytes: largest bucket; see `reshard.Converter`.
-            carrier: None: NCCL if learner and server have GPUs of their own, else gloo.
-            timeout_s: time that a server has for each answer and each transfer.
+            quantization: the run's, with the format and the layers in BF16 that the servers were
+                started with.
             pause_mode: the run's `rollout.pause_mode`.
-            mode: the run's `quantization.publish`.
-            transport: the run's `quantization.transport`.
-            keep: the layers that the servers were started to hold in BF16, as in
-                `quantization.keep`.
-            has_remote: some of the servers were started elsewhere; their deltas may be coded.
+            timeout_s: time that a server has for each answer and each transfer.
         """
         self.version = 0
-        self._mode = mode
-        self._transport = transport
+        self._settings = quantization
         self._pause_mode = pause_mode
         self._fleet = fleet
-        self._carrier = carrier
         self._timeout_s = timeout_s
         self._converter = Converter(
             learner,
-            weight_format,
-            bucket_bytes,
-            keeps_codes=mode != "full",
-            keep=keep,
-            with_steps=has_remote,
+            quantization.format,
+            quantization.bucket_bytes,
+            keeps_codes=quantization.publish != "full",
+            keep=quantization.keep,
         )
         self._links: dict[Member, Link] = {}  # on global rank 0
-        self._channels = Channels()
-        self._places = Places()
+        self._channels: dict[str, Channel] = {}  # of a sender, by the endpoint's token
+        self._parameters = ServerParameters()
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
         self._base: int | None = None
@@ -202,16 +181,16 @@ class Publisher:
         return outcome[0]
 
     def close(self) -> None:
-        """Leave the process groups; the servers keep the last version."""
+        """Leave the servers, which keep the last version."""
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._channels.keep([], 0)
+        self._open_channels([])
 
     @cached_property
-    def _key_frame(self) -> Announcement:
+    def _key_frame(self) -> Manifest:
         """What announces all tensors; empty on all ranks but global rank 0. Collective."""
-        return announce(to_rank_zero(self._converter.descriptions(), self._converter.senders))
+        return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
 
     @cached_property
     def _is_on_one_machine(self) -> bool:
@@ -221,17 +200,13 @@ class Publisher:
         return len(set(machines)) == 1
 
     def _link(self, members: list[Member]) -> list[Link]:
-        """Return the connections to these servers, and close those to lost ones."""
+        """Return the links to these servers, and close those to lost ones."""
         for member in [member for member in self._links if member.state == "lost"]:
             self._links.pop(member).close()
         for member in members:
             if member not in self._links:
-                if member.server.is_remote:
-                    link: Link = RemoteLink(self._fleet, member, self._timeout_s, self._pause_mode)
-                else:
-                    link = Link(
-                        self._fleet, member, self._carrier, self._timeout_s, self._pause_mode
-                    )
+                kind = HttpLink if member.server.is_remote else Link
+                link = kind(self._fleet, member, self._timeout_s, self._pause_mode)
                 self._links[member] = link
         return [self._links[member] for member in members]
 
@@ -245,12 +220,11 @@ class Publisher:
 
         def commit() -> tuple[int, bool]:
             num_servers = self._commit(links, conversion)
-            limit = LARGEST_DELTA * conversion.num_bytes
-            is_large = base is not None and self._mode == "auto" and sent_bytes > limit
-            return num_servers, is_large
+            may_give_up = base is not None and self._settings.publish == "auto"
+            return num_servers, may_give_up and sent_bytes > LARGEST_DELTA * conversion.num_bytes
 
-        num_servers, is_large = from_rank_zero(commit)
-        self._converter.keeps_codes &= not is_large
+        num_servers, gives_up = from_rank_zero(commit)
+        self._converter.keeps_codes &= not gives_up
         if num_servers and self._converter.keeps_codes:
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
@@ -261,13 +235,14 @@ class Publisher:
         Raises:
             PublishError: the transport is `direct`, and a server is on another machine.
         """
-        if self._transport == "broadcast" or self._mode != "full":
+        transport = self._settings.transport
+        if transport == "broadcast" or self._settings.publish != "full":
             return False
         one_machine = self._is_on_one_machine
 
         def is_possible() -> bool:
             remote = [link.url for link in links if not (link.is_local and one_machine)]
-            if remote and self._transport == "direct":
+            if remote and transport == "direct":
                 raise PublishError(
                     f"quantization.transport=direct: server {remote[0]} and the learner are not "
                     "all on one machine; set it to broadcast or auto"
@@ -280,14 +255,14 @@ class Publisher:
         """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
         senders = self._converter.senders
         if dist.get_rank() in senders:
-            self._channels.prepare()
+            import sglang.srt.utils  # noqa: F401  # takes seconds, which servers would wait for
         # The first request is a key frame: it is complete when all senders are prepared.
         request = self._key_frame if base is None else announce_delta(base, len(senders))
         paused = []
         for link in links:
-            link.begin(takes_delta=base is not None, num_senders=len(senders))
-            receiving = link.receive(request, self.version)
-            paused += [receiving] if isinstance(link, RemoteLink) else []
+            pausing = link.begin(takes_delta=base is not None, num_senders=len(senders))
+            paused += [pausing] if isinstance(link, HttpLink) else []
+            link.receive(request, self.version)
 
         def open_endpoints() -> tuple[list[Endpoint], list[str]]:
             _wait(paused)  # nothing else keeps the senders until these servers are
@@ -295,47 +270,59 @@ class Publisher:
             return endpoints, [end.token for link in links if (end := link.endpoint)]
 
         endpoints, tokens = from_rank_zero(open_endpoints)
-        sent_bytes, failed = 0, dict[str, RuntimeError]()
         if dist.get_rank() in senders:
-            self._channels.keep(endpoints, senders.index(dist.get_rank()))
+            self._open_channels(endpoints)
+        sizes: list[int] = []  # of what was sent for each bucket
 
         def send(bucket: Bucket) -> Callable[[], None]:
-            wait = self._channels.send(tokens, bucket, self.version, announced=base is None)
+            sending = [self._channels[token].send(bucket, self.version) for token in tokens]
+            return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
-            def release() -> None:
-                nonlocal sent_bytes
-                sent_bytes += wait()
-
-            return release
-
-        def all_sent() -> None:
-            # A server reads the senders of a delta in turn, each to its end.
-            if base is not None and dist.get_rank() in senders:
-                self._channels.end(tokens)
-
-        conversion = self._converter.convert(send, base=base, all_sent=all_sent)
-        if dist.get_rank() in senders:
-            failed = self._channels.failed()
-        reports = to_rank_zero((sent_bytes, failed), senders)
-        failures = {token: why for _, broken in reports for token, why in broken.items()}
+        # Compressed deltas become much smaller if they are relative.
+        is_relative = any(isinstance(endpoint, HttpEndpoint) for endpoint in endpoints)
+        conversion = self._converter.convert(send, base=base, is_relative=is_relative)
+        own: dict[str, RuntimeError] = {}
+        for token, channel in self._channels.items():
+            if channel.failure is not None:
+                own[token] = channel.failure
+        sent_bytes = 0
+        failed: dict[str, RuntimeError] = {}
+        for num_bytes, failures in to_rank_zero((sum(sizes), own), senders):
+            sent_bytes += num_bytes
+            failed |= failures
         for link in links:
-            link.sent(failures)
-        return sum(number for number, _ in reports), conversion
+            link.sent(failed)
+        return sent_bytes, conversion
+
+    def _open_channels(self, endpoints: Sequence[Endpoint]) -> None:
+        """Have channels to these endpoints and no other, as a sender."""
+        tokens = {endpoint.token for endpoint in endpoints}
+        for token in self._channels.keys() - tokens:
+            self._channels.pop(token).close()
+        for endpoint in endpoints:
+            if endpoint.token not in self._channels:
+                number = self._converter.senders.index(dist.get_rank())
+                self._channels[endpoint.token] = endpoint.open(number)
 
     def _write(self, links: list[Link]) -> Conversion:
         """Write the weights into the servers' parameters."""
         for link in links:
             link.begin()
         _wait([link.hand_out() for link in links])
-        places, paused = from_rank_zero(
-            lambda: (
-                {link.token: link.new_parameters() for link in self._links.values() if link.token},
-                [link.token for link in links if link.token],
-            )
-        )
-        self._places.attach({name: new for name, new in places.items() if new is not None})
-        self._places.keep(places, paused)
-        conversion = self._converter.write(self._places)
+
+        def hand_out() -> tuple[dict[str, list[dict[str, str]]], list[str], list[str]]:
+            new = {}
+            for link in self._links.values():
+                parameters = link.new_parameters()
+                if parameters is not None:
+                    new[link.token] = parameters
+            held = [link.token for link in self._links.values() if link.token]
+            return new, held, [link.token for link in links if link.token]
+
+        new, held, paused = from_rank_zero(hand_out)
+        self._parameters.attach(new)
+        self._parameters.keep(held, paused)
+        conversion = self._converter.write(self._parameters)
         for link in links:
             link.receive(announce_in_place(), self.version)
             link.sent({})

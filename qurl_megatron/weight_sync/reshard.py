@@ -1,30 +1,30 @@
-"""The resharding converter: a learner's shards -> quantized full tensors -> buckets.
+"""From a learner's shards to the tensors that servers load.
 
-The learner's weights are split over tensor-parallel ranks and pipeline stages, in Megatron's
-layout. The servers want full tensors under Hugging Face names, quantized. One pass of the converter
-gets from one to the other:
+What happens to one weight, of which each tensor-parallel rank has a shard in Megatron's layout:
 
-    shard --split--> parts --absmax (max-reduced over TP)--> codes, scales --gather--> bucket
+1. The shard is split into this rank's parts of the weights that Hugging Face names.
+2. Each part's absmax is taken, for each block of one scale. Where such a block lies on several
+   ranks (as a row of a row-parallel layer does), they share the largest.
+3. The part is quantized. Codes and scales go into this rank's part of a bucket.
+4. Its checksum, its drift, and whether it holds NaN or infinity are measured.
+5. The ranks' parts are gathered on their first rank, which sends the full bucket. Or each rank
+   compares its part with what it sent last, and only changes (`delta.py`) are gathered. Or it
+   writes its part into servers' parameters (`direct.py`).
 
 Invariants, each with a test:
 - Quantize before gather. Only codes, scales and unquantized tensors cross ranks, never a linear
   layer in full precision.
 - The codes do not depend on the layout: they are those of quantizing the full tensor, byte for
-  byte. If a block of one scale lies on several tensor-parallel ranks (as a row of a row-parallel
-  layer does), its absmax is max-reduced over them first.
+  byte. So a delta holds what turns the tensors of the last pass into those of this one.
 - A bucket holds at most `bucket_bytes`, or a single larger weight with its scales.
 - Beside the model, a rank holds at most two buckets and one tensor: while it converts, the bucket
-  that is on its way and the next one, of which other ranks than a sender hold their part; while it
-  gathers, the full bucket and its parts. A bucket is released before the next is gathered.
+  that is on its way and its own part of the next; while it gathers, the full bucket and the parts
+  of all ranks. A bucket is released before the next is gathered.
+- A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
 - A GPU is waited for once in a pass: what is measured stays on it until the end (`conversion.py`).
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
   what it gathered itself.
-
-A converter that keeps codes keeps this rank's parts of all buckets, a byte for each quantized and
-two for each other parameter. Its next pass can then send a delta: each rank compares its parts with
-the kept ones, and only what changed (`delta.py`) is gathered. A delta holds, byte for byte, what
-turns the tensors of the last pass into those of this one, for any layout.
 
 Example, on every learner rank:
 
@@ -32,12 +32,12 @@ Example, on every learner rank:
     conversion = converter.convert(send)  # each sender calls send(bucket) for each of its buckets
     conversion.checksums                  # the servers' must be equal; complete on global rank 0
     converter.convert(send, base=1)       # what changed since the last pass, which was version 1
-    converter.write(places)               # or into the parameters of servers on this machine
+    converter.write(parameters)           # or into the parameters of servers on this machine
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -53,18 +53,18 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part
-from qurl_megatron.weight_sync.bucket import Bucket, Description
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 from qurl_megatron.weight_sync.conversion import Conversion, Measures
-from qurl_megatron.weight_sync.delta_buckets import Deltas, Release, Send
-from qurl_megatron.weight_sync.direct import Places, write
+from qurl_megatron.weight_sync.direct import ParameterWriter, ServerParameters
 from qurl_megatron.weight_sync.drift import EXPERT_ROWS, MEASURED_ROWS, DriftMeter
 from qurl_megatron.weight_sync.gather import (
+    DeltaGatherer,
+    Gatherer,
+    Send,
     Team,
-    empty_full,
-    empty_part,
+    WholeGatherer,
+    delta_bucket,
     find_senders,
-    gather,
-    part_views,
     to_rank_zero,
 )
 from qurl_megatron.weight_sync.layout import (
@@ -87,7 +87,6 @@ class Converter:
         *,
         keeps_codes: bool = False,
         keep: Sequence[str] = (),
-        with_steps: bool = False,
     ) -> None:
         """Store the settings; allocate nothing.
 
@@ -96,21 +95,20 @@ class Converter:
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
             keep: the run's `quantization.keep`.
-            with_steps: deltas tell steps, so that they can be coded; a byte for each change.
         """
         self.keeps_codes = keeps_codes
         self._learner = learner
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
-        self._with_steps = with_steps
         num_experts = learner.architecture.num_experts
         # The rows of experts that are measured are as many as those of one weight, if possible.
         self._meters = {
             False: DriftMeter(),
             True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
         }
-        self._plans: dict[int, list[PlannedBucket]] = {}  # by number of the team
-        self._kept: list[Bucket] = []  # this rank's part of each bucket in the last pass
+        # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
+        self._plans: dict[bool, list[PlannedBucket]] = {}
+        self._kept: dict[bool, list[Bucket]] = {False: [], True: []}
         layers = kept_layers(keep, learner.architecture)
         self._unquantized = {f"{layer}.weight" for layer in layers}
 
@@ -127,21 +125,14 @@ class Converter:
         """The global ranks that send, in order. All learner ranks must ask at the same time."""
         return find_senders(self.teams)
 
-    def descriptions(self) -> list[Description]:
+    def manifests(self) -> list[Manifest]:
         """Return the buckets that this rank sends in every pass that is no delta, in order."""
         return [
-            Description.of((tensor.name, tensor.dtype, tensor.shape) for tensor in planned.tensors)
-            for number, team in enumerate(self.teams)
-            if team.sends
-            for planned in self._plan(number)
+            planned.manifest() for team in self.teams if team.sends for planned in self._plan(team)
         ]
 
     def convert(
-        self,
-        send: Send,
-        *,
-        base: int | None = None,
-        all_sent: Callable[[], None] = lambda: None,
+        self, send: Send, *, base: int | None = None, is_relative: bool = False
     ) -> Conversion:
         """Convert the current weights, and return their checksums and drift.
 
@@ -150,93 +141,66 @@ class Converter:
         tensors or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
 
         Args:
-            base: the version that the last pass was sent as; what changed since is sent, as buckets
-                of `delta.py`. None: all is sent.
-            all_sent: called after this rank's last bucket, before ranks wait for each other.
+            base: the version as which the last pass was sent. What changed since is sent, in
+                buckets of `delta.py`; the last of them is empty. None: all is sent.
+            is_relative: what changed is sent as by how much elements moved.
         """
-        if not self.keeps_codes:
-            self._kept.clear()
-        numbers = iter(range(2**31))  # of buckets, over all teams
-
-        def convert_team(team: Team, plan: Iterator[PlannedBucket], measures: Measures) -> None:
-            deltas = None
+        conversions = []
+        for team in self.teams:
+            gatherer: Gatherer = WholeGatherer(send, team)
             if base is not None:
-                deltas = Deltas(send, base, self._bucket_bytes, team, with_steps=self._with_steps)
-            # What is kept or compared is this rank's part alone. Else rank 0 makes its part in the
-            # bucket that is sent, and nothing of it is copied.
-            is_leader = team.rank == 0 and team.size > 1
-            is_full = is_leader and base is None and not self.keeps_codes
-            release: Release = None
-            for planned, number in zip(plan, numbers, strict=False):  # `plan` ends first
-                tensors = planned.tensors
-                own = empty_full(tensors) if is_full else empty_part(tensors, team.rank)
-                self._convert_bucket(
-                    planned,
-                    part_views(own, tensors, 0) if is_full else dict(own.tensors()),
-                    team,
-                    measures,
-                )
-                if deltas is not None:
-                    deltas.add(tensors, self._kept[number], own)
-                else:
-                    if release:
-                        release()  # before memory for the parts of other ranks is allocated
-                        release = None
-                    bucket = gather(tensors, own, team, is_full=is_full)
-                    if bucket is not None:
-                        release = send(bucket)
-                    del bucket
-                if self.keeps_codes:
-                    self._kept[number : number + 1] = [own]
-                del own  # before the next is allocated
-            if deltas is not None:
-                deltas.finish()
+                limit = self._bucket_bytes
+                gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
+            conversions.append(self._convert_team(team, gatherer))
+        if base is not None and any(team.sends for team in self.teams):
+            release = send(delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device())))
             if release:
                 release()
+        return self._complete(conversions)
 
-        return self._pass(convert_team, all_sent)
-
-    def write(self, places: Places) -> Conversion:
+    def write(self, parameters: ServerParameters) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
         Collective, as `convert` is. Every rank writes its own parts, and nothing is gathered.
         """
+        return self._complete(
+            [self._convert_team(team, ParameterWriter(parameters, team)) for team in self.teams]
+        )
 
-        def write_team(team: Team, plan: Iterator[PlannedBucket], measures: Measures) -> None:
-            for planned in plan:
-                shared = self._share_absmax(planned, team, measures)
-                write(planned, places, team.rank, self._format, shared, measures)
+    def _convert_team(self, team: Team, destination: Gatherer | ParameterWriter) -> Conversion:
+        """Convert this rank's parts of a team's tensors, and return what was measured of them."""
+        if not team.converts:
+            if self._format == "masters":
+                # The first replica gathers this rank's part.
+                for _ in self._learner.masters(of_experts=team.of_experts):
+                    pass
+            return Conversion()
+        measures = Measures(self._meters[team.of_experts], self._format)
+        kept = self._kept[team.of_experts]
+        if not self.keeps_codes:
+            kept.clear()
+        for number, planned in enumerate(self._plan(team)):
+            own = Bucket.empty(planned.manifest_on(team.rank), device())
+            self._convert_bucket(planned, own, team, measures)
+            destination.add(planned, own, kept[number] if number < len(kept) else None)
+            if self.keeps_codes:
+                kept[number : number + 1] = [own]
+            del own  # before the next is allocated
+        destination.finish()
+        return measures.finish(team)
 
-        return self._pass(write_team)
+    def _complete(self, conversions: list[Conversion]) -> Conversion:
+        """Return what was measured of all tensors; on rank 0 also what other senders measured."""
+        own = Conversion.merged(conversions)
+        return Conversion.merged(to_rank_zero(own, self.senders) or [own])
 
-    def _pass(
-        self,
-        convert_team: Callable[[Team, Iterator[PlannedBucket], Measures], None],
-        all_sent: Callable[[], None] = lambda: None,
-    ) -> Conversion:
-        """Go through the weights of each team; return what was measured, complete on rank 0."""
-        senders, own = self.senders, []
-        for number, team in enumerate(self.teams):
-            if not team.converts:
-                if self._format == "masters":
-                    # The first replica gathers this rank's part.
-                    for _ in self._learner.masters(of_experts=team.of_experts):
-                        pass
-                continue
-            measures = Measures(self._meters[team.of_experts], self._format)
-            convert_team(team, measures.noting(self._plan(number)), measures)
-            own.append(measures.finish(team))
-        all_sent()
-        conversion = Conversion.merged(own)
-        return Conversion.merged(to_rank_zero(conversion, senders) or [conversion])
-
-    def _plan(self, number: int) -> list[PlannedBucket] | Iterator[PlannedBucket]:
+    def _plan(self, team: Team) -> Iterable[PlannedBucket]:
         """Return the buckets of a team; planned once, unless the weights are gathered for it."""
         if self._format == "masters":
-            return self._plan_buckets(self.teams[number])
-        if number not in self._plans:
-            self._plans[number] = list(self._plan_buckets(self.teams[number]))
-        return self._plans[number]
+            return self._plan_buckets(team)
+        if team.of_experts not in self._plans:
+            self._plans[team.of_experts] = list(self._plan_buckets(team))
+        return self._plans[team.of_experts]
 
     def _plan_buckets(self, team: Team) -> Iterator[PlannedBucket]:
         bucket: list[SentWeight] = []
@@ -265,9 +229,11 @@ class Converter:
                     yield SentWeight.plain(part, torch.float32 if masters else torch.bfloat16)
 
     def _convert_bucket(
-        self, planned: PlannedBucket, views: dict[str, Tensor], team: Team, measures: Measures
+        self, planned: PlannedBucket, own: Bucket, team: Team, measures: Measures
     ) -> None:
-        """Write this rank's part of a bucket into `views`, by name, and measure it."""
+        """Write this rank's part of a bucket, and measure it."""
+        measures.begin(planned)
+        views = dict(own.tensors())
         shared = self._share_absmax(planned, team, measures)
         summed = set()
         for weight in planned.weights:
@@ -291,12 +257,14 @@ class Converter:
         shared: tuple[Tensor, Tensor] | None,
         measures: Measures,
     ) -> bool:
-        """Write this rank's codes and scales of a weight into `views`.
+        """Write this rank's codes and scales of a weight, and measure them.
 
         Return whether the codes' checksum was measured on the way.
 
-        `shared` has absmax (of the blocks the part touches) and scale (of all blocks) of a weight
-        whose blocks lie on several ranks.
+        Args:
+            views: where the tensors go, by name.
+            shared: if blocks of the weight lie on several ranks, the absmax of those that this
+                rank's part touches, and the scales of all.
         """
         absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
@@ -330,8 +298,8 @@ class Converter:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
-        Return, for each such weight by name, the absmax of the blocks that this rank's part touches
-        and the scales of all blocks.
+        Return for each weight that has such blocks, by name, the absmax of those that this rank's
+        part touches, and the scales of all.
         """
         parts: list[TensorPart] = [
             weight.part

@@ -102,9 +102,8 @@ class Deployment:
         )
         stack.enter_context(closing(self.fleet))
         self.fleet.watch(lambda: self.roster)
-        self.publisher = Publisher(
-            self.learner, self.fleet, "int8", BUCKET_BYTES, timeout_s=PEER_TIMEOUT_S
-        )
+        settings = QuantizationConfig(bucket_bytes=BUCKET_BYTES)
+        self.publisher = Publisher(self.learner, self.fleet, settings, timeout_s=PEER_TIMEOUT_S)
         stack.enter_context(closing(self.publisher))
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.client = RolloutClient(self.fleet, tokenizer, [EOS_TOKEN_ID])

@@ -27,8 +27,7 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, start_server, wait_ready
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.link import PublishError, verify
-from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
-from qurl_megatron.weight_sync.stream import announce, channel_name
+from qurl_megatron.weight_sync.stream import announce
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 START_TIMEOUT_S = 300.0
@@ -42,21 +41,14 @@ PROMPTS = [
 
 
 class Sender:
-    """A sender of weights to one server, like rank 0 of a learner.
+    """A sender of weights to one server, like rank 0 of a learner."""
 
-    If `shared`, the server reads them from this process's memory.
-    """
-
-    def __init__(
-        self, server: Server, *, shared: bool = False, pause_mode: PauseMode = "retract"
-    ) -> None:
+    def __init__(self, server: Server, *, pause_mode: PauseMode = "retract") -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from sglang.srt.utils import init_custom_process_group
 
         self.control = ServerControl(server, pause_mode)
-        self._shared = shared
-        # The name must be unique among the groups of this process.
-        self._group_name = channel_name(server.url, 0, GROUP_SUFFIX if shared else "")
+        self._group_name = server.url  # unique among the groups of this process
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         world_size = 1 + server.tensor_parallel_size
@@ -85,14 +77,13 @@ class Sender:
         self.control.pause()
         receiving = self._thread.submit(
             self.control.update_weights,
-            *request,
+            request.names,
+            request.dtypes,
+            request.shapes,
             group_name=self._group_name,
             weight_version=version,
         )
-        message = describe(bucket.flat) if self._shared else bucket.flat
-        torch.distributed.broadcast(message, src=0, group=self._group)
-        if self._shared:
-            torch.distributed.barrier(group=self._group)  # the server has read it
+        torch.distributed.broadcast(bucket.flat, src=0, group=self._group)
         receiving.result()
         self.control.resume()
 

@@ -30,7 +30,7 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Channel, Connection
+from qurl_megatron.weight_sync.channel import Channel
 from qurl_megatron.weight_sync.link import PublishError
 
 PROMPTS = [
@@ -146,14 +146,14 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
         link for member, link in both.publisher._links.items() if member.server.pid == lost.pid
     )
     assert link.endpoint is not None
-    its_channel = both.publisher._channels._open[link.endpoint.token]
-    sent: list[Connection] = []
+    its_channel = both.publisher._channels[link.endpoint.token]
+    sent: list[Channel] = []
 
-    def send(channel: Channel, bucket: Bucket, version: int, *, announced: bool) -> Future[int]:
+    def send(channel: Channel, bucket: Bucket, version: int) -> Future[int]:
         sent.append(channel)
         if channel is its_channel and sent.count(channel) == 2:
             send_signal(lost, number)
-        return original(channel, bucket, version, announced=announced)
+        return original(channel, bucket, version)
 
     original = Channel.send
     monkeypatch.setattr(Channel, "send", send)

@@ -20,7 +20,6 @@ from e2e.serving import (
     PROMPTS,
     START_TIMEOUT_S,
     Deployment,
-    Sender,
     assert_checksums_match_the_held_tensors,
     assert_reloads_bit_for_bit,
     joined,
@@ -28,10 +27,8 @@ from e2e.serving import (
 )
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.preload import Preload
-from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.server import ServerFailed, start_server, wait_ready
-from qurl_megatron.weight_sync.link import verify
 from tiny import EOS_TOKEN_ID, quantized
 
 torch.set_num_threads(1)
@@ -191,14 +188,6 @@ def test_the_prefix_cache_never_serves_old_weights(deployment: Deployment) -> No
 
 def test_the_server_returns_the_checksum_of_every_tensor(deployment: Deployment) -> None:
     assert_checksums_match_the_held_tensors(deployment, CORRUPTED)
-
-
-def test_a_server_can_read_weights_from_shared_memory(deployment: Deployment) -> None:
-    sender = Sender(deployment.server, shared=True)
-    for weights in deployment.weights:
-        sender.send(weights)
-        verify(sender.control, {name: checksum(tensor) for name, tensor in weights.items()})
-    sender.close()
 
 
 def test_two_ranks_return_the_checksums_of_full_tensors(two_ranks: Deployment) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,11 +20,14 @@ import torch
 from transformers import AutoTokenizer
 
 from batches import score
-from distributed import run_ranks
 from e2e.reference import Reference
-from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
+from qurl_megatron.config.schema import (
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    ServerConfig,
+)
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum, combine
@@ -31,11 +35,7 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.roster import read_roster, save_roster
-from qurl_megatron.rollout.server import (
-    Server,
-    start_server,
-    wait_ready,
-)
+from qurl_megatron.rollout.server import Server, start_server, wait_ready
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S
 from qurl_megatron.weight_sync.publish import Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
@@ -61,15 +61,14 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployment(
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch_module: pytest.MonkeyPatch,
-    preload: Preload | None,
+    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
 ) -> Iterator[Deployment]:
-    monkeypatch_module.setenv("GLOO_SOCKET_IFNAME", "lo")
     directory = tmp_path_factory.mktemp("two")
     model = build_tiny_model(directory / "model")
     config = ServerConfig(mem_fraction_static=0.6, max_total_tokens=8192)
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         servers = []
         for index in range(2):
             log = directory / f"server_{index}.log"
@@ -91,17 +90,16 @@ def deployment(
         stack.enter_context(closing(learner))
         wait_ready(servers, timeout_s=400)
         fleet = Fleet("rollout", dict(enumerate(servers)))
-        publisher = Publisher(learner, fleet, "int8", 1024 * 1024, keep=KEEP)
+        publisher = publisher_to(fleet, learner)
         stack.enter_context(closing(publisher))
         tokenizer = AutoTokenizer.from_pretrained(model)
         client = RolloutClient(fleet, tokenizer, [EOS_TOKEN_ID])
         yield Deployment(model, servers, learner, publisher, client)
 
 
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+def publisher_to(fleet: Fleet, learner: Learner, **options: Any) -> Publisher:
+    settings = QuantizationConfig(bucket_bytes=BUCKET_BYTES, keep=KEEP, **options)
+    return Publisher(learner, fleet, settings)
 
 
 def sequences_of(server: Server) -> int:
@@ -120,28 +118,20 @@ def change_weights(learner: Learner, fraction: float) -> None:
 
 
 def publish_to_both(publisher: Publisher) -> Published:
-    """Publish, and check that both servers were verified to hold the learner's weights."""
+    """Publish, and check that both servers hold it, apart from the publisher's own check."""
     published = publisher.publish()
     assert published.num_servers == 2
-    return published
-
-
-def assert_both_hold(deployment: Deployment, published: Published) -> None:
-    """Compare what the servers hold with the publish, apart from the publisher's own check."""
-    for server in deployment.servers:
-        with closing(ServerControl(server)) as control:
+    for member in publisher._fleet.members("serving"):
+        with closing(ServerControl(member.server)) as control:
             assert combine(control.checksums()) == published.conversion.checksums
-
-
-def test_one_publish_updates_both_servers(deployment: Deployment) -> None:
-    assert_both_hold(deployment, deployment.publisher.publish())
+    return published
 
 
 def test_both_servers_compute_with_kept_layers_in_bf16_and_codes_elsewhere(
     deployment: Deployment,
 ) -> None:
     """Sampled log-probs are those of the mixture, far from those of codes everywhere."""
-    published = deployment.publisher.publish()
+    published = publish_to_both(deployment.publisher)
     mixed = quantized(deployment.model, "int8", kept=KEPT)
     assert published.conversion.checksums == {name: checksum(t) for name, t in mixed.items()}
     groups = deployment.client.generate(
@@ -160,71 +150,12 @@ def test_both_servers_compute_with_kept_layers_in_bf16_and_codes_elsewhere(
     assert 3 * distances[0] < distances[1]
 
 
-def test_both_servers_read_a_bucket_from_the_learners_memory(deployment: Deployment) -> None:
+def test_both_servers_have_weights_written_into_their_parameters(deployment: Deployment) -> None:
     fleet = Fleet("rollout", dict(enumerate(deployment.servers)))
-    with closing(
-        Publisher(
-            deployment.learner,
-            fleet,
-            "int8",
-            256 * 1024,
-            "shared_memory",
-            mode="delta",
-            keep=KEEP,
-        )
-    ) as publisher:
-        for fraction in (0.5, 0.001):  # all tensors, then a delta
-            change_weights(deployment.learner, fraction)
-            published = publish_to_both(publisher)
-    assert_both_hold(deployment, published)
-
-
-def publish_from_two_stages(
-    model: Path, servers: list[Server]
-) -> tuple[list[tuple[int, int, dict[str, int]]], list[int]]:
-    """Publish all tensors, a delta and all tensors again; return what, and the senders."""
-    layout = LearnerConfig(tensor_parallel_size=1, pipeline_parallel_size=2, dtype="float32")
-    learner = Learner(model, layout, OptimizerConfig())
-    fleet = Fleet("rollout", dict(enumerate(servers)) if device.rank() == 0 else {})
-    published = []
-    with closing(
-        Publisher(learner, fleet, "int8", BUCKET_BYTES, mode="delta", keep=KEEP)
-    ) as publisher:
-        for fraction in (0.5, 0.001):
-            change_weights(learner, fraction)
-            done = publisher.publish()
-            published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
-        senders = publisher._converter.senders
-    with closing(
-        Publisher(learner, fleet, "int8", BUCKET_BYTES, "shared_memory", keep=KEEP)
-    ) as publisher:
-        change_weights(learner, 0.5)
-        done = publisher.publish()
-        published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
-    with closing(
-        Publisher(learner, fleet, "int8", BUCKET_BYTES, transport="direct", keep=KEEP)
-    ) as publisher:
+    with closing(publisher_to(fleet, deployment.learner, transport="direct")) as publisher:
         for _ in range(2):
-            change_weights(learner, 0.5)
-            done = publisher.publish()
-        published.append((done.num_servers, done.sent_bytes, done.conversion.checksums))
-    learner.close()
-    return published, senders
-
-
-def test_the_leaders_of_two_stages_send_their_own_weights(deployment: Deployment) -> None:
-    model = Path(deployment.servers[0].log_file).parent / "model"
-    (published, senders), _ = run_ranks(
-        publish_from_two_stages, 2, model, deployment.servers, timeout_s=300
-    )
-    assert senders == [0, 1]
-    (number, whole, _), (_, delta, _), (_, shared, _), (_, direct, checksums) = published
-    assert [number for number, *_ in published] == [2] * len(published)
-    assert 0 < delta < whole / 10
-    assert (shared, direct) == (whole, 0)
-    for server in deployment.servers:
-        with closing(ServerControl(server)) as control:
-            assert combine(control.checksums()) == checksums
+            change_weights(deployment.learner, 0.5)
+            assert publish_to_both(publisher).sent_bytes == 0
 
 
 def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_delta(
@@ -236,7 +167,7 @@ def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_de
     def disturb(version: int) -> None:
         """Have another learner publish to the second server, with one other weight."""
         only = Fleet("rollout", {1: deployment.servers[1]})
-        with closing(Publisher(learner, only, "int8", BUCKET_BYTES, keep=KEEP)) as stranger:
+        with closing(publisher_to(only, learner)) as stranger:
             stranger.version = version - 1
             shard = next(iter(learner.shards()))[-1]
             value = shard[0, 0].item()
@@ -244,9 +175,7 @@ def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_de
             stranger.publish()
             shard[0, 0] = value
 
-    with closing(
-        Publisher(learner, fleet, "int8", BUCKET_BYTES, mode="delta", keep=KEEP)
-    ) as publisher:
+    with closing(publisher_to(fleet, learner, publish="delta")) as publisher:
         full = publish_to_both(publisher)
         full_bytes = full.conversion.num_bytes
         assert full.sent_bytes == full_bytes
@@ -270,17 +199,13 @@ def test_a_server_without_the_version_before_gets_all_tensors_and_the_other_a_de
             assert line.startswith("server rollout_1 gets all tensors, not a delta: ")
             assert reason in line
             change_weights(learner, 0.001)
-            published = publish_to_both(publisher)
-            assert published.sent_bytes < full_bytes / 10
-            assert_both_hold(deployment, published)
+            assert publish_to_both(publisher).sent_bytes < full_bytes / 10
             assert len(said) == 1
 
 
 def test_deltas_that_do_not_pay_are_given_up(deployment: Deployment) -> None:
     fleet = Fleet("rollout", dict(enumerate(deployment.servers)))
-    with closing(
-        Publisher(deployment.learner, fleet, "int8", BUCKET_BYTES, mode="auto", keep=KEEP)
-    ) as publisher:
+    with closing(publisher_to(fleet, deployment.learner, publish="auto")) as publisher:
         sent = []
         for fraction in (0, 0.001, 0.5, 0.001):
             change_weights(deployment.learner, fraction)

@@ -19,7 +19,13 @@ from transformers import AutoTokenizer
 from e2e.reference import NEARER, MixedReference, Reference, Weights
 from e2e.serving import START_TIMEOUT_S
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, PauseMode, ServerConfig
+from qurl_megatron.config.schema import (
+    LearnerConfig,
+    OptimizerConfig,
+    PauseMode,
+    QuantizationConfig,
+    ServerConfig,
+)
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.preload import Preload
@@ -168,9 +174,9 @@ class Sampled:
 @pytest.fixture(scope="module")
 def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
     """Publish several times while requests run; answer their prompts afresh after each."""
-    publisher = Publisher(
-        deployment.learner, deployment.client.fleet, "int8", 2**20, pause_mode=pause_mode
-    )
+    settings = QuantizationConfig(bucket_bytes=2**20)
+    fleet = deployment.client.fleet
+    publisher = Publisher(deployment.learner, fleet, settings, pause_mode=pause_mode)
     publisher.version = max(deployment.sent, default=0)
     fresh = {}
     with closing(publisher), ThreadPoolExecutor() as threads:
