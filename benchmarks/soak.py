@@ -374,9 +374,7 @@ class Soak:
         shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
         for share in shares:
             learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
-        scores = [
-            each for share in shares for each in share.collect(share.scores("proximal_logprobs"))
-        ]
+        scores = [each for share in shares for each in share.collect("proximal_logprobs")]
         assert batch.token_lags is not None and batch.behaviour_logprobs is not None
         of_version = batch.loss_mask & (batch.token_lags == 0)
         differences = (torch.cat(scores) - batch.behaviour_logprobs).abs() * of_version

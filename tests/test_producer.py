@@ -373,7 +373,7 @@ def test_batches_are_those_of_a_plain_program(max_staleness: int) -> None:
             assert ids_in(batch, config.rollout.at(step)) == expected[step - 1]
             servers.version += 1
     if max_staleness == 0:  # the requests are the same as well
-        assert summary.groups_dropped == 0
+        assert summary["groups_dropped"] == 0
         requests = [(prompt.id, size.completions_per_prompt) for prompt, size in servers.asked]
         assert requests == asked
 

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from distributed import run_ranks
 from logs import write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config
-from qurl_megatron.loop.samples import choose, make_samples, pick_samples
+from qurl_megatron.loop.sampling import Sampler, make_samples
 from qurl_megatron.report import completions
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import RunRecord, read_run
@@ -67,9 +68,7 @@ def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sa
     for name, ratio in ratios.items():
         row, token = map(int, name[1:].split("_"))
         log_ratios[row][token] = math.log(ratio)
-    chosen = choose(groups, [float(each.abs().max()) for each in log_ratios], count)
-    of_chosen = {row: log_ratios[row] for row in chosen}
-    return make_samples(5, groups, chosen, of_chosen, Tokenizer())
+    return make_samples(5, groups, log_ratios, Tokenizer(), count)
 
 
 GROUPS = [group("a", [0, 0, 0]), group("b", [0, 1, -1], (0, 1)), group("c", [1, 0, 0.5])]
@@ -258,7 +257,7 @@ def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path
     assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
 
 
-def pick_from_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
+def keep_of_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
     """Pick samples of two minibatches whose proximal log-probs are (row + token) / 100 below."""
     from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
     from qurl_megatron.learner.learner import Learner
@@ -277,7 +276,20 @@ def pick_from_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
                 # The tokens of a response are 0, 1, 2, ...; response 2 of group b has the largest.
                 rows.proximal_logprobs = rows.behaviour_logprobs + rows.tokens / (100 - number)
                 rows.proximal_logprobs[~rows.loss_mask] = 9.0  # prompts do not count
-    samples = pick_samples(5, groups, shares, Tokenizer(), 4)
+    unused: Any = None
+    with closing(
+        Sampler(
+            Config(samples_per_step=4),
+            unused,
+            unused,
+            [group.prompt for group in groups],
+            Tokenizer(),
+            servers_join=unused,
+            admit=unused,
+        )
+    ) as sampler:
+        sampler._groups = groups
+        samples = sampler.samples(5, shares)
     learner.close()
     return samples
 
@@ -291,7 +303,7 @@ def test_ratios_of_the_chosen_completions_come_from_the_ranks_that_have_them(
     parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     model = build_tiny_model(tmp_path)
-    samples, others = run_ranks(pick_from_shares, 2, model, parallel)
+    samples, others = run_ranks(keep_of_shares, 2, model, parallel)
     assert others == []
     assert [(sample.kind, sample.text) for sample in samples] == [
         ("highest reward", "a1"),

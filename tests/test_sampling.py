@@ -20,7 +20,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Trai
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
 from qurl_megatron.data.scoring import Scorer, StartScoring
-from qurl_megatron.loop.sampling import Sampler, SampleSummary
+from qurl_megatron.loop.sampling import Sampler
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
 
@@ -97,7 +97,7 @@ def two_prompt_config() -> Config:
 
 def sample_step(
     tries: int, texts: dict[str, list[str]], soft_tokens: int = 0
-) -> tuple[TrainBatch, SampleSummary, list[str]]:
+) -> tuple[TrainBatch, dict[str, Any], list[str]]:
     """Sample one step of two prompts; return batch, summary, and the ids of prompts asked for."""
     config = two_prompt_config()
     config.rollout.dynamic_sampling_tries = tries
@@ -116,8 +116,8 @@ def advantage_signs(batch: TrainBatch) -> list[float]:
 
 def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> None:
     batch, summary, asked = sample_step(0, {})
-    assert len(asked) == 2 and summary.groups_replaced == 0
-    assert summary.equal_reward_fraction == 1 and summary.reward_counts == [(0.0, 4)]
+    assert len(asked) == 2 and summary["groups_replaced"] == 0
+    assert summary["equal_reward_fraction"] == 1 and summary["reward_counts"] == [(0.0, 4)]
     assert advantage_signs(batch) == [0, 0, 0, 0]
 
 
@@ -138,27 +138,27 @@ def test_zero_variance_groups_are_replaced_at_most_as_often_as_configured(tries:
     batch, summary, asked = sample_step(tries, {first: ["yes", "no"]})
     assert asked[:2] == [first, second]
     assert len(asked) == len(set(asked)) == 2 + tries  # only the second is replaced
-    assert summary.groups_replaced == tries
+    assert summary["groups_replaced"] == tries
     last = asked[-1]
     starts = batch.lengths.cumsum(0) - batch.lengths
     assert batch.tokens[starts].tolist() == [10 + int(id_) for id_ in (first, first, last, last)]
-    assert summary.reward_mean == pytest.approx(1 / (4 + 2 * tries))  # over all completions
+    assert summary["reward_mean"] == pytest.approx(1 / (4 + 2 * tries))  # over all completions
 
 
 def test_replacement_with_unequal_rewards_ends_dynamic_sampling() -> None:
     _, _, [first, second] = sample_step(0, {})
     _, _, [*_, third] = sample_step(1, {first: ["yes", "no"]})
     batch, summary, asked = sample_step(5, {first: ["yes", "no"], third: ["no", "yes"]})
-    assert asked == [first, second, third] and summary.groups_replaced == 1
-    assert summary.equal_reward_fraction == 0  # of the batch
-    assert summary.reward_counts == [(0.0, 4), (1.0, 2)]  # of all that was sampled
+    assert asked == [first, second, third] and summary["groups_replaced"] == 1
+    assert summary["equal_reward_fraction"] == 0  # of the batch
+    assert summary["reward_counts"] == [(0.0, 4), (1.0, 2)]  # of all that was sampled
     assert advantage_signs(batch) == [1, -1, -1, 1]
 
 
 def test_length_penalty_lowers_advantages_and_not_the_reported_reward() -> None:
     right = {prompt.id: ["yes", "yes"] for prompt in PROMPTS}  # of 3 and of 4 tokens
     batch, summary, _ = sample_step(0, right, soft_tokens=2)
-    assert summary.reward_mean == 1
+    assert summary["reward_mean"] == 1
     assert advantage_signs(batch) == [1, -1, 1, -1]
 
 
@@ -186,12 +186,12 @@ def test_failed_verifiers_are_counted_and_one_is_described() -> None:
         sampler_of(config, client, scorer.submit, [prompt]) as sampler,
     ):
         batch, summary = sampler.sample(step=1, version=1)
-    assert (summary.verifier_failures, summary.verifier_timeouts) == (2, 1)
-    assert summary.verifier_failure == (
+    assert (summary["verifier_failures"], summary["verifier_timeouts"]) == (2, 1)
+    assert summary["verifier_failure"] == (
         f"timed out after 3 s of CPU time; question 'question', end of the response {too_slow!r}"
     )
-    assert summary.reward_mean == (1 - 3) / 4
-    assert summary.reward_parts == {"accuracy": 1 / 4}
+    assert summary["reward_mean"] == (1 - 3) / 4
+    assert summary["reward_parts"] == {"accuracy": 1 / 4}
     assert advantage_signs(batch) == [1, -1, -1, -1]
 
 

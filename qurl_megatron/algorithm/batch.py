@@ -93,12 +93,9 @@ class TrainBatch:
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
         """Yield `parts` batches of equal numbers of sequences, in order."""
-        ends = [0, *self.lengths.cumsum(0).tolist()]
         count = len(self) // parts
         for part in range(parts):
-            chosen = slice(part * count, (part + 1) * count)
-            place = slice(ends[chosen.start], ends[chosen.stop])
-            yield replace(self.map(lambda t: t[place]), lengths=self.lengths[chosen])  # noqa: B023
+            yield self.select(range(part * count, (part + 1) * count))
 
     def select(self, numbers: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences, in this order."""

@@ -56,6 +56,7 @@ gradient of such a token in log R is then at most weight * d * |A|.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -223,20 +224,17 @@ class PolicyLoss:
             batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy
         assert batch.behaviour_logprobs is not None and batch.entropy is not None
         assert batch.advantages is not None
+        settings = dataclasses.asdict(self.config)
+        del settings["aggregation"]  # which `loss_weights` follow
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
             batch.behaviour_logprobs,
             batch.advantages,
             loss_weights,
-            objective=self.config.objective,
-            eps_low=self.config.eps_low,
-            eps_high=self.config.eps_high,
-            ratio_cap=self.config.ratio_cap,
-            dual_clip=self.config.dual_clip,
             reference_logprobs=batch.reference_logprobs,
-            kl_coefficient=self.config.kl_coefficient,
             token_lags=batch.token_lags if self.by_lag else None,
+            **settings,
         )
         counted = loss_weights > 0
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
@@ -320,11 +318,9 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
 
     They have the tensors of `batch` that the learner needs.
     """
-    names = ["behaviour_logprobs", "advantages"]
+    names = ["behaviour_logprobs", "advantages", "routed_experts"]
     if config.rollout.max_staleness:
         names.append("token_lags")
-    if batch.routed_experts is not None:
-        names.append("routed_experts")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
             minibatch.loss_mask, minibatch.lengths, config.objective.aggregation

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -53,7 +55,9 @@ def megatron_runtime() -> Iterator[None]:
     """
     with ExitStack() as patches:
         if not random.HAVE_TE:
-            _replace(patches, random, "FP8GlobalStateManager", _NoFp8)
+            # What Megatron asks of Transformer Engine when it computes a norm again.
+            no_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False)
+            _replace(patches, random, "FP8GlobalStateManager", no_fp8)
             _replace(patches, random, "activation_recompute_forward", lambda **_: nullcontext())
             _replace(patches, random, "fp8_autocast", lambda **_: nullcontext())
             _replace(patches, moe_utils, "te_general_gemm", None)
@@ -72,14 +76,6 @@ def megatron_runtime() -> Iterator[None]:
             _replace(patches, mappings, "_reduce_scatter_along_first_dim", _reduce_scatter)
             patches.enter_context(_CudaMeansCpu())
         yield
-
-
-class _NoFp8:
-    """What Megatron asks of Transformer Engine when it computes a norm again."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
 
 
 class _NoStream:
@@ -131,8 +127,4 @@ def _reduce_scatter(
 
 def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
     """Set an attribute of `module`, which may lack it, until `patches` are closed."""
-    if hasattr(module, name):
-        patches.callback(setattr, module, name, getattr(module, name))
-    else:
-        patches.callback(delattr, module, name)
-    setattr(module, name, value)
+    patches.enter_context(patch.object(module, name, value, create=True))

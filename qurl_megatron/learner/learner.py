@@ -35,7 +35,6 @@ from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
-from qurl_megatron.learner.micro_batches import MicroBatch
 from qurl_megatron.learner.model import (
     Policy,
     build_chunks,
@@ -47,7 +46,7 @@ from qurl_megatron.learner.model import (
 from qurl_megatron.learner.non_finite import Suspect, refuse
 from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
 from qurl_megatron.learner.routing import Routing
-from qurl_megatron.learner.shares import Share, deal
+from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
@@ -271,10 +270,7 @@ class Learner:
         with megatron_runtime():
             self._make_optimizer(optimizer)
         for before, (*_, parameter) in zip(masters, self._parameters(), strict=True):
-            master = self._optimizer_shards.master(parameter)
-            if master is not None:
-                assert before is not None  # both optimizers divide the parameters alike
-                master.copy_(before)
+            self._optimizer_shards.master(parameter).copy_(before)
 
     def sharded_state(self) -> dict[str, Any]:
         """Return weights, optimizer and schedule as a sharded state of Megatron's checkpoints.
@@ -400,11 +396,6 @@ class Learner:
             suspect = f"the gradient of {names}"
             yield Suspect((1, -stage, place), suspect, parameter.main_grad)  # type: ignore[attr-defined]
 
-    @property
-    def _last_chunk(self) -> Policy:
-        """The chunk whose output is scored, on the last pipeline stage."""
-        return self.chunks[-1].module
-
     def _total(self, measured: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up the statistics of all micro batches of all replicas, on every rank.
 
@@ -446,7 +437,8 @@ class Learner:
             )
 
             def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                return consume(micro, *self._last_chunk.score(hidden, micro.rows, temperature))
+                policy = self.chunks[-1].module  # on the last pipeline stage
+                return consume(micro, *policy.score(hidden, micro.rows, temperature))
 
             return hidden, finish
 

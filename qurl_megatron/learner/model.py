@@ -16,13 +16,8 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.layers import (
-    block_spec,
-    has_transformer_engine,
-    transformer_config_fields,
-)
+from qurl_megatron.learner.layers import block_spec, transformer_config_fields
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
-from qurl_megatron.learner.recompute import recompute_fields
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
@@ -68,8 +63,7 @@ def build_chunks(
         **expert_fields(architecture, learner),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
-        **recompute_fields(learner, architecture, fused=has_transformer_engine()),
-        **transformer_config_fields(learner),
+        **transformer_config_fields(learner, architecture),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

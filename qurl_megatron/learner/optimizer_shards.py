@@ -1,13 +1,17 @@
 """This rank's part of the optimizer: where it lies, how it is saved, loaded and gathered.
 
-Megatron's distributed optimizer lays the parameters of a chunk one behind another in buffers. It
-cuts each buffer into one run per data-parallel rank, and keeps master weights and moments of its
-own run only. A run ignores the bounds of parameters: of one parameter a rank has a flat range,
-which may be empty.
+Megatron's distributed optimizer puts the parameters of a chunk into buffers, flattened, one behind
+another. It cuts each buffer into one run for each data-parallel rank. A rank keeps the master
+weights and moments of its own run only.
 
-A flat range of a row-major tensor consists of a few boxes, and torch's distributed checkpoints
-consist of boxes. So each rank saves what it has, under the names and shapes of the whole tensors,
-without a gather, and any layout can load what any other has saved.
+A run can begin and end in the middle of a parameter. What a rank has of a parameter is therefore a
+range of its flattened values, which may be empty.
+
+torch's distributed checkpoints store boxes: parts of a tensor that have an offset and a shape. A
+flat range of a row-major tensor consists of a few boxes. Of a [4, 5] tensor the range [3, 17) is
+the end of row 0, rows 1 and 2, and the beginning of row 3. So each rank saves what it has, under
+the names and shapes of the whole tensors, without a gather. Any layout can load what any other has
+saved.
 """
 
 from __future__ import annotations
@@ -49,9 +53,6 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """
     if start >= stop:
         return
-    if len(shape) == 1:
-        yield Box((start,), (stop - start,), start)
-        return
     row_numel = math.prod(shape[1:])
     first_whole, end_whole = -(-start // row_numel), stop // row_numel
 
@@ -63,14 +64,12 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     if first_whole > end_whole:  # the range lies within one row
         yield from part_of_row(end_whole, start, stop)
         return
-    if start < first_whole * row_numel:
-        yield from part_of_row(first_whole - 1, start, first_whole * row_numel)
+    yield from part_of_row(first_whole - 1, start, first_whole * row_numel)
     if first_whole < end_whole:
         zeros = (0,) * (len(shape) - 1)
         rows = end_whole - first_whole
         yield Box((first_whole, *zeros), (rows, *shape[1:]), first_whole * row_numel)
-    if end_whole * row_numel < stop:
-        yield from part_of_row(end_whole, end_whole * row_numel, stop)
+    yield from part_of_row(end_whole, end_whole * row_numel, stop)
 
 
 def fuse_adam(optimizer: Any) -> None:
@@ -99,23 +98,19 @@ class OptimizerShards:
             parameter: part for part in self._parts for parameter in part.model_param_gbuf_map
         }
 
-    def master(self, parameter: Tensor) -> Tensor | None:
-        """Return the flat float32 values that the optimizer updates; None if this rank has none.
+    def master(self, parameter: Tensor) -> Tensor:
+        """Return the flat float32 values that the optimizer updates; empty if this rank has none.
 
         For a float32 parameter they are a view of it.
         """
-        part = self._part_of.get(parameter)
-        if part is None:
-            return None
-        group, order = part.model_param_group_index_map[parameter]
-        return part.optimizer.param_groups[group]["params"][order].detach()
+        if parameter not in self._part_of:
+            return parameter.new_empty(0, dtype=torch.float32)
+        return self._updated(parameter).detach()
 
     def write_master(self, parameter: Tensor, values: Tensor) -> None:
         """Copy this rank's range of `values`, which have the parameter's shape."""
-        master = self.master(parameter)
-        if master is not None:
-            start, stop = self._range(parameter)
-            master.copy_(values.reshape(-1)[start:stop])
+        start, stop = self._range(parameter)
+        self.master(parameter).copy_(values.reshape(-1)[start:stop])
 
     def gather_master(self, parameter: Tensor) -> Tensor:
         """Return the whole master, in the parameter's shape, on the first rank that shares it.
@@ -136,12 +131,12 @@ class OptimizerShards:
         dist.all_gather(ranges, own, group=group)
         master = self.master(parameter)
         if group.rank() != 0:
-            if master is not None:
+            if master.numel():
                 dist.send(master, group=group, group_dst=0)
             return torch.empty(0, device=parameter.device)
         whole = torch.empty(parameter.numel(), device=parameter.device)
         for rank, (start, stop) in enumerate(bounds.tolist() for bounds in ranges):
-            if rank == 0 and master is not None:
+            if rank == 0:
                 whole[start:stop] = master
             elif start < stop:
                 dist.recv(whole[start:stop], group=group, group_src=rank)
@@ -172,9 +167,8 @@ class OptimizerShards:
             for state in part.optimizer.state.values():
                 yield from (values for name, values in state.items() if name != "step")
         for parameter in self._part_of:
-            master = self.master(parameter)
-            if master is not None and parameter.dtype != torch.float32:
-                yield master
+            if parameter.dtype != torch.float32:
+                yield self.master(parameter)
 
     def prepare_state(self, num_steps: int) -> None:
         """Allocate the moments that do not exist yet, and set Adam's number of steps."""
@@ -198,29 +192,30 @@ class OptimizerShards:
         state: dict[str, ShardedTensor] = {}
         for sharded in nested_values(model):
             parameter = sharded.data
-            part = self._part_of.get(parameter) if isinstance(parameter, Tensor) else None
-            if part is None:
+            if not isinstance(parameter, Tensor) or parameter not in self._part_of:
                 continue
-            master = self.master(parameter)
-            group, order = part.model_param_group_index_map[parameter]
-            key = part.optimizer.param_groups[group]["params"][order]
-            tensors = {
-                name: values for name, values in part.optimizer.state[key].items() if name != "step"
-            }
+            updated = self._updated(parameter)
+            moments = self._part_of[parameter].optimizer.state[updated].items()
+            tensors = {name: values for name, values in moments if name != "step"}
             if masters:
-                tensors["fp32_param"] = master
+                tensors["fp32_param"] = updated
             for piece in _pieces(sharded):
                 for name, values in tensors.items():
                     for tensor in self._boxes_of(piece, parameter, name, values):
                         state[f"{tensor.key}.{tensor.global_offset}"] = tensor
         return state
 
+    def _updated(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the optimizer has instead of `parameter`, of which it has some."""
+        part = self._part_of[parameter]
+        group, order = part.model_param_group_index_map[parameter]
+        return part.optimizer.param_groups[group]["params"][order]
+
     def _range(self, parameter: Tensor) -> tuple[int, int]:
         """Return the flat range of `parameter` that this rank updates."""
-        part = self._part_of.get(parameter)
-        if part is None:
+        if parameter not in self._part_of:
             return 0, 0
-        span = part._get_model_param_range_map(parameter)["param"]
+        span = self._part_of[parameter]._get_model_param_range_map(parameter)["param"]
         return span.start, span.end
 
     def _boxes_of(

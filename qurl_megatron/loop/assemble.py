@@ -9,20 +9,19 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, WeightFormat
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer, StartScoring
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.evaluator import Evaluator
-from qurl_megatron.loop.mismatch import measure_mismatch
+from qurl_megatron.loop.evaluator import Evaluator, measure_mismatch
 from qurl_megatron.loop.sampling import Sampler
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -111,26 +110,65 @@ class Run:
         """Measure the policy in full precision; an empty result without an evaluator."""
         return self.evaluator.evaluate(step) if self.evaluator else Evaluation()
 
-    def warmup_accuracy(self) -> float:
-        """Measure the policy's accuracy on the problems set aside for the warm-up."""
-        assert self.evaluator is not None  # `validate` refuses a warm-up without evaluation
-        return self.evaluator.warmup_accuracy()
-
 
 def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     """Build the parts of a run; `stack` closes them in reverse order.
 
     `rosters` are the files in which the starters of servers list them.
     """
+    is_first = device.rank() == 0
     tokenizer = AutoTokenizer.from_pretrained(config.model)
-    # Only global rank 0 has prompts.
-    prompts = load_prompts(config, tokenizer) if device.rank() == 0 else PromptSet([], [], {})
+    prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
+    keep = stack.enter_context
     score: StartScoring = _score_nothing
-    if device.rank() == 0:
-        score = stack.enter_context(Scorer(config, config.scoring_workers)).submit
+    if is_first:
+        score = keep(Scorer(config, config.scoring_workers)).submit
+    learner = keep(closing(_load_learner(config)))
+    critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
+    checkpoints = keep(closing(Checkpoints(config, learner, critic)))
+    log = keep(closing(RunLog(config, writes=is_first)))
+
+    if is_first:
+        log.say("waiting for the servers")
+    sets = ["rollout", "evaluation"] if config.evaluation.enabled else ["rollout"]
+    clients, publishers = {}, {}
+    for name in sets:
+        fleet = keep(closing(_fleet(config, name, rosters, log)))
+        clients[name] = _client(config, name, fleet, learner, tokenizer)
+        publishers[name] = keep(closing(_publisher(config, name, fleet, learner)))
+
+    sampler = Sampler(
+        config,
+        clients["rollout"],
+        score,
+        training,
+        tokenizer,
+        servers_join=clients["rollout"].fleet.has_joining,
+        admit=publishers["rollout"].admit,
+    )
+    keep(closing(sampler))
+    evaluator = None
+    if config.evaluation.enabled:
+        problems = prompts.held_out[: config.evaluation.problems], prompts.files, warmup_check
+        publisher, client = publishers["evaluation"], clients["evaluation"]
+        evaluator = Evaluator(config, publisher, client, score, *problems)
+    probe = training[: config.rollout.prompts_per_step]
+    return Run(
+        learner=learner,
+        critic=critic,
+        publisher=publishers["rollout"],
+        sampler=sampler,
+        evaluator=evaluator,
+        measure_mismatch=partial(measure_mismatch, clients, publishers, probe, learner, config),
+        checkpoints=checkpoints,
+        log=log,
+    )
+
+
+def _load_learner(config: Config) -> Learner:
     learner = Learner(
         Path(config.model),
         config.learner,
@@ -138,89 +176,34 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         transform=uaq.transform(config.quantization.uaq),
         replays_routing=config.rollout.routing == "replay",
     )
-    stack.enter_context(closing(learner))
     if config.objective.kl_coefficient:
         learner.keep_reference()  # before a checkpoint is restored
-    critic = None
-    if config.advantage_estimator == "gae":
-        critic = Critic(config)
-        stack.enter_context(closing(critic))
-    checkpoints = Checkpoints(config, learner, critic)
-    stack.enter_context(closing(checkpoints))
-    log = RunLog(config, writes=device.rank() == 0)
-    stack.enter_context(closing(log))
+    return learner
 
-    formats: dict[str, WeightFormat] = {"rollout": config.quantization.format}
-    if config.evaluation.enabled:
-        formats["evaluation"] = "bf16"
-    clients, publishers = {}, {}
-    if device.rank() == 0:
-        log.say("waiting for the servers")
-    for name, weight_format in formats.items():
-        fleet = _fleet(config, name, rosters, log)
-        stack.enter_context(closing(fleet))
-        architecture = learner.architecture
-        records = name == "rollout" and config.rollout.routing != "ignore"
-        clients[name] = RolloutClient(
-            fleet,
-            tokenizer,
-            architecture.eos_token_ids,
-            routing_shape=(architecture.num_layers, architecture.experts_per_token)
-            if records
-            else None,
-        )
-        publishers[name] = Publisher(
-            learner,
-            fleet,
-            weight_format,
-            config.quantization.bucket_bytes,
-            pause_mode=config.rollout.pause_mode,
-            mode=config.quantization.publish if name == "rollout" else "full",
-            transport=config.quantization.transport,
-            keep=config.quantization.keep,
-            has_remote=name == "rollout" and bool(config.rollout.servers_at),
-        )
-        stack.enter_context(closing(publishers[name]))
 
-    evaluator = None
-    if config.evaluation.enabled:
-        evaluator = Evaluator(
-            config,
-            publishers["evaluation"],
-            clients["evaluation"],
-            score,
-            held_out=prompts.held_out[: config.evaluation.problems],
-            files=prompts.files,
-            warmup_check=warmup_check,
-        )
-    return Run(
-        learner=learner,
-        critic=critic,
-        publisher=publishers["rollout"],
-        sampler=stack.enter_context(
-            closing(
-                Sampler(
-                    config,
-                    clients["rollout"],
-                    score,
-                    training,
-                    tokenizer,
-                    servers_join=clients["rollout"].fleet.has_joining,
-                    admit=publishers["rollout"].admit,
-                )
-            )
-        ),
-        evaluator=evaluator,
-        measure_mismatch=partial(
-            measure_mismatch,
-            clients,
-            publishers,
-            training[: config.rollout.prompts_per_step],
-            learner,
-            config,
-        ),
-        checkpoints=checkpoints,
-        log=log,
+def _client(
+    config: Config, name: str, fleet: Fleet, learner: Learner, tokenizer: Any
+) -> RolloutClient:
+    """Return the client of a set of servers, which records experts if `rollout.routing` asks it."""
+    architecture = learner.architecture
+    records = name == "rollout" and config.rollout.routing != "ignore"
+    shape = (architecture.num_layers, architecture.experts_per_token) if records else None
+    return RolloutClient(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
+
+
+def _publisher(config: Config, name: str, fleet: Fleet, learner: Learner) -> Publisher:
+    """Return the publisher to a set of servers; evaluation servers hold BF16 weights."""
+    is_rollout = name == "rollout"
+    return Publisher(
+        learner,
+        fleet,
+        config.quantization.format if is_rollout else "bf16",
+        config.quantization.bucket_bytes,
+        pause_mode=config.rollout.pause_mode,
+        mode=config.quantization.publish if is_rollout else "full",
+        transport=config.quantization.transport,
+        keep=config.quantization.keep,
+        has_remote=is_rollout and bool(config.rollout.servers_at),
     )
 
 
