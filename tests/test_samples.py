@@ -6,7 +6,6 @@ import html
 import json
 import math
 import re
-from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from distributed import run_ranks
 from logs import write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config
-from qurl_megatron.loop.sampling import Sampler, make_samples
+from qurl_megatron.loop.sampling import make_samples
 from qurl_megatron.report import completions
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import RunRecord, read_run
@@ -33,6 +32,7 @@ from qurl_megatron.report.samples import (
     Sample,
     markdown_table,
 )
+from samplers import sampler_of
 from tiny import build_tiny_model
 
 HOSTILE = "</pre><script src='https://example.com/x.js'></script><img src=x onerror=y>&\u202e\x00|*"
@@ -276,18 +276,8 @@ def keep_of_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
                 # The tokens of a response are 0, 1, 2, ...; response 2 of group b has the largest.
                 rows.proximal_logprobs = rows.behaviour_logprobs + rows.tokens / (100 - number)
                 rows.proximal_logprobs[~rows.loss_mask] = 9.0  # prompts do not count
-    unused: Any = None
-    with closing(
-        Sampler(
-            Config(samples_per_step=4),
-            unused,
-            unused,
-            [group.prompt for group in groups],
-            Tokenizer(),
-            servers_join=unused,
-            admit=unused,
-        )
-    ) as sampler:
+    prompts = [group.prompt for group in groups]
+    with sampler_of(Config(samples_per_step=4), None, None, prompts, Tokenizer()) as sampler:
         sampler._groups = groups
         samples = sampler.samples(5, shares)
     learner.close()
