@@ -1,7 +1,7 @@
 """What happens on a machine with a GPU, shown without one.
 
-Environments are read, memory is added up, and a recorder stands for CUDA's events.
-`benchmarks/gpu` runs the rest on a GPU.
+Environments are read, and a recorder stands for CUDA's events. `benchmarks/gpu` runs the rest on a
+GPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import kit, policy, throughput, timing
+from benchmarks.gpu import kit, timing
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.planning.memory import GIB
 from qurl_megatron.rollout import server as server_module
-
-H100_BYTES = int(79.1 * GIB)
 
 
 def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
@@ -128,25 +125,6 @@ def test_installing_the_kit_names_the_toolkit(tmp_path: Path) -> None:
         f"export LIBRARY_PATH={tmp_path}/cuda/lib64:$LIBRARY_PATH",
     ]
     assert "nvcc is not on PATH" in kit.toolkit_exports(None)[0]
-
-
-def test_a_32b_server_and_its_policy_fit_beside_each_other_on_80_gb() -> None:
-    hidden, intermediate, layers, heads, key_value_heads = policy.SHAPES["32B"]
-    head_dim = hidden // heads
-    layer = hidden * (2 * heads + 2 * key_value_heads) * head_dim + 3 * hidden * intermediate
-    embeddings = 2 * policy.VOCABULARY * hidden
-    learner_bytes = 2 * (layer + embeddings)
-    graphs_bytes, context_bytes = 3 * GIB, GIB // 2  # E: of a server, and of each process
-    # The learner has two buckets, or one tensor that is larger; the server has one.
-    buckets_bytes = 3 * max(throughput.BUCKET_BYTES, 2 * policy.VOCABULARY * hidden)
-    beside = learner_bytes + buckets_bytes + graphs_bytes + 2 * context_bytes
-    assert beside <= throughput.RESERVED_BYTES
-    fraction = throughput.static_fraction(H100_BYTES)
-    assert 0.8 <= fraction < 0.85
-    cache_bytes = fraction * H100_BYTES - 2 * (layers * layer + embeddings)
-    cache_tokens = cache_bytes / (layers * 2 * key_value_heads * head_dim * 2)
-    # BF16: batches of 1 and 16 sequences of 1536 tokens, up to twice the cache, and no more.
-    assert [batch for batch in throughput.BATCHES if batch * 1536 <= 2 * cache_tokens] == [1, 16]
 
 
 def test_tests_for_a_gpu_import_only_what_the_kit_packs() -> None:

@@ -138,10 +138,8 @@ def sample_of(step: int, kind: str = "cut off", **fields: Any) -> Sample:
 
 
 def log_of(run_dir: Path, **fields: Any) -> RunLog:
-    log = RunLog(
-        Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields), writes=True
-    )
-    return log
+    config = Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields)
+    return RunLog(config, writes=True)
 
 
 def test_samples_after_the_checkpoint_are_dropped_and_tables_are_in_tensorboard(
