@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop import producer as producer_module
-from qurl_megatron.loop.producer import Producer, ScoredGroup
+from qurl_megatron.loop.producer import Producer
 from samplers import sampler_of, scores_of
 
 PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
@@ -85,7 +85,7 @@ def make(servers: Servers, config: RolloutConfig, stream: PromptStream | None = 
     return Producer(config, STEPS, stream, servers.sample, servers.score)
 
 
-def take(producer: Producer, number: int, step: int, servers: Servers) -> list[ScoredGroup]:
+def take(producer: Producer, number: int, step: int, servers: Servers) -> list[RolloutGroup]:
     groups = producer.take(number, step=step, version=servers.version, interrupted=lambda: False)
     assert groups is not None
     return groups
@@ -97,7 +97,7 @@ def number_asked(producer: Producer, servers: Servers) -> int:
     return len(servers.asked)
 
 
-def ids(groups: list[ScoredGroup]) -> list[str]:
+def ids(groups: list[RolloutGroup]) -> list[str]:
     return [group.prompt.id for group in groups]
 
 

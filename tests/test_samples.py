@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from distributed import run_ranks
 from logs import write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.sampling import make_samples
 from qurl_megatron.report import completions
@@ -58,7 +59,8 @@ def group(name: str, rewards: list[float], truncated: tuple[int, ...] = ()) -> R
         )
         for index, text in enumerate(texts)
     ]
-    return RolloutGroup(Prompt(name, f"question {name}", "", [7, 8]), made, rewards)
+    scores = [Score(reward, {"format": reward}, failure="") for reward in rewards]
+    return RolloutGroup(Prompt(name, f"question {name}", "", [7, 8]), made, rewards, scores)
 
 
 def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sample]:
@@ -84,7 +86,7 @@ def test_one_completion_of_each_kind_is_chosen() -> None:
     ]
     best = samples[0]
     assert (best.step, best.prompt, best.reward, best.length) == (5, "question b", 1, 3)
-    assert best.truncated and best.weight_versions == [3] and best.parts == {}
+    assert best.truncated and best.weight_versions == [3] and best.parts == {"format": 1}
     assert best.tokens == ["a", "b", "c"] and best.ratios == [1, 1, 1]
     assert samples[3].ratios == [0.25, 1]
 
@@ -101,18 +103,12 @@ def test_without_cut_off_completions_the_other_kinds_fill_the_number() -> None:
     assert kinds == ["highest reward", "lowest reward", "largest ratio", "highest reward"]
 
 
-def test_parts_of_a_reward_are_kept() -> None:
-    parts = [{"format": 0.0}, {"format": 1.0}]
-    groups = [RolloutGroup(*vars(group("a", [0, 1])).values())]
-    object.__setattr__(groups[0], "parts", parts)
-    assert [sample.parts for sample in pick(groups, 2)] == [{"format": 1.0}, {"format": 0.0}]
-
-
 def test_a_long_completion_is_stored_without_its_middle() -> None:
     length = 10 * SHOWN_TOKENS
     text = "x" * 50_000
     long = Completion(list(range(length)), [-1.0] * length, text, True, [1] * length)
-    groups = [RolloutGroup(Prompt("p", "q" * 50_000, "", [1, 2]), [long], [0.0])]
+    prompt = Prompt("p", "q" * 50_000, "", [1, 2])
+    groups = [RolloutGroup(prompt, [long], [0.0], [Score(0.0, {}, failure="")])]
     ratios = {"r0_0": 2.0, f"r0_{SHOWN_TOKENS}": 3.0, f"r0_{length - 1}": 0.5}
     (sample,) = pick(groups, 4, **ratios)
     assert sample.length == length

@@ -30,6 +30,7 @@ from qurl_megatron.algorithm.objective import add_up, token_weights, value_loss
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.model import Policy
+from qurl_megatron.learner.shares import Share
 from qurl_megatron.model.architecture import Architecture
 
 
@@ -62,27 +63,29 @@ class Critic:
             `StepMetrics`.
         """
         with self._own_parallel_state():
-            minibatches = list(batch.only().split(self._config.optimizer.minibatches_per_step))
-            for minibatch in minibatches:
-                minibatch.loss_weights = token_weights(
-                    minibatch.loss_mask, minibatch.lengths, "token_mean"
-                )
-            shares = [self._learner.share(minibatch) for minibatch in minibatches]
             values: list[Tensor] = []  # of each sequence, on global rank 0
-            for share in shares:
+            for share in self._shares(batch):
                 self._learner.score(share, ["values"], temperature=1.0)
                 values += share.collect("values")
             explained_variance = device.from_rank_zero(lambda: self._estimate(batch, values))
-            with_returns = batch.only("returns").split(len(shares))
-            for share, minibatch in zip(shares, with_returns, strict=True):
-                share.add("returns", minibatch)
-            updates = [self._learner.update(share, self._loss, temperature=1.0) for share in shares]
+            updates = [
+                self._learner.update(share, self._loss, temperature=1.0)
+                for share in self._shares(batch, "values", "returns")
+            ]
         sums = add_up(update.stats for update in updates)
         return {
             "value_loss": sum(update.loss for update in updates) / len(updates),
             "value_clip_fraction": sums["clipped"] / sums["tokens"],
             "value_explained_variance": explained_variance,
         }
+
+    def _shares(self, batch: TrainBatch, *names: str) -> Iterator[Share]:
+        """Deal out each minibatch, with its loss weights and these tensors of `batch`."""
+        for minibatch in batch.only(*names).split(self._config.optimizer.minibatches_per_step):
+            minibatch.loss_weights = token_weights(
+                minibatch.loss_mask, minibatch.lengths, "token_mean"
+            )
+            yield self._learner.share(minibatch)
 
     def _estimate(self, batch: TrainBatch, values: list[Tensor]) -> float:
         """Set the tensors of `batch` that follow from its values; return the explained variance."""

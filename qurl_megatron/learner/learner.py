@@ -223,7 +223,7 @@ class Learner:
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         stats = self._total(measured)
-        if share.batch.routed_experts is not None:
+        if share.micro_batches[0].routed_experts is not None:
             stats["routing_changed"], stats["routing_known"] = self._routing.counts()
         # Both are the same on every rank, so no further exchange is needed while they are finite.
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
@@ -383,18 +383,18 @@ class Learner:
     def _weights(self) -> Iterator[Suspect]:
         for _, rule, layer, parameter in self._parameters():
             names = ", ".join(rule.hugging_face_names(layer))
-            yield Suspect((0,), f"the weight {names}", parameter)
+            yield (0,), f"the weight {names}", parameter
 
     def _losses_and_gradients(self, losses: list[Tensor]) -> Iterator[Suspect]:
         """Yield this rank's losses, then its gradients, from the output back to the input."""
         for loss in losses:
-            yield Suspect((0,), "the loss", loss)
+            yield (0,), "the loss", loss
         last_first = reversed(list(self._parameters()))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for place, (_, rule, layer, parameter) in enumerate(last_first):
             names = ", ".join(rule.hugging_face_names(layer))
-            suspect = f"the gradient of {names}"
-            yield Suspect((1, -stage, place), suspect, parameter.main_grad)  # type: ignore[attr-defined]
+            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            yield (1, -stage, place), f"the gradient of {names}", gradient
 
     def _total(self, measured: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up the statistics of all micro batches of all replicas, on every rank.

@@ -1,13 +1,13 @@
-"""What a data-parallel replica trains on of a minibatch: dealt out once, scored and updated on.
+"""What a data-parallel replica trains on of a minibatch: dealt out, scored and updated on.
 
 Global rank 0 has the whole minibatch and decides which sequences go to which replica. It sends each
 replica its part once, to the replica's first rank, which passes it on to the replica's other ranks.
 No other rank holds another replica's part.
 
-The replica lays its sequences out in micro batches, which every pass over the minibatch uses: the
-proximal pass, the reference's and the update. So scores stay on the ranks that computed them, which
-are those that need them, and they are bit for bit comparable. What is collected comes from the last
-pipeline stage of each replica.
+A replica lays its sequences out in micro batches. Every pass over the minibatch uses the same ones:
+the proximal pass, the reference's and the update. So scores stay on the ranks that computed them,
+which are those that need them, and they are bit for bit comparable. What is collected comes from
+the last pipeline stage of each replica.
 
 Megatron's parallel state says which ranks are a replica: those of one context-parallel group and
 the model-parallel groups of its members.
@@ -15,10 +15,9 @@ the model-parallel groups of its members.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,9 +43,10 @@ class MicroBatch:
     keeps its scores of these tokens in `rows`.
     """
 
+    batch: TrainBatch  # the whole sequences, on the CPU, as global rank 0 sent them
     inputs: Tensor  # [1, tokens] int64
     rows: TrainBatch  # [1, tokens]
-    index: Tensor  # [tokens] int64, positions among the replica's tokens; -1 is padding
+    index: Tensor  # [tokens] int64, positions among the tokens of `batch`; -1 is padding
     sequences: PackedSeqParams
     # [tokens, layers, experts per token] int64, the experts that the engine chose for each input;
     # -1: padding, or an input that the engine did not read; None: not recorded
@@ -55,43 +55,39 @@ class MicroBatch:
 
 @dataclass
 class Share:
-    """The sequences of a minibatch that this data-parallel replica trains on.
+    """The sequences of a minibatch that this data-parallel replica trains on."""
 
-    The methods are collective over all learner ranks.
-    """
-
-    batch: TrainBatch  # the replica's sequences, on the CPU, as global rank 0 sent them
-    micro_batches: list[MicroBatch]  # the same sequences, with this rank's scores
+    micro_batches: list[MicroBatch]
     dealt: list[list[int]]  # on global rank 0: numbers of each replica's sequences; else empty
+    lengths: list[int]  # on global rank 0: of all sequences of the minibatch; else empty
 
     def collect(self, name: str) -> list[Tensor]:
         """Return the tensor `name` of the micro batches' rows, by sequence, on global rank 0.
+
+        Collective over all learner ranks.
 
         Returns:
             [tokens] float32 of each sequence, in the minibatch's order, on the CPU; 0 where a token
             has no score. Nothing on other ranks.
         """
-        flat = torch.zeros(len(self.batch.tokens), device=device.device())
+        own: list[Tensor] = []
         for micro in self.micro_batches:
+            flat = torch.zeros(len(micro.batch.tokens), device=device.device())
             row = getattr(micro.rows, name)
             if row is not None:
                 is_real = micro.index >= 0
                 flat[micro.index[is_real]] = row[0, is_real]
-        if parallel_state.get_context_parallel_world_size() > 1:
-            # One rank filled each position, so the sum is exact.
-            dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
-        by_replica = _to_rank_zero((flat.cpu(), self.batch.lengths.tolist()))
-        sequences = [each for flat, lengths in by_replica for each in flat.split(lengths)]
-        numbers = itertools.chain.from_iterable(self.dealt)
-        found = dict(zip(numbers, sequences, strict=True))
-        return [found[number] for number in range(len(found))]
-
-    def add(self, name: str, minibatch: TrainBatch) -> None:
-        """Give the rows the tensor `name` of `minibatch`, which global rank 0 has."""
-        parts = (getattr(minibatch.select(numbers), name) for numbers in self.dealt)
-        flat = _to_replicas(parts).to(device.device())
-        for micro in self.micro_batches:
-            setattr(micro.rows, name, _take(flat, micro.index))
+            if parallel_state.get_context_parallel_world_size() > 1:
+                # One rank filled each position, so the sum is exact.
+                dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
+            own.append(flat.cpu())
+        scores = [torch.zeros(length) for length in self.lengths]
+        by_replica = _to_rank_zero(torch.cat(own))
+        for numbers, flat in zip(self.dealt, by_replica, strict=True):
+            sequences = flat.split([self.lengths[number] for number in numbers])
+            for number, sequence in zip(numbers, sequences, strict=True):
+                scores[number] = sequence
+        return scores
 
 
 def deal(batch: TrainBatch, layout: LearnerConfig, architecture: Architecture) -> Share:
@@ -100,14 +96,9 @@ def deal(batch: TrainBatch, layout: LearnerConfig, architecture: Architecture) -
     Collective over all learner ranks. Global rank 0 has the minibatch, the others an empty one.
     """
     by_replica = _plan(batch, layout, architecture) if dist.get_rank() == 0 else []
+    own = _to_replicas([batch.select(numbers) for numbers in replica] for replica in by_replica)
     dealt = [list(itertools.chain.from_iterable(replica)) for replica in by_replica]
-    if dealt:  # the first replica keeps the sequences that are in no micro batch
-        dealt[0] += sorted(set(range(len(batch))) - set().union(*dealt))
-    own, counts = _to_replicas(
-        (batch.select(numbers), [len(sequences) for sequences in replica])
-        for replica, numbers in zip(by_replica, dealt, strict=True)
-    )
-    return Share(own, _lay_out(own, counts, layout), dealt)
+    return Share(_lay_out(own, layout), dealt, batch.lengths.tolist())
 
 
 def _plan(
@@ -130,32 +121,23 @@ def _plan(
     )
 
 
-def _lay_out(batch: TrainBatch, counts: Sequence[int], layout: LearnerConfig) -> list[MicroBatch]:
-    """Pack a replica's sequences, in their order: `counts[i]` of them in micro batch i.
-
-    Sequences beyond the sum of the counts are in no micro batch.
-    """
-    lengths = _num_inputs(batch)
-    padded = [packing.round_up(length, _pieces(layout)) for length in lengths]
-    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
-    sequences = list(zip(starts, lengths, padded, strict=True))
-    stops = itertools.accumulate(counts)
-    spans = [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+def _lay_out(batches: Sequence[TrainBatch], layout: LearnerConfig) -> list[MicroBatch]:
+    """Pack each micro batch of a replica, with its sequences in their order."""
+    pieces = _pieces(layout)
     # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes blocks of
     # them. A rank without sequences computes padding to take part in the collectives.
-    multiple = _pieces(layout) * layout.tensor_parallel_size * FP8_TOKENS[layout.fp8]
-    totals = [packing.round_up(max(sum(padded[span]), 1), multiple) for span in spans]
+    multiple = pieces * layout.tensor_parallel_size * FP8_TOKENS[layout.fp8]
+    totals = []
+    for batch in batches:
+        tokens = sum(packing.round_up(length, pieces) for length in _num_inputs(batch))
+        totals.append(packing.round_up(max(tokens, 1), multiple))
     if layout.pipeline_parallel_size > 1:  # stages exchange tensors of one shape
         totals = [max(totals)] * len(totals)
-    batch = batch.map(lambda tensor: tensor.to(device.device()))
-    return [
-        _pack(batch, sequences[span], total, batch.lengths[span])
-        for span, total in zip(spans, totals, strict=True)
-    ]
+    return [_pack(batch, total, pieces) for batch, total in zip(batches, totals, strict=True)]
 
 
 def _take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> Tensor:
-    """Return `tensor` [replica's tokens, ...] at `index - back` as a row [1, tokens, ...]."""
+    """Return `tensor` [tokens of a batch, ...] at `index - back` as a row [1, tokens, ...]."""
     row = tensor.new_full((len(index), *tensor.shape[1:]), padding)
     is_real = index >= 0
     row[is_real] = tensor[index[is_real] - back]
@@ -167,11 +149,8 @@ def _num_inputs(batch: TrainBatch) -> list[int]:
 
     The last token that is scored is a target and no input, and nothing precedes the first token.
     """
-    starts = batch.lengths.cumsum(0) - batch.lengths
-    positions = torch.arange(len(batch.tokens)) - starts.repeat_interleave(batch.lengths)
-    of_sequence = torch.arange(len(batch)).repeat_interleave(batch.lengths)
-    last = torch.zeros(len(batch), dtype=torch.int64)
-    return last.scatter_reduce(0, of_sequence, positions * batch.loss_mask, "amax").tolist()
+    masks = batch.loss_mask.split(batch.lengths.tolist())
+    return [int(mask.nonzero()[-1]) if mask.any() else 0 for mask in masks]
 
 
 def _pieces(layout: LearnerConfig) -> int:
@@ -179,24 +158,18 @@ def _pieces(layout: LearnerConfig) -> int:
     return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
 
 
-def _pack(
-    batch: TrainBatch, sequences: list[tuple[int, int, int]], total: int, lengths: Tensor
-) -> MicroBatch:
-    """Lay inputs of sequences one behind another, each padded, and all of them to `total`.
+def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
+    """Lay inputs of sequences one behind another, each padded, and all of them to `total` tokens.
 
-    Padding at the end is one more sequence.
-
-    Args:
-        sequences: first token, number of inputs, and that number with padding, of each.
-        total: tokens of the micro batch.
-        lengths: tokens of each sequence.
+    A sequence is padded to a multiple of `pieces`. Padding at the end is one more sequence.
     """
     index = torch.full((total,), -1, dtype=torch.int64)
     bounds = [0]
-    for start, length, padded in sequences:
+    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    for start, length in zip(starts, _num_inputs(batch), strict=True):
         place = slice(bounds[-1], bounds[-1] + length)
         index[place] = torch.arange(start + 1, start + 1 + length)
-        bounds.append(bounds[-1] + padded)
+        bounds.append(bounds[-1] + packing.round_up(length, pieces))
     if bounds[-1] < total:
         bounds.append(total)
     context = context_index(
@@ -211,11 +184,15 @@ def _pack(
     max_length = 1 << (longest - 1).bit_length()
     max_length *= 2 if max_length == total else 1
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device.device())
-    routed = batch.routed_experts
-    rows = dataclasses.replace(batch, routed_experts=None).map(lambda tensor: _take(tensor, index))
+    on_device = batch.map(lambda tensor: tensor.to(device.device()))
+    rows = replace(on_device, routed_experts=None).map(lambda tensor: _take(tensor, index))
+    routed = on_device.routed_experts
+    if routed is not None:
+        routed = _take(routed, index, back=1, padding=-1)[0].long()
     return MicroBatch(
-        inputs=_take(batch.tokens, index, back=1).long(),
-        rows=dataclasses.replace(rows, lengths=lengths, tokens=rows.tokens.long()),
+        batch=batch,
+        inputs=_take(on_device.tokens, index, back=1).long(),
+        rows=replace(rows, tokens=rows.tokens.long()),
         index=index,
         sequences=PackedSeqParams(
             qkv_format="thd",
@@ -224,9 +201,7 @@ def _pack(
             max_seqlen_q=max_length,
             max_seqlen_kv=max_length,
         ),
-        routed_experts=None
-        if routed is None
-        else _take(routed, index, back=1, padding=-1)[0].long(),
+        routed_experts=routed,
     )
 
 

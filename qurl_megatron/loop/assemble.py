@@ -17,7 +17,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
 from qurl_megatron.data.prompts import PromptSet, load_prompts
-from qurl_megatron.data.scoring import Scorer, StartScoring
+from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
@@ -123,16 +123,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
     keep = stack.enter_context
-    score: StartScoring = _score_nothing
-    if is_first:
-        score = keep(Scorer(config, config.scoring_workers)).submit
+    score = keep(Scorer(config, config.scoring_workers)).submit if is_first else _score_nothing
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
 
-    if is_first:
-        log.say("waiting for the servers")
+    log.say("waiting for the servers")
     sets = ["rollout", "evaluation"] if config.evaluation.enabled else ["rollout"]
     clients, publishers = {}, {}
     for name in sets:

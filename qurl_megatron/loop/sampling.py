@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +27,7 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.producer import Producer, ScoredGroup
+from qurl_megatron.loop.producer import Producer
 from qurl_megatron.report.metrics import count_rewards
 from qurl_megatron.report.samples import KINDS, Sample, ends, shorten
 from qurl_megatron.rollout.client import RolloutClient
@@ -149,7 +150,7 @@ class Sampler:
         producer = self._producer
         dropped, waited_s, scoring_s = producer.dropped, producer.waited_s, producer.scoring_s
 
-        def take(count: int) -> Generator[None, None, list[ScoredGroup]]:
+        def take(count: int) -> Generator[None, None, list[RolloutGroup]]:
             interrupted = self._servers_join
             while True:
                 groups = producer.take(count, step=step, version=version, interrupted=interrupted)
@@ -182,7 +183,7 @@ class Sampler:
         }
 
 
-def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup:
+def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGroup:
     penalized = [
         reward
         + soft_overlong_penalty(
@@ -190,12 +191,11 @@ def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
-    parts = [score.parts for score in group.scores]
-    return RolloutGroup(group.prompt, group.completions, penalized, parts)
+    return replace(group, rewards=penalized)
 
 
 def _summarize(
-    sampled: list[ScoredGroup], chosen: list[ScoredGroup], batch: TrainBatch
+    sampled: list[RolloutGroup], chosen: list[RolloutGroup], batch: TrainBatch
 ) -> dict[str, Any]:
     """Return metrics of all `sampled` groups, and of those `chosen`, which the batch is made of."""
     assert batch.token_lags is not None
@@ -204,16 +204,22 @@ def _summarize(
     values = [reward for group in sampled for reward in group.rewards]
     lengths = [len(completion.token_ids) for completion in completions]
     scores = [score for group in sampled for score in group.scores]
-    failed = [score for score in scores if score.failure]
+    failures = [
+        f"{score.failure}; question {group.prompt.question[:80]!r}, "
+        f"end of the response {completion.text[-80:]!r}"
+        for group in sampled
+        for completion, score in zip(group.completions, group.scores, strict=True)
+        if score.failure
+    ]
     return {
         "reward_mean": fmean(values),
         "response_length_mean": fmean(lengths),
         "response_truncated_fraction": fmean(each.truncated for each in completions),
         "reward_parts": mean_parts(scores),
         "reward_counts": count_rewards(values),
-        "verifier_failures": len(failed),
-        "verifier_timeouts": sum(score.timed_out for score in failed),
-        "verifier_failure": _example_of_failure(sampled),
+        "verifier_failures": len(failures),
+        "verifier_timeouts": sum(score.timed_out for score in scores),
+        "verifier_failure": failures[0] if failures else "",
         "groups_replaced": len(sampled) - len(chosen),
         "equal_reward_fraction": fmean(is_zero_variance(group.rewards) for group in chosen),
         "sampled_tokens": sum(lengths),
@@ -221,16 +227,6 @@ def _summarize(
         "token_lag_max": int(lags.max()),
         "stale_token_fraction": (lags > 0).double().mean().item(),
     }
-
-
-def _example_of_failure(groups: list[ScoredGroup]) -> str:
-    """Describe the first completion whose verifier failed; an empty text if none did."""
-    for group in groups:
-        for completion, score in zip(group.completions, group.scores, strict=True):
-            if score.failure:
-                question, end = group.prompt.question[:80], completion.text[-80:]
-                return f"{score.failure}; question {question!r}, end of the response {end!r}"
-    return ""
 
 
 def make_samples(
@@ -254,7 +250,7 @@ def make_samples(
                 prompt=shorten(group.prompt.question),
                 text=shorten(completion.text),
                 reward=group.rewards[index],
-                parts=group.parts[index] if group.parts else {},
+                parts=group.scores[index].parts,
                 length=len(completion.token_ids),
                 truncated=completion.truncated,
                 weight_versions=sorted(set(completion.token_versions)),
