@@ -38,7 +38,6 @@ from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.model import (
     Policy,
     build_chunks,
-    compute_dtype,
     parameters_of,
     tensor_parallel_place,
     virtual_stages,
@@ -127,7 +126,6 @@ class Learner:
                 expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-            self._dtype = compute_dtype(learner)
             self.chunks = self._wrap(build_chunks(self.architecture, learner, model or Policy))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
@@ -283,10 +281,9 @@ class Learner:
             for number, chunk in enumerate(self.chunks)
         }
         self._optimizer_shards.prepare_state(self.scheduler.num_steps)
-        masters = self._dtype == torch.bfloat16
         return {
             "model": model,
-            "optimizer": self._optimizer_shards.sharded_state(model, masters=masters),
+            "optimizer": self._optimizer_shards.sharded_state(model),
             "optimizer_steps": self.scheduler.num_steps,
         }
 
@@ -331,6 +328,7 @@ class Learner:
         return wrapped
 
     def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
+        dtype = self.chunks[0].config.params_dtype
         config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=optimizer.learning_rate,
@@ -340,8 +338,8 @@ class Learner:
             adam_beta2=optimizer.beta2,
             adam_eps=optimizer.epsilon,
             clip_grad=optimizer.clip_grad,
-            bf16=self._dtype == torch.bfloat16,
-            params_dtype=self._dtype,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             use_distributed_optimizer=True,
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)

@@ -32,8 +32,8 @@ def build_chunks(
 
     Megatron's parallel state identifies the rank. Call this within `megatron_runtime()`.
     """
-    num_virtual_stages, dtype = virtual_stages(learner), compute_dtype(learner)
-    pipeline_parallel_size = learner.pipeline_parallel_size
+    num_virtual_stages = virtual_stages(learner)
+    dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
     config = TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -51,7 +51,7 @@ def build_chunks(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=learner.tensor_parallel_size,
-        pipeline_model_parallel_size=pipeline_parallel_size,
+        pipeline_model_parallel_size=learner.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=num_virtual_stages,
         num_layers_in_last_pipeline_stage=learner.layers_in_last_pipeline_stage,
         params_dtype=dtype,
@@ -144,11 +144,6 @@ def virtual_stages(learner: LearnerConfig) -> int | None:
     """Return the number of virtual stages in Megatron's form: None instead of 1."""
     size = learner.virtual_pipeline_parallel_size
     return size if size > 1 else None
-
-
-def compute_dtype(learner: LearnerConfig) -> torch.dtype:
-    """Return the dtype of the forward pass."""
-    return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
 
 
 def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:

@@ -38,11 +38,7 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     start: int  # first flat position
-
-    @property
-    def stop(self) -> int:
-        """The flat position after the last."""
-        return self.start + math.prod(self.shape)
+    stop: int  # the flat position after the last
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -55,21 +51,23 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row_numel = math.prod(shape[1:])
     first_whole, end_whole = -(-start // row_numel), stop // row_numel
+    begin_whole, stop_whole = first_whole * row_numel, end_whole * row_numel
 
     def part_of_row(row: int, start: int, stop: int) -> Iterator[Box]:
         begin = row * row_numel
         for box in boxes(shape[1:], start - begin, stop - begin):
-            yield Box((row, *box.offset), (1, *box.shape), begin + box.start)
+            offset, shape_of_part = (row, *box.offset), (1, *box.shape)
+            yield Box(offset, shape_of_part, begin + box.start, begin + box.stop)
 
     if first_whole > end_whole:  # the range lies within one row
         yield from part_of_row(end_whole, start, stop)
         return
-    yield from part_of_row(first_whole - 1, start, first_whole * row_numel)
+    yield from part_of_row(first_whole - 1, start, begin_whole)
     if first_whole < end_whole:
         zeros = (0,) * (len(shape) - 1)
         rows = end_whole - first_whole
-        yield Box((first_whole, *zeros), (rows, *shape[1:]), first_whole * row_numel)
-    yield from part_of_row(end_whole, end_whole * row_numel, stop)
+        yield Box((first_whole, *zeros), (rows, *shape[1:]), begin_whole, stop_whole)
+    yield from part_of_row(end_whole, stop_whole, stop)
 
 
 def fuse_adam(optimizer: Any) -> None:
@@ -183,8 +181,8 @@ class OptimizerShards:
                 else:  # Transformer Engine's FusedAdam
                     group["step"] = num_steps
 
-    def sharded_state(self, model: dict[str, Any], *, masters: bool) -> dict[str, ShardedTensor]:
-        """Return moments, and with `masters` masters, as Megatron's checkpoints take them.
+    def sharded_state(self, model: dict[str, Any]) -> dict[str, ShardedTensor]:
+        """Return moments, and masters that are no weights, as Megatron's checkpoints take them.
 
         Loading writes into them. `model` is the model's sharded state, from which names, offsets
         and replicas are taken. Call `prepare_state` before.
@@ -197,9 +195,12 @@ class OptimizerShards:
             updated = self._updated(parameter)
             moments = self._part_of[parameter].optimizer.state[updated].items()
             tensors = {name: values for name, values in moments if name != "step"}
-            if masters:
+            if parameter.dtype != torch.float32:
                 tensors["fp32_param"] = updated
-            for piece in _pieces(sharded):
+            pieces = [sharded]
+            if isinstance(sharded, ShardedTensorFactory):  # of SwiGLU's gate and up
+                pieces = nested_values(sharded.build())
+            for piece in pieces:
                 for name, values in tensors.items():
                     for tensor in self._boxes_of(piece, parameter, name, values):
                         state[f"{tensor.key}.{tensor.global_offset}"] = tensor
@@ -243,10 +244,3 @@ class OptimizerShards:
                 replica_id=(*piece.replica_id[:2], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
-
-
-def _pieces(sharded: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors that a parameter is stored as; SwiGLU's gate and up are two."""
-    if isinstance(sharded, ShardedTensorFactory):
-        return list(nested_values(sharded.build()))
-    return [sharded]

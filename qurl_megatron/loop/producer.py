@@ -1,8 +1,5 @@
 """Groups for training, sampled and scored up to `rollout.max_staleness` steps ahead.
 
-    Producer.take        the next groups of the stream, in its order
-    Producer.end_step    a step has all its groups; a checkpoint counts them
-
 Requests and scores are awaited in a thread of their own, in an asyncio loop, while the caller
 trains. With `max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while
 the caller trains.
