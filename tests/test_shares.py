@@ -27,6 +27,7 @@ STEPS = 2
 PARTS = 3  # minibatches: with two replicas, the last one has no sequence for one of them
 ROWS = random_rows(6, 12, range(2, 90))
 ROWS.loss_mask[-1] = False  # the last row has no token to train on
+BEHAVIOUR_LOGPROBS = -4 - ROWS.advantages.abs()
 SEQUENCES = [row[:length].tolist() for row, length in zip(ROWS.tokens, ROWS.lengths, strict=True)]
 
 
@@ -35,7 +36,7 @@ class Dealt:
     """What a rank had, sent and got back."""
 
     sequences: list[list[list[int]]]  # tokens of each sequence of each share
-    collected: list[Tensor]  # on global rank 0: the targets that came back
+    collected: list[Tensor]  # on global rank 0: the engine's log-probs that came back
     has_experts: bool  # whether inputs have the recorded experts; -1 for padding
     scores: list[Tensor]  # on global rank 0: of the minibatches' sequences
     padded_scores: Tensor  # [batch, time], of all rows scored as if every row were of full length
@@ -69,17 +70,16 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
     config.objective.kl_coefficient = 0.1
     whole = TrainBatch.empty()
     if dist.get_rank() == 0:
-        behaviour_logprobs = -4 - ROWS.advantages.abs()
-        whole = ROWS.ragged(advantages=ROWS.advantages, behaviour_logprobs=behaviour_logprobs)
+        whole = ROWS.ragged(advantages=ROWS.advantages, behaviour_logprobs=BEHAVIOUR_LOGPROBS)
         whole.routed_experts = experts_of(whole.tokens)
 
     learner = Learner(model, config.learner, config.optimizer)
     shares = [learner.share(minibatch) for minibatch in whole.split(PARTS)]
-    scores, targets, has_experts = [], [], []
+    scores, collected, has_experts = [], [], []
     for share in shares:
         learner.score(share, ["proximal_logprobs"], temperature=1.0)
         scores += share.collect("proximal_logprobs")
-        targets += share.collect("tokens")
+        collected += share.collect("behaviour_logprobs")
         has_experts += [beside_inputs(micro) for micro in share.micro_batches]
     padded_scores, _ = score(learner, ROWS.tokens, loss_mask=ROWS.loss_mask)
 
@@ -110,7 +110,7 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
             ]
             for share in shares
         ],
-        collected=targets,
+        collected=collected,
         has_experts=all(has_experts),
         scores=scores,
         padded_scores=padded_scores,
@@ -150,8 +150,10 @@ def test_what_comes_back_is_in_the_order_of_the_batch_and_only_on_rank_0(
 ) -> None:
     first, *others = ranks
     # Nothing precedes the first token, and a sequence without a token to train on is not computed.
-    targets = [[0, *sequence[1:]] for sequence in SEQUENCES[:-1]] + [[0] * len(SEQUENCES[-1])]
-    assert [each.tolist() for each in first.collected] == targets
+    expected = BEHAVIOUR_LOGPROBS.clone()
+    expected[:, 0] = expected[-1] = 0
+    for own, row, sequence in zip(first.collected, expected, SEQUENCES, strict=True):
+        assert torch.equal(own, row[: len(sequence)])
     assert all(rank.collected == rank.scores == [] for rank in others)
 
 
