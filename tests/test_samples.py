@@ -70,7 +70,8 @@ def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sa
     for name, ratio in ratios.items():
         row, token = map(int, name[1:].split("_"))
         log_ratios[row][token] = math.log(ratio)
-    return make_samples(5, groups, log_ratios, Tokenizer(), count)
+    proximal = [torch.cat([torch.zeros(2), each - 1]) for each in log_ratios]
+    return make_samples(5, groups, proximal, Tokenizer(), count)
 
 
 GROUPS = [group("a", [0, 0, 0]), group("b", [0, 1, -1], (0, 1)), group("c", [1, 0, 0.5])]

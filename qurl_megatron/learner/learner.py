@@ -86,7 +86,7 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         transform: Transform | None = None,
-        model: type[Policy] | None = None,
+        model: type[Policy] = Policy,
         replays_routing: bool = False,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
@@ -95,7 +95,7 @@ class Learner:
 
         Args:
             transform: maps the float32 master weights at load.
-            model: the class of the model; None for `Policy`.
+            model: the class of the model.
             replays_routing: choose the experts that a batch has recorded, as its engine did.
 
         Raises:
@@ -126,7 +126,7 @@ class Learner:
                 expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-            self.chunks = self._wrap(build_chunks(self.architecture, learner, model or Policy))
+            self.chunks = self._wrap(build_chunks(self.architecture, learner, model))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
         self._routing = Routing(self.chunks, replays_routing)

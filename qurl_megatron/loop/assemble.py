@@ -9,12 +9,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer
@@ -123,7 +122,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
     keep = stack.enter_context
-    score = keep(Scorer(config, config.scoring_workers)).submit if is_first else _score_nothing
+    score: Any = None  # other ranks score nothing
+    if is_first:
+        score = keep(Scorer(config, config.scoring_workers)).submit
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
@@ -202,10 +203,6 @@ def _publisher(config: Config, name: str, fleet: Fleet, learner: Learner) -> Pub
         keep=config.quantization.keep,
         has_remote=is_rollout and bool(config.rollout.servers_at),
     )
-
-
-def _score_nothing(prompt: Prompt, completions: Sequence[Completion]) -> NoReturn:
-    raise RuntimeError("only global rank 0 scores")
 
 
 def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:

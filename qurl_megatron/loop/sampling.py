@@ -6,7 +6,6 @@ critic deal it out. Other ranks get the summary. Some completions of the batch a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -33,6 +32,9 @@ from qurl_megatron.report.samples import KINDS, Sample, ends, shorten
 from qurl_megatron.rollout.client import RolloutClient
 
 DIGITS = 3  # of a ratio in a sample, after the point
+
+Row = tuple[int, int]
+"""Number of a prompt among a step's groups, and number of one of its completions."""
 
 
 class Sampler:
@@ -118,12 +120,7 @@ class Sampler:
         if not count:
             return []
         proximal = [each for share in shares for each in share.collect("proximal_logprobs")]
-        completions = [(group, each) for group in self._groups for each in group.completions]
-        log_ratios = []
-        for (group, completion), logprobs in zip(completions, proximal, strict=True):
-            of_response = logprobs[len(group.prompt.token_ids) :]
-            log_ratios.append(of_response - torch.tensor(completion.behaviour_logprobs))
-        return make_samples(step, self._groups, log_ratios, self._tokenizer, count)
+        return make_samples(step, self._groups, proximal, self._tokenizer, count)
 
     def answers(self) -> TrainBatch:
         """Return the next prompts with their answers as responses, for supervised training.
@@ -230,18 +227,24 @@ def _summarize(
 
 
 def make_samples(
-    step: int, groups: list[RolloutGroup], log_ratios: list[Tensor], tokenizer: Any, count: int
+    step: int, groups: list[RolloutGroup], proximal: list[Tensor], tokenizer: Any, count: int
 ) -> list[Sample]:
     """Return at most `count` completions of `groups`.
 
-    `log_ratios` are log(proximal / behaviour) of the tokens of each completion.
+    `proximal` are the proximal log-probs of each sequence of the batch that is made of `groups`.
     """
-    completions = [(group, index) for group in groups for index, _ in enumerate(group.completions)]
+    log_ratios: dict[Row, Tensor] = {}
+    sequences = iter(proximal)
+    for prompt, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            of_response = next(sequences)[len(group.prompt.token_ids) :]
+            behaviour = torch.tensor(completion.behaviour_logprobs)
+            log_ratios[prompt, index] = of_response - behaviour
     samples = []
-    for row, kind in _choose(groups, log_ratios, count).items():
-        group, index = completions[row]
+    for (prompt, index), kind in _choose(groups, log_ratios, count).items():
+        group = groups[prompt]
         completion = group.completions[index]
-        ratios = log_ratios[row].exp()
+        ratios = log_ratios[prompt, index].exp()
         shown = ends(list(range(len(completion.token_ids))))
         samples.append(
             Sample(
@@ -261,32 +264,28 @@ def make_samples(
     return samples
 
 
-def _choose(groups: list[RolloutGroup], log_ratios: list[Tensor], count: int) -> dict[int, str]:
-    """Return the kind of each chosen completion, by its row: its number among all of `groups`.
+def _choose(
+    groups: list[RolloutGroup], log_ratios: dict[Row, Tensor], count: int
+) -> dict[Row, str]:
+    """Return the kind of each chosen completion.
 
     The choice depends on the step's data alone. It takes turns between four kinds: the best and the
     worst completion of the prompt whose rewards differ most, a completion that was cut off, and the
     one with the token that quantization changed most. Then the next of each kind follow.
     """
-    rewards = [reward for group in groups for reward in group.rewards]
-    truncated = [completion.truncated for group in groups for completion in group.completions]
-    largest = [max(map(abs, each.tolist()), default=0.0) for each in log_ratios]
-    rows = range(len(rewards))
-    remaining = iter(rows)
-    extremes = []  # the best and the worst row of each prompt
-    for group in groups:
-        own = list(itertools.islice(remaining, len(group.rewards)))
-        extremes.append((max(own, key=rewards.__getitem__), min(own, key=rewards.__getitem__)))
-    # Stable: the first of equals stays first.
-    extremes.sort(key=lambda pair: rewards[pair[0]] - rewards[pair[1]], reverse=True)
+    rewards = [group.rewards for group in groups]
+    # The first of prompts with equal differences stays first.
+    spreads = [max(of_prompt) - min(of_prompt) for of_prompt in rewards]
+    prompts = sorted(range(len(groups)), key=lambda prompt: -spreads[prompt])
+    largest = {row: max(map(abs, each.tolist()), default=0.0) for row, each in log_ratios.items()}
     candidates = (
-        [best for best, _ in extremes],
-        [worst for _, worst in extremes],
-        [row for row in rows if truncated[row]],
-        sorted(rows, key=lambda row: -largest[row]),
+        [(prompt, rewards[prompt].index(max(rewards[prompt]))) for prompt in prompts],
+        [(prompt, rewards[prompt].index(min(rewards[prompt]))) for prompt in prompts],
+        [row for row in log_ratios if groups[row[0]].completions[row[1]].truncated],
+        sorted(log_ratios, key=lambda row: -largest[row]),
     )
     queues = dict(zip(KINDS, map(iter, candidates), strict=True))
-    chosen: dict[int, str] = {}
+    chosen: dict[Row, str] = {}
     while queues and len(chosen) < count:
         for kind, queue in list(queues.items()):
             row = next((row for row in queue if row not in chosen), None)
