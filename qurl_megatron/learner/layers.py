@@ -259,10 +259,6 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
         "apply_rope_fusion": has_transformer_engine(),
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
         "moe_grouped_gemm": has_transformer_engine(),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait

@@ -134,7 +134,7 @@ class Learner:
     def share(self, batch: TrainBatch) -> Share:
         """Deal a minibatch out to the data-parallel replicas; return this replica's share.
 
-        Global rank 0 has the minibatch, the others an empty one.
+        Collective. Global rank 0 has the minibatch, the others an empty one.
         """
         return deal(batch, self._config, self.architecture)
 
@@ -330,7 +330,6 @@ class Learner:
     def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
         dtype = self.chunks[0].config.params_dtype
         config = MegatronOptimizerConfig(
-            optimizer="adam",
             lr=optimizer.learning_rate,
             min_lr=0.0,
             weight_decay=optimizer.weight_decay,

@@ -91,10 +91,7 @@ class Share:
 
 
 def deal(batch: TrainBatch, layout: LearnerConfig, architecture: Architecture) -> Share:
-    """Send every data-parallel replica its sequences of `batch`; return this replica's.
-
-    Collective over all learner ranks. Global rank 0 has the minibatch, the others an empty one.
-    """
+    """Send every data-parallel replica its sequences of a minibatch, for `Learner.share`."""
     by_replica = _plan(batch, layout, architecture) if dist.get_rank() == 0 else []
     own = _to_replicas([batch.select(numbers) for numbers in replica] for replica in by_replica)
     dealt = [list(itertools.chain.from_iterable(replica)) for replica in by_replica]

@@ -38,7 +38,10 @@ Row = tuple[int, int]
 
 
 class Sampler:
-    """Makes training batches from an endless stream of prompts. Collective over learner ranks."""
+    """Makes training batches from an endless stream of prompts. Collective over learner ranks.
+
+    Ranks other than global rank 0 get empty batches, and no samples.
+    """
 
     def __init__(
         self,
@@ -98,8 +101,7 @@ class Sampler:
         """Return the batch of `step`, which starts from weight version `version`.
 
         It has the settings of the step's stage. It has no log-probs of the learner yet, and with
-        `advantage_estimator=gae` no advantages: the critic computes them. Ranks other than global
-        rank 0 get an empty batch.
+        `advantage_estimator=gae` no advantages: the critic computes them.
 
         Returns:
             The batch, and the fields of `StepMetrics` about sampling and rewards, with the number
@@ -112,7 +114,7 @@ class Sampler:
         return self._batch, summary
 
     def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:
-        """Return the completions of the step's batch to keep; none on other ranks than 0.
+        """Return the completions of the step's batch that are kept to be read.
 
         `shares` are those of the last batch that was sampled, with its proximal log-probs.
         """
@@ -123,10 +125,7 @@ class Sampler:
         return make_samples(step, self._groups, proximal, self._tokenizer, count)
 
     def answers(self) -> TrainBatch:
-        """Return the next prompts with their answers as responses, for supervised training.
-
-        Ranks other than global rank 0 get an empty batch.
-        """
+        """Return the next prompts with their answers as responses, for supervised training."""
         if rank() != 0:
             return TrainBatch.empty()
         groups = []
