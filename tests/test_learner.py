@@ -345,7 +345,6 @@ def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
         transform=divide_by_three,
     )
     parameters = dict(learner.chunks[0].module.named_parameters())
-    logprobs, _ = score(learner, make_rows().tokens)
 
     def masters_of() -> dict[str, Tensor]:
         masters = {name: learner._optimizer_shards.master(p) for name, p in parameters.items()}
@@ -359,7 +358,6 @@ def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
     changes = {name: master - masters[name] for name, master in masters_of().items()}
     learner.close()
     return {
-        "logprobs": logprobs,
         "grad_norm": grad_norm,
         "master": masters[name],
         "computed_with": computed_with,
@@ -380,7 +378,7 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
     assert not torch.equal(rank["computed_with"].float(), expected)
     # The change is far below bfloat16's resolution, and survives a reset of the optimizer.
     assert all(5e-7 < change < 2e-6 for change in rank["changes"].values()), rank["changes"]
-    assert rank["logprobs"][:, 1:].max() < 0 and 0 < rank["grad_norm"] < 100
+    assert 0 < rank["grad_norm"] < 100
 
 
 def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:
