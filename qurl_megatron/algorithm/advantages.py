@@ -19,13 +19,14 @@ def grpo_advantages(rewards: list[list[float]], epsilon: float = 1e-6) -> list[l
     its completion. `std` is the standard deviation of a sample (n - 1), as in verl, which the paper
     used for its experiments. The advantages of a zero-variance group are exactly 0.
     """
-    advantages = []
-    for group in rewards:
-        mean = statistics.fmean(group)
-        # Not computed where rewards are equal, because their mean may be rounded.
-        std = 0.0 if is_zero_variance(group) else statistics.stdev(group)
-        advantages.append([(reward - mean) / (std + epsilon) if std else 0.0 for reward in group])
-    return advantages
+    return [_group_advantages(group, epsilon) for group in rewards]
+
+
+def _group_advantages(rewards: list[float], epsilon: float) -> list[float]:
+    if is_zero_variance(rewards):
+        return [0.0] * len(rewards)
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+    return [(reward - mean) / (std + epsilon) for reward in rewards]
 
 
 def is_zero_variance(rewards: list[float]) -> bool:

@@ -89,10 +89,8 @@ def parameters_of(
 
     Parameters without a Hugging Face counterpart are left out.
     """
-    expert_rank = parallel_state.get_expert_model_parallel_rank()
-    local_experts = (
-        architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    )
+    experts = parallel_state.get_expert_model_parallel_group()
+    first_expert = experts.rank() * (architecture.num_experts // experts.size())
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name in chunk.own_parameters:
@@ -100,8 +98,7 @@ def parameters_of(
             tied = name == "output_layer.weight" and architecture.tie_word_embeddings
             # The last stage's copy of a tied embedding follows the embedding's rule.
             rule, layer = weight_map.find_megatron(
-                "embedding.word_embeddings.weight" if tied else name,
-                first_expert=expert_rank * local_experts,
+                "embedding.word_embeddings.weight" if tied else name, first_expert=first_expert
             )
             if layer is not None:  # Megatron counts from 1
                 layer = chunk.decoder.layers[layer].layer_number - 1
@@ -110,15 +107,10 @@ def parameters_of(
 
 def tensor_parallel_place(rule: Rule) -> tuple[int, int]:
     """Return this rank's number among the ranks that share such a parameter, and their number."""
+    group = parallel_state.get_tensor_model_parallel_group()
     if rule.of_experts:
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+        group = parallel_state.get_expert_tensor_parallel_group()
+    return group.rank(), group.size()
 
 
 def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[str, Any]:

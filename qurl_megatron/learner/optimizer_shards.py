@@ -118,12 +118,9 @@ class OptimizerShards:
         """
         if parameter.dtype == torch.float32:
             return parameter.detach()  # every rank has all of it
-        is_experts = not getattr(parameter, "allreduce", True)
-        group = (
-            parallel_state.get_expert_data_parallel_group()
-            if is_experts
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if not getattr(parameter, "allreduce", True):  # of an expert
+            group = parallel_state.get_expert_data_parallel_group()
         own = torch.tensor(self._range(parameter), device=parameter.device)
         ranges = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(ranges, own, group=group)

@@ -70,6 +70,7 @@ class Share:
             [tokens] float32 of each sequence, in the minibatch's order, on the CPU; 0 where a token
             has no score. Nothing on other ranks.
         """
+        context = parallel_state.get_context_parallel_group()
         own: list[Tensor] = []
         for micro in self.micro_batches:
             flat = torch.zeros(len(micro.batch.tokens), device=device.device())
@@ -77,9 +78,8 @@ class Share:
             if row is not None:
                 is_real = micro.index >= 0
                 flat[micro.index[is_real]] = row[0, is_real]
-            if parallel_state.get_context_parallel_world_size() > 1:
-                # One rank filled each position, so the sum is exact.
-                dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
+            if context.size() > 1:  # one rank filled each position, so the sum is exact
+                dist.all_reduce(flat, group=context)
             own.append(flat.cpu())
         scores = [torch.zeros(length) for length in self.lengths]
         by_replica = _to_rank_zero(torch.cat(own))
@@ -169,12 +169,8 @@ def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
         bounds.append(bounds[-1] + packing.round_up(length, pieces))
     if bounds[-1] < total:
         bounds.append(total)
-    context = context_index(
-        bounds,
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-    index = index[context].to(device.device())
+    context = parallel_state.get_context_parallel_group()
+    index = index[context_index(bounds, context.rank(), context.size())].to(device.device())
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     # Megatron caches its rotary tables by this number. If it were that of all tokens, Megatron
     # would rotate a token by its position in the micro batch.

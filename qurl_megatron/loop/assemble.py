@@ -150,9 +150,15 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     keep(closing(sampler))
     evaluator = None
     if config.evaluation.enabled:
-        problems = prompts.held_out[: config.evaluation.problems], prompts.files, warmup_check
-        publisher, client = publishers["evaluation"], clients["evaluation"]
-        evaluator = Evaluator(config, publisher, client, score, *problems)
+        evaluator = Evaluator(
+            config,
+            publishers["evaluation"],
+            clients["evaluation"],
+            score,
+            held_out=prompts.held_out[: config.evaluation.problems],
+            files=prompts.files,
+            warmup_check=warmup_check,
+        )
     probe = training[: config.rollout.prompts_per_step]
     return Run(
         learner=learner,

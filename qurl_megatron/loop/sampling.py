@@ -108,7 +108,7 @@ class Sampler:
             of `sampled_tokens`.
         """
         self._batch = TrainBatch.empty()
-        sampling = self._sample(self._config.rollout.at(step), step, version)
+        sampling = self._sample(step, version)
         while (summary := from_rank_zero(lambda: next(sampling))) is None:
             self._admit()
         return self._batch, summary
@@ -136,13 +136,12 @@ class Sampler:
             groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
         return pack(groups)
 
-    def _sample(
-        self, rollout: RolloutConfig, step: int, version: int
-    ) -> Generator[dict[str, Any] | None]:
+    def _sample(self, step: int, version: int) -> Generator[dict[str, Any] | None]:
         """Make the batch; yield None whenever a server waits for weights, at the end the summary.
 
         Only global rank 0 calls this.
         """
+        rollout = self._config.rollout.at(step)
         producer = self._producer
         dropped, waited_s, scoring_s = producer.dropped, producer.waited_s, producer.scoring_s
 
@@ -272,16 +271,20 @@ def _choose(
     worst completion of the prompt whose rewards differ most, a completion that was cut off, and the
     one with the token that quantization changed most. Then the next of each kind follow.
     """
-    rewards = [group.rewards for group in groups]
-    # The first of prompts with equal differences stays first.
-    spreads = [max(of_prompt) - min(of_prompt) for of_prompt in rewards]
-    prompts = sorted(range(len(groups)), key=lambda prompt: -spreads[prompt])
-    largest = {row: max(map(abs, each.tolist()), default=0.0) for row, each in log_ratios.items()}
+
+    def agreement(numbered: tuple[int, RolloutGroup]) -> float:
+        rewards = numbered[1].rewards
+        return min(rewards) - max(rewards)
+
+    def largest(row: Row) -> float:
+        return max(map(abs, log_ratios[row].tolist()), default=0.0)
+
+    prompts = sorted(enumerate(groups), key=agreement)  # of equals the first stays first
     candidates = (
-        [(prompt, rewards[prompt].index(max(rewards[prompt]))) for prompt in prompts],
-        [(prompt, rewards[prompt].index(min(rewards[prompt]))) for prompt in prompts],
+        [(prompt, group.rewards.index(max(group.rewards))) for prompt, group in prompts],
+        [(prompt, group.rewards.index(min(group.rewards))) for prompt, group in prompts],
         [row for row in log_ratios if groups[row[0]].completions[row[1]].truncated],
-        sorted(log_ratios, key=lambda row: -largest[row]),
+        sorted(log_ratios, key=largest, reverse=True),
     )
     queues = dict(zip(KINDS, map(iter, candidates), strict=True))
     chosen: dict[Row, str] = {}

@@ -30,7 +30,8 @@ class StepResults:
 
 def step_metrics(config: Config, results: StepResults) -> StepMetrics:
     """Return the line of metrics.jsonl for a step."""
-    sampled, published, seconds = dict(results.sampled), results.published, results.seconds
+    sampled = dict(results.sampled)
+    published, seconds = results.published, results.seconds
     sampling_s = sum(seconds.values()) if config.rollout.max_staleness else seconds["rollout"]
     sums = add_up(update.stats for update in results.updates)
     tokens = sums["tokens"]
