@@ -159,14 +159,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             files=prompts.files,
             warmup_check=warmup_check,
         )
-    probe = training[: config.rollout.prompts_per_step]
     return Run(
         learner=learner,
         critic=critic,
         publisher=publishers["rollout"],
         sampler=sampler,
         evaluator=evaluator,
-        measure_mismatch=partial(measure_mismatch, clients, publishers, probe, learner, config),
+        measure_mismatch=partial(measure_mismatch, clients, publishers, training, learner, config),
         checkpoints=checkpoints,
         log=log,
     )

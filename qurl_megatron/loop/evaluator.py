@@ -89,15 +89,16 @@ def measure_mismatch(
     learner: Learner,
     config: Config,
 ) -> dict[str, dict[str, float]]:
-    """Return, by server set, the `rollout_statistics` of one completion of each prompt.
+    """Return, by server set, the `rollout_statistics` of one completion of a step's prompts.
 
-    Each set answers the same prompts, with the weights that its publisher sent last. The learner
-    scores the sampled tokens. The BF16 evaluation servers show the noise of the engine alone. Any
-    larger mismatch of the rollout servers comes from quantization.
+    Each set answers the first of `prompts`, with the weights that its publisher sent last. The
+    learner scores the sampled tokens. The BF16 evaluation servers show the noise of the engine
+    alone. Any larger mismatch of the rollout servers comes from quantization.
 
     Collective over learner ranks; `clients` and `prompts` are used on global rank 0 only.
     """
     rollout = config.rollout
+    prompts = prompts[: rollout.prompts_per_step]
 
     def sample(client: RolloutClient) -> TrainBatch:
         completions = client.generate(
