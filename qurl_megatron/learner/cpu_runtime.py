@@ -106,9 +106,9 @@ class _NoStream:
 
 
 def _as_splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Return what `maybe_move_tensor_to_cpu` makes of a tensor on a GPU: it leaves one on the CPU.
+    """Return a tensor on the CPU as `maybe_move_tensor_to_cpu` returns one from a GPU: as numbers.
 
-    As sizes of splits, an all-to-all takes numbers and no tensors.
+    Megatron's own leaves a tensor on the CPU as it is, but an all-to-all takes numbers as sizes.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 

@@ -169,7 +169,7 @@ def _gather_context(
 def context_index(bounds: list[int], rank: int, size: int) -> Tensor:
     """Return the positions of packed sequences that a context-parallel rank holds, in its order.
 
-    `bounds` are the first tokens of the sequences, and the number of all tokens.
+    `bounds` are the positions at which sequences begin, and at the end the number of all tokens.
     """
     return torch.cat(
         [

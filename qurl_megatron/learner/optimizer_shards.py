@@ -113,8 +113,8 @@ class OptimizerShards:
     def gather_master(self, parameter: Tensor) -> Tensor:
         """Return the whole master, in the parameter's shape, on the first rank that shares it.
 
-        Collective over the data-parallel ranks, for an expert over those that have it; the others
-        get an empty tensor.
+        Collective over the data-parallel ranks; for an expert, over the ranks that have it. All
+        ranks but the first get an empty tensor.
         """
         if parameter.dtype == torch.float32:
             return parameter.detach()  # every rank has all of it
@@ -139,10 +139,11 @@ class OptimizerShards:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Have masters and moments in the host's memory, and not the device's, in this context.
+        """Keep masters and moments in the host's memory within this context, to free the device's.
 
-        They keep their identity and cannot be read. The masters of a float32 model stay, because
-        they are the weights of the forward pass. Enter this within `megatron_runtime()`.
+        The tensors stay the same objects, but have no values that could be read. The masters of a
+        float32 model stay where they are, because they are the weights of the forward pass. Enter
+        this within `megatron_runtime()`.
         """
         on_host: list[tuple[Tensor, Tensor]] = []
         try:
