@@ -232,9 +232,9 @@ def _to_rank_zero(own: Any) -> list[Any]:
         return []
     stages = parallel_state.get_pipeline_model_parallel_group()
     replicas = parallel_state.get_data_parallel_group()
-    by_replica: list[Any] = [None] * replicas.size()
+    by_replica = [own] * replicas.size()
     last = stages.size() - 1
-    if stages.rank() == last:
+    if stages.rank() == last and len(by_replica) > 1:
         is_receiver = replicas.rank() == 0
         dist.gather_object(own, by_replica if is_receiver else None, group=replicas, group_dst=0)
     if last and replicas.rank() == 0:
