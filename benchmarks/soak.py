@@ -79,7 +79,7 @@ from qurl_megatron.algorithm.objective import PolicyLoss, minibatches  # noqa: E
 from qurl_megatron.algorithm.score import Score  # noqa: E402
 from qurl_megatron.config.schema import RolloutConfig  # noqa: E402
 from qurl_megatron.data.prompts import PromptStream  # noqa: E402
-from qurl_megatron.loop.producer import Producer, ScoredGroup  # noqa: E402
+from qurl_megatron.loop.producer import Producer  # noqa: E402
 from qurl_megatron.process import trim_heap  # noqa: E402
 from qurl_megatron.rollout.control import ServerControl  # noqa: E402
 from qurl_megatron.rollout.fleet import AdmissionNeeded  # noqa: E402
@@ -352,7 +352,7 @@ class Soak:
         of_step = [RolloutGroup(group.prompt, group.completions, group.rewards) for group in groups]
         return pack(of_step, advantages, version)
 
-    def _check(self, group: ScoredGroup, ordinal: int, version: int) -> None:
+    def _check(self, group: RolloutGroup, ordinal: int, version: int) -> None:
         problems = self.outcome.problems
         number = int(group.prompt.id)
         self._counts[number] += 1
@@ -374,9 +374,7 @@ class Soak:
         shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
         for share in shares:
             learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
-        scores = [
-            each for share in shares for each in share.collect(share.scores("proximal_logprobs"))
-        ]
+        scores = [each for share in shares for each in share.collect("proximal_logprobs")]
         assert batch.token_lags is not None and batch.behaviour_logprobs is not None
         of_version = batch.loss_mask & (batch.token_lags == 0)
         differences = (torch.cat(scores) - batch.behaviour_logprobs).abs() * of_version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,34 @@ from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
+
+
+@dataclass
+class Rows:
+    """Sequences as padded rows; every tensor but `lengths` is [rows, time]."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    advantages: Tensor
+
+    def ragged(self, **fields: Tensor) -> TrainBatch:
+        """Return the rows as a ragged batch with these fields [rows, time]."""
+        return ragged(self.tokens, self.loss_mask, self.lengths, **fields)
+
+
+def random_rows(rows: int, time: int, vocabulary: range) -> Rows:
+    """Return rows of different lengths after prompts of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    places = torch.arange(time)
+    prompt = torch.randint(1, 5, (rows, 1), generator=generator)
+    length = torch.randint(6, time + 1, (rows, 1), generator=generator)
+    return Rows(
+        tokens=torch.randint(vocabulary.start, vocabulary.stop, (rows, time), generator=generator),
+        loss_mask=(places >= prompt) & (places < length),
+        lengths=length.squeeze(1),
+        advantages=torch.randn(rows, time, generator=generator),
+    )
 
 
 def ragged(
@@ -49,7 +78,7 @@ def score(
     """Return the model's scores of `tokens` [batch, time], on every rank."""
     share = share_of(learner, ragged(tokens, loss_mask))
     learner.score(share, names, temperature=temperature)
-    collected = [share.collect(share.scores(name)) for name in names]
+    collected = [share.collect(name) for name in names]
     return device.from_rank_zero(lambda: tuple(padded(each) for each in collected))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -97,9 +96,10 @@ def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> 
             if receivers[rank] not in ready:
                 continue
             try:
-                failed, results[rank] = pickle.loads(receivers[rank].recv_bytes())
+                message = io.BytesIO(receivers[rank].recv_bytes())
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a result") from None
+            failed, results[rank] = torch.load(message, map_location="cpu", weights_only=False)
             if failed:
                 raise RuntimeError(f"rank {rank} failed:\n{results[rank]}")
     return [results[rank] for rank in range(len(receivers))]
@@ -109,24 +109,11 @@ def _run(
     sender: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any
 ) -> None:
     os.environ.update(environment)
+    message = io.BytesIO()
     try:
         torch.set_num_threads(1)
-        message = _pickled((False, function(*args)))
+        torch.save((False, function(*args)), message)
     except BaseException:
-        message = pickle.dumps((True, traceback.format_exc()))
-    sender.send_bytes(message)
-
-
-class _CopyingPickler(pickle.Pickler):
-    """A pickler that copies tensors: shared memory would be gone when this process ends."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.is_cuda:
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-def _pickled(result: Any) -> bytes:
-    buffer = io.BytesIO()
-    _CopyingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(result)
-    return buffer.getvalue()
+        message = io.BytesIO()
+        torch.save((True, traceback.format_exc()), message)
+    sender.send_bytes(message.getbuffer())

@@ -6,6 +6,7 @@ query heads share a key-value head, rows differ in length and do not divide even
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batches import ragged, score, share_of
+from batches import Rows, random_rows, score, share_of
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
@@ -28,11 +29,13 @@ DIMS: dict[str, Any] = {
     "head_dim": 12,
     "num_hidden_layers": 4,
 }
+EXPERTS: dict[str, Any] = {**DIMS, "moe_intermediate_size": 40, "num_experts": 8}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2}
 CP2: dict[str, Any] = {"context_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_parallel_size": 2}
+ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
 VPP2: dict[str, Any] = {**PP2, "virtual_pipeline_parallel_size": 2}
 BUDGET: dict[str, Any] = {"tokens_per_micro_batch": 20}
 SELECTIVE: dict[str, Any] = {"recompute": "selective"}
@@ -52,37 +55,16 @@ OPTIMIZER = OptimizerConfig(
 STEPS = 3
 
 
-@dataclass
-class Rows:
-    """A batch as padded rows; every tensor but `lengths` is [batch, time]."""
-
-    tokens: Tensor
-    loss_mask: Tensor
-    lengths: Tensor
-    advantages: Tensor
-
-    @property
-    def loss_weights(self) -> Tensor:
-        return self.loss_mask / self.loss_mask.sum()
-
-    def ragged(self) -> TrainBatch:
-        return ragged(**vars(self), loss_weights=self.loss_weights)
-
-
-def make_batch() -> Rows:
+def make_rows() -> Rows:
     """Return seven rows of different lengths after prompts of different lengths."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (7, 13)
-    time = torch.arange(shape[1])
-    prompt = torch.randint(1, 5, (shape[0], 1), generator=generator)
-    length = torch.randint(6, shape[1] + 1, (shape[0], 1), generator=generator)
-    rows = Rows(
-        tokens=torch.randint(0, DIMS["vocab_size"], shape, generator=generator),
-        loss_mask=(time >= prompt) & (time < length),
-        lengths=length.squeeze(1),
-        advantages=torch.randn(shape, generator=generator),
-    )
-    return rows
+    return random_rows(7, 13, range(DIMS["vocab_size"]))
+
+
+def make_batch() -> TrainBatch:
+    """Return the rows as a batch whose loss is a mean over tokens."""
+    rows = make_rows()
+    weights = rows.loss_mask / rows.loss_mask.sum()
+    return rows.ragged(advantages=rows.advantages, loss_weights=weights)
 
 
 def policy_gradient(
@@ -99,14 +81,16 @@ def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
     return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
 
 
-def weights_of(learner: Any) -> list[weight_map.TensorPart]:
+def parts_of(learner: Any, weights: Iterable[Any]) -> list[weight_map.TensorPart]:
+    """Return the parts of what `Learner.shards` or `Learner.masters` yields; nothing is empty."""
     from qurl_megatron.learner.model import tensor_parallel_place
 
     return [
         part
-        for rule, layer, shard in learner.shards()
+        for rule, layer, weight in weights
+        if weight.numel()
         for part in weight_map.split(
-            rule, shard.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
+            rule, weight.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
         )
     ]
 
@@ -132,16 +116,13 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
     from qurl_megatron.learner.learner import Learner
 
     learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
-    batch = make_batch()
-    scores = {
-        temperature: score(learner, batch.tokens, temperature=temperature)
-        for temperature in TEMPERATURES
-    }
-    first_weights = weights_of(learner)
-    share = share_of(learner, batch.ragged())
+    tokens = make_rows().tokens
+    scores = {t: score(learner, tokens, temperature=t) for t in TEMPERATURES}
+    first_weights = parts_of(learner, learner.shards())
+    share = share_of(learner, make_batch())
     learner.score(share, ["proximal_logprobs"], temperature=0.7)
     updates = [learner.update(share, policy_gradient, temperature=0.7) for _ in range(STEPS)]
-    measurement = Measurement(scores, first_weights, updates, weights_of(learner))
+    measurement = Measurement(scores, first_weights, updates, parts_of(learner, learner.shards()))
     learner.close()
     return measurement
 
@@ -169,9 +150,10 @@ def make_reference(directory: Path) -> Reference:
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    batch = make_batch()
+    rows = make_rows()
+    weights = rows.loss_mask / rows.loss_mask.sum()
     with torch.no_grad():
-        scores = {t: logprobs_and_entropy_of(model, batch.tokens, t) for t in TEMPERATURES}
+        scores = {t: logprobs_and_entropy_of(model, rows.tokens, t) for t in TEMPERATURES}
     first_weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
@@ -187,8 +169,8 @@ def make_reference(directory: Path) -> Reference:
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.learning_rate * min(1.0, step / OPTIMIZER.warmup_steps)
         optimizer.zero_grad()
-        logprobs, entropy = logprobs_and_entropy_of(model, batch.tokens, 0.7)
-        loss, _ = policy_gradient(logprobs, entropy, batch, batch.loss_weights)
+        logprobs, entropy = logprobs_and_entropy_of(model, rows.tokens, 0.7)
+        loss, _ = policy_gradient(logprobs, entropy, rows, weights)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))

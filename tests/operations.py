@@ -13,19 +13,26 @@ from torch.utils._pytree import tree_leaves
 
 
 class RecordedOperations(TorchDispatchMode):
-    """Note every operation of torch within this context in `found`, and how often in `counts`."""
+    """Note every operation of torch within this context in `found`, and how often in `counts`.
+
+    `largest` is the number of elements of the largest tensor that one of them returned.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[Any] = Counter()  # by name, without the overload
         self.found: set[Any] = set()
+        self.largest = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.found.add(func)
         self.counts[func.overloadpacket] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
 
 
 class Exchanged(RecordedOperations):

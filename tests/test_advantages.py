@@ -167,22 +167,6 @@ def test_epsilon_of_whitening_is_added_to_the_variance() -> None:
     assert result.tolist() == [[-0.5, 0.5]]
 
 
-def verl_whiten(values: list[float]) -> list[float]:
-    """Return verl's and TRL's `masked_whiten` of values that are all in the mask."""
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
-
-
-@settings(deadline=None)
-@given(st.lists(NUMBERS, min_size=2, max_size=12), st.sampled_from([1e-6, 1e-4, 1.0]))
-def test_whitened_advantages_are_verls_for_every_spread(values: list[float], scale: float) -> None:
-    values = [value * scale for value in values]
-    row = torch.tensor([values], dtype=torch.float64)
-    result = whiten(row, torch.ones_like(row, dtype=torch.bool))
-    assert result.tolist()[0] == pytest.approx(verl_whiten(values), rel=1e-9, abs=1e-9)
-
-
 def test_advantages_that_are_all_equal_stay_close_to_0_in_float32() -> None:
     """Rounding noise of the mean, about 1e-7 of the value, is divided by no less than 1e-4."""
     row = torch.full((1, 1000), 0.1)

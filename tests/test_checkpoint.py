@@ -87,10 +87,10 @@ def train(
     for step in steps:
         tokens = torch.randint(2, 90, (8, 12), generator=torch.Generator().manual_seed(step))
         batch = ragged(tokens, rewards=(tokens > 45).float())
-        value_loss = critic.step(batch if dist.get_rank() == 0 else TrainBatch.empty()).value_loss
+        metrics = critic.step(batch if dist.get_rank() == 0 else TrainBatch.empty())
         weights = torch.full((tokens.numel(),), 1 / tokens.numel())
         done = update(learner, batch, weights, negative_log_likelihood)
-        results += [done.loss, done.grad_norm, done.learning_rate, value_loss]
+        results += [done.loss, done.grad_norm, done.learning_rate, metrics["value_loss"]]
         checkpoints.poll()
         accuracy = (accuracies or {}).get(step)
         state = RunState(step, step + 1, 0.0, {}, {"position": step}, accuracy)

@@ -1,7 +1,6 @@
-"""A learner with experts against transformers and torch, in every kind of layout.
+"""Checkpoints of a learner with experts, under other divisions of the experts over ranks.
 
-Experts are divided over ranks of tensor, context and data parallelism in another way than the rest
-of the model. The layouts pair each of these with each way of dividing experts.
+`tests/test_learner.py` trains it in every kind of layout.
 """
 
 from __future__ import annotations
@@ -16,93 +15,22 @@ import torch
 from batches import share_of
 from distributed import run_ranks
 from learner_reference import (
-    BUDGET,
-    CP2,
-    DIMS,
     DP2,
     EP2,
-    FULL,
-    OFFLOAD,
+    ETP2,
+    EXPERTS,
     OPTIMIZER,
     PP2,
-    SELECTIVE,
     TP2,
-    VPP2,
-    Measurement,
-    Reference,
-    assert_scores_match,
     gathered,
     learner_config,
     make_batch,
-    make_reference,
-    measure,
+    parts_of,
     policy_gradient,
 )
 from qurl_megatron.config.schema import Config, UaqConfig
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
-
-EP4: dict[str, Any] = {"expert_parallel_size": 4}
-ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "DP2, EP2": {**DP2, **EP2, **BUDGET},
-    "TP2, all experts on every rank": {**TP2, **SELECTIVE},
-    "TP2, ETP2": {**TP2, **ETP2, **FULL},
-    "CP2, EP2": {**CP2, **EP2},
-    "TP2xDP2, EP2, each expert on two ranks": {**TP2, **DP2, **EP2, **OFFLOAD},
-    "TP2xDP2, EP2, ETP2": {**TP2, **DP2, **EP2, **ETP2},
-    "PP2xDP2, EP2": {**PP2, **DP2, **EP2, **BUDGET},
-    "VPP2xTP2, EP2": {**VPP2, **TP2, **EP2, **SELECTIVE},
-}
-EXPERTS: dict[str, Any] = {**DIMS, "moe_intermediate_size": 40, "num_experts": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe", **EXPERTS)
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return make_reference(model)
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def ranks(request: pytest.FixtureRequest, model: Path) -> list[Measurement]:
-    layout = LAYOUTS[request.param]
-    world_size = learner_config(layout).world_size
-    by_rank = run_ranks(measure, world_size, {"model": model}, layout)
-    return [rank["model"] for rank in by_rank]
-
-
-def test_scores_match_transformers(ranks: list[Measurement], reference: Reference) -> None:
-    for rank in ranks:
-        assert_scores_match(rank, reference)
-
-
-def test_experts_of_all_ranks_equal_the_checkpoint_bit_for_bit(
-    ranks: list[Measurement], model: Path, reference: Reference
-) -> None:
-    tensors = gathered([rank.first_weights for rank in ranks])
-    assert tensors.keys() == weight_map.hugging_face_names(Architecture.from_directory(model))
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, reference.first_weights[name]), name
-
-
-def test_optimizer_steps_match_torch(ranks: list[Measurement], reference: Reference) -> None:
-    """Losses, gradient norms and weights after three clipped steps; copies stay equal."""
-    assert all(rank.updates == ranks[0].updates for rank in ranks)
-    updates = ranks[0].updates
-    assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=1e-5)
-    assert [u.grad_norm for u in updates] == pytest.approx(reference.grad_norms, rel=1e-4)
-    assert all(norm > OPTIMIZER.clip_grad for norm in reference.grad_norms), "nothing is clipped"
-    for name, tensor in gathered([rank.last_weights for rank in ranks]).items():
-        after = reference.last_weights[name]
-        assert (after - reference.first_weights[name]).abs().max() > 1e-4, f"{name} stays"
-        torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=name)
-
 
 SAVED: dict[str, Any] = {**TP2, **DP2, **EP2}
 RESUMED: dict[str, dict[str, Any]] = {
@@ -129,7 +57,6 @@ def save_or_resume(
     """
     from qurl_megatron.learner.checkpoint import Checkpoints, RunState
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.learner.model import tensor_parallel_place
 
     config = config_of(directory, layout)
     learner = Learner(
@@ -137,20 +64,12 @@ def save_or_resume(
     )
     checkpoints = Checkpoints(config, learner)
     if saves:
-        batch = make_batch()
-        learner.update(share_of(learner, batch.ragged()), policy_gradient, temperature=1.0)
+        learner.update(share_of(learner, make_batch()), policy_gradient, temperature=1.0)
         checkpoints.save(RunState(1, 2, 0.0, {}, {}))
         checkpoints.poll(wait=True)
     else:
         checkpoints.restore(checkpoints.newest() or Path())
-    parts = [
-        part
-        for rule, layer, master in learner.masters()
-        if master.numel()
-        for part in weight_map.split(
-            rule, master.clone(), learner.architecture, layer, *tensor_parallel_place(rule)
-        )
-    ]
+    parts = parts_of(learner, learner.masters())
     checkpoints.close()
     learner.close()
     return parts

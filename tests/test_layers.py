@@ -9,6 +9,7 @@ import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from qurl_megatron.config.schema import ConfigError, LearnerConfig
 from qurl_megatron.learner import layers
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 6, 2, 8
 BOUNDS = [0, 3, 4, 11]
@@ -83,24 +85,19 @@ def test_flash_attention_is_asked_for_what_the_cpu_computes(
 def test_a_pack_in_bfloat16_goes_to_flash_attention_whole(
     attention: layers.CausalAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    def count(*arguments: Any, **keywords: Any) -> Tensor:
-        calls.append(arguments[0].shape)
-        attended = varlen_attn(*arguments, **keywords)
-        assert isinstance(attended, Tensor)
-        return attended
-
-    monkeypatch.setattr(layers, "varlen_attn", count)
+    flash = Mock(wraps=varlen_attn)
+    monkeypatch.setattr(layers, "varlen_attn", flash)
     with FakeTensorMode(allow_non_fake_inputs=True):
         context = attention(*pack(torch.bfloat16, "cuda"))
         assert context.shape == (BOUNDS[-1], HEADS * HEAD_DIM)
         assert context.dtype == torch.bfloat16 and context.is_cuda
-    assert calls == [(BOUNDS[-1], HEADS, HEAD_DIM)]
+    assert flash.call_args.args[0].shape == (BOUNDS[-1], HEADS, HEAD_DIM)
     attention(*pack(torch.bfloat16, "cpu"))
-    assert len(calls) == 1
+    assert flash.call_count == 1
 
 
 def test_local_layers_do_not_leave_fp8_out_silently() -> None:
     with pytest.raises(ConfigError, match="learner.fp8=tensorwise: needs Transformer Engine"):
-        layers.transformer_config_fields(LearnerConfig(fp8="tensorwise"))
+        layers.transformer_config_fields(
+            LearnerConfig(fp8="tensorwise"), ARCHITECTURES["Qwen3-32B"]
+        )

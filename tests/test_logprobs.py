@@ -55,20 +55,8 @@ def score_in_chunks() -> dict[tuple[str, torch.dtype], Scores]:
 
 def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
     import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                self.elements = max(self.elements, result.numel())
-            return result
 
     group = dist.group.WORLD
     assert group is not None
@@ -78,7 +66,7 @@ def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
     num_tokens = TOKENS // dist.get_world_size()
     hidden = hidden[num_tokens * dist.get_rank() :][:num_tokens].clone().requires_grad_()
     own_rows = weight[first_row : first_row + num_rows].clone().requires_grad_()
-    with Largest() as largest:
+    with RecordedOperations() as operations:
         logprobs, entropy = logprobs_and_entropy(
             hidden,
             own_rows,
@@ -91,7 +79,7 @@ def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
         )
         logprobs.backward(grad)
     assert hidden.grad is not None and own_rows.grad is not None
-    return Scores(logprobs.detach(), entropy, hidden.grad, own_rows.grad, largest.elements)
+    return Scores(logprobs.detach(), entropy, hidden.grad, own_rows.grad, operations.largest)
 
 
 @functools.cache

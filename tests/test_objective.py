@@ -5,18 +5,17 @@ All hand-worked cases use eps_low 0.2, eps_high 0.28 (clip to [0.8, 1.28]) and C
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import (
     LAG_BUCKETS,
-    OBJECTIVES,
     ObjectiveOutput,
     PolicyLoss,
     add_up,
@@ -29,9 +28,10 @@ from qurl_megatron.algorithm.objective import (
     value_loss,
 )
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ObjectiveConfig
+from qurl_megatron.config.schema import Config, Objective, ObjectiveConfig
 
 torch.set_num_threads(1)
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
@@ -200,52 +200,6 @@ def test_dual_clip_changes_no_bit_of_a_token_below_it(objective: str, case: str)
     on, on_gradient = one_token(objective, *probabilities, dual_clip=50.0)
     assert torch.equal(on.loss, off.loss) and torch.equal(on_gradient, off_gradient)
     assert on.stats == off.stats and off.stats["dual_clipped"] == 0
-
-
-def verl_loss(
-    ratio: float, advantage: float, weight: float, dual_clip: float
-) -> tuple[float, bool, bool]:
-    """Return a token's loss by verl's formula, and whether either clip is in effect."""
-    losses = -advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28)
-    clipped, bound = max(losses), -advantage * dual_clip
-    loss = min(bound, clipped) if advantage < 0 else clipped
-    return loss * weight, losses[1] > losses[0], advantage < 0 and clipped > bound
-
-
-LOG_RATIOS = st.floats(-4, 4, width=32)
-
-
-@settings(deadline=None)
-@given(
-    LOG_RATIOS,
-    LOG_RATIOS,
-    st.floats(-3, 3, width=32),
-    st.floats(1.0625, 20, width=32),
-    st.sampled_from(["naive", "on_policy", "decoupled", "tis"]),
-)
-def test_dual_clip_is_verls(
-    log_ratio: float, log_rho: float, advantage: float, dual_clip: float, objective: str
-) -> None:
-    """acr is not among them: for negative advantages it is tis."""
-    proximal = torch.tensor([[-5.0]], dtype=torch.float64)
-    output = policy_objective(
-        proximal + log_ratio,
-        proximal,
-        proximal - log_rho,
-        torch.tensor([[advantage]], dtype=torch.float64),
-        torch.ones(1, 1),
-        objective=objective,
-        dual_clip=dual_clip,
-        **SETTINGS,
-    )
-    naive_ratio, rho = math.exp(log_ratio + log_rho), math.exp(log_rho)
-    ratio = naive_ratio if objective == "naive" else math.exp(log_ratio)
-    weight = {"decoupled": rho, "tis": min(rho, 2.0)}.get(objective, 1.0)
-    loss, clipped, dual_clipped = verl_loss(ratio, advantage, weight, dual_clip)
-    assert output.loss.item() == pytest.approx(loss, rel=1e-6, abs=1e-9)
-    if min(abs(ratio - bound) for bound in (0.8, 1.28, dual_clip)) > 1e-6:
-        assert output.stats["clipped"].item() == clipped
-        assert output.stats["dual_clipped"].item() == dual_clipped
 
 
 def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -423,42 +377,6 @@ def test_kl_penalty_of_a_token_is_at_most_10_and_has_no_gradient_beyond(
     assert current.grad.item() == pytest.approx(gradient, rel=1e-5)
 
 
-def verl_low_var_kl(logprob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return verl's estimate of a token's KL divergence, `low_var_kl`."""
-    log_ratio = (reference - logprob).clamp(-20, 20)
-    return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20))
-def test_kl_penalty_and_its_gradient_are_verls(log_ratios: list[float]) -> None:
-    reference = torch.tensor([log_ratios], dtype=torch.float64) - 60
-    zeros = torch.zeros_like(reference)
-    current, verls = (torch.full_like(reference, -60, requires_grad=True) for _ in range(2))
-    output = policy_objective(
-        current,
-        current.detach(),
-        current.detach(),
-        zeros,
-        torch.ones_like(zeros),
-        objective="acr",
-        kl_coefficient=1.0,
-        reference_logprobs=reference,
-        **SETTINGS,
-    )
-    expected = verl_low_var_kl(verls, reference).sum()
-    output.loss.backward()
-    expected.backward()
-    assert current.grad is not None and verls.grad is not None
-    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(current.grad, verls.grad, rtol=1e-9, atol=1e-9)
-
-
-def test_unknown_objective_is_named_with_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match="'ppo'.*naive, on_policy, decoupled, tis, acr"):
-        one_token("ppo", 0.5, 0.5, 0.5, 1.0)
-
-
 def test_kl_without_a_reference_is_refused() -> None:
     with pytest.raises(ValueError, match="reference_logprobs"):
         policy_objective(**random_batch(seed=4), objective="acr", kl_coefficient=0.1, **SETTINGS)
@@ -606,21 +524,8 @@ def test_in_the_first_pass_current_logprobs_are_the_proximal_ones() -> None:
     assert results[0] == results[1]
 
 
-# Another value of each setting of the loss.
-CHANGES: dict[str, Any] = {
-    "objective": "tis",
-    "eps_low": 0.2,
-    "eps_high": 0.3,
-    "ratio_cap": 2.5,
-    "dual_clip": 4.0,
-    "kl_coefficient": 0.1,
-}
-
-
-@pytest.mark.parametrize("changed", CHANGES)
-def test_every_setting_of_a_run_reaches_its_loss(changed: str) -> None:
+def test_every_setting_of_a_run_reaches_its_loss() -> None:
     batch = random_batch(seed=8)
-    batch["current_logprobs"] += 0.8 * (batch["advantages"] < 0)  # beyond both dual clips, in part
     batch["reference_logprobs"] = batch["proximal_logprobs"] + 0.3
     weights, current = batch["loss_weights"], batch["current_logprobs"]
     names = ("proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages")
@@ -628,21 +533,11 @@ def test_every_setting_of_a_run_reaches_its_loss(changed: str) -> None:
     rows = TrainBatch(
         torch.tensor([128]), zeros, weights > 0, entropy=zeros, **{n: batch[n] for n in names}
     )
-
-    def expected(config: ObjectiveConfig) -> float:
-        fields = dataclasses.asdict(config)
-        del fields["aggregation"]
-        return policy_objective(**batch, **fields).loss.item()
-
-    config = ObjectiveConfig("acr", 0.05, 0.5, 1.2, kl_coefficient=0.7, dual_clip=1.5)
-    other = dataclasses.replace(config, **{changed: CHANGES[changed]})
-    assert expected(other) != expected(config)
-    for each in (config, other):
-        assert PolicyLoss(each)(current, zeros, rows, weights)[0].item() == expected(each)
-
-
-def test_every_setting_of_the_loss_is_changed_above() -> None:
-    assert {*CHANGES, "aggregation"} == {f.name for f in dataclasses.fields(ObjectiveConfig)}
+    config = ObjectiveConfig("tis", 0.05, 0.5, 1.2, kl_coefficient=0.7, dual_clip=1.5)
+    settings = dataclasses.asdict(config)
+    del settings["aggregation"]
+    expected = policy_objective(**batch, **settings).loss
+    assert torch.equal(PolicyLoss(config)(current, zeros, rows, weights)[0], expected)
 
 
 @pytest.mark.parametrize(

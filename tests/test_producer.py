@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,29 +14,19 @@ from itertools import count
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Completion, Prompt, TrainBatch
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop import producer as producer_module
-from qurl_megatron.loop.producer import Producer, ScoredGroup
-from qurl_megatron.loop.sampling import Sampler
+from qurl_megatron.loop.producer import Producer
+from samplers import sampler_of, scores_of
 
 PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
 REJECTED = {"2", "5"}
 STEPS = 12
 PER_STEP = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_rank() -> Iterator[None]:
-    """Make this process the only learner rank."""
-    device.initialize_distributed()
-    yield
-    dist.destroy_process_group()
 
 
 class Killed(Exception):
@@ -71,12 +61,8 @@ class Servers:
 
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Return the scores at once."""
-        scores: Future[list[Score]] = Future()
         right = prompt.id not in REJECTED
-        scores.set_result(
-            [Score(float(right and n == 0), {}, failure="") for n in range(len(completions))]
-        )
-        return scores
+        return scores_of(float(right and n == 0) for n in range(len(completions)))
 
     def sampling(self, **settings: Any) -> RolloutConfig:
         """Return the settings of `group`, as those of a step."""
@@ -99,7 +85,7 @@ def make(servers: Servers, config: RolloutConfig, stream: PromptStream | None = 
     return Producer(config, STEPS, stream, servers.sample, servers.score)
 
 
-def take(producer: Producer, number: int, step: int, servers: Servers) -> list[ScoredGroup]:
+def take(producer: Producer, number: int, step: int, servers: Servers) -> list[RolloutGroup]:
     groups = producer.take(number, step=step, version=servers.version, interrupted=lambda: False)
     assert groups is not None
     return groups
@@ -111,7 +97,7 @@ def number_asked(producer: Producer, servers: Servers) -> int:
     return len(servers.asked)
 
 
-def ids(groups: list[ScoredGroup]) -> list[str]:
+def ids(groups: list[RolloutGroup]) -> list[str]:
     return [group.prompt.id for group in groups]
 
 
@@ -282,27 +268,24 @@ def test_a_checkpoint_counts_the_groups_of_whole_steps_only() -> None:
         assert stream.position == PER_STEP + 2
 
 
-def test_what_sampling_raises_is_raised_by_take() -> None:
+def test_what_sampling_or_scoring_raises_is_raised_by_take() -> None:
     async def fail(prompt: Prompt, settings: RolloutConfig) -> list[Completion]:
         await asyncio.sleep(60.0 if prompt.id != in_order(2)[1] else 0.0)
         raise OSError("the server is gone")
 
-    stream = PromptStream(PROMPTS, seed=0)
-    with closing(Producer(rollout(1), STEPS, stream, fail, Servers().score)) as producer:
-        with pytest.raises(OSError, match="the server is gone"):
-            producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
-        assert producer.waited_s < 30
-        assert stream.position == 0
+    def fail_to_score(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+        raise OSError("no such verifier")
 
-
-def test_what_scoring_raises_is_raised_by_take() -> None:
-    def fail(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
-        raise ValueError("no such verifier")
-
-    stream = PromptStream(PROMPTS, seed=0)
-    with closing(Producer(rollout(0), STEPS, stream, Servers().sample, fail)) as producer:
-        with pytest.raises(ValueError, match="no such verifier"):
-            producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
+    servers, stream = Servers(), PromptStream(PROMPTS, seed=0)
+    for sample, score, message in (
+        (fail, servers.score, "the server is gone"),
+        (servers.sample, fail_to_score, "no such verifier"),
+    ):
+        with closing(Producer(rollout(1), STEPS, stream, sample, score)) as producer:
+            with pytest.raises(OSError, match=message):
+                producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
+            assert producer.waited_s < 30
+            assert stream.position == 0
 
 
 def test_closing_cancels_what_is_being_sampled_and_ends_the_thread() -> None:
@@ -314,10 +297,6 @@ def test_closing_cancels_what_is_being_sampled_and_ends_the_thread() -> None:
     producer.close()
     assert servers.cancelled == PER_STEP
     assert set(threading.enumerate()) == before
-
-
-class Tokenizer:
-    pad_token_id = 0
 
 
 def run_config(max_staleness: int) -> Config:
@@ -344,18 +323,6 @@ def plain_program() -> tuple[list[list[str]], list[tuple[str, int]]]:
     return batches, asked
 
 
-def sampler_of(config: Config, servers: Servers, killed: Callable[[], bool]) -> Sampler:
-    return Sampler(
-        config,
-        servers,  # type: ignore[arg-type]  # a stand-in
-        servers.score,
-        PROMPTS,
-        Tokenizer(),
-        servers_join=killed,
-        admit=lambda: None,
-    )
-
-
 def ids_in(batch: TrainBatch, settings: RolloutConfig) -> list[str]:
     """Return the id of each prompt in a batch, which must have the settings' number of rows."""
     assert len(batch) == PER_STEP * settings.completions_per_prompt
@@ -367,13 +334,13 @@ def ids_in(batch: TrainBatch, settings: RolloutConfig) -> list[str]:
 def test_batches_are_those_of_a_plain_program(max_staleness: int) -> None:
     config, servers = run_config(max_staleness), Servers(delay_s=lambda prompt: 0.001)
     expected, asked = plain_program()
-    with closing(sampler_of(config, servers, lambda: False)) as sampler:
+    with sampler_of(config, servers, servers.score, PROMPTS) as sampler:
         for step in range(1, STEPS + 1):
             batch, summary = sampler.sample(step, servers.version)
             assert ids_in(batch, config.rollout.at(step)) == expected[step - 1]
             servers.version += 1
     if max_staleness == 0:  # the requests are the same as well
-        assert summary.groups_dropped == 0
+        assert summary["groups_dropped"] == 0
         requests = [(prompt.id, size.completions_per_prompt) for prompt, size in servers.asked]
         assert requests == asked
 
@@ -390,7 +357,6 @@ def run_with_kills(seed: int) -> tuple[list[list[str]], int]:
     batches: list[list[str]] = []  # of the steps until the checkpoint
     state = ""
     for kills in count():
-        batches = list(batches)
         servers = Servers(delay_s=lambda prompt: chance.random() * 0.02, version=1 + len(batches))
         # `killed` is called at least twice a step, and every millisecond of a wait.
         calls = iter(range(chance.randrange(2 * STEPS) if kills < 6 else 10**9))
@@ -400,25 +366,24 @@ def run_with_kills(seed: int) -> tuple[list[list[str]], int]:
                 raise Killed
             return False
 
-        sampler = sampler_of(config, servers, killed)
-        if state:
-            sampler.restore(json.loads(state))
-        new = list(batches)
-        try:
-            for step in range(1 + len(batches), STEPS + 1):
-                killed()
-                batch, _ = sampler.sample(step, servers.version)
-                new.append(ids_in(batch, config.rollout.at(step)))
-                killed()
-                servers.version += 1
-                if step % every == 0:
-                    batches, state = list(new), json.dumps(sampler.state())
-            return new, kills
-        except Killed:
-            if chance.random() < 0.3:
-                batches, state = new, json.dumps(sampler.state())
-        finally:
-            sampler.close()
+        score = servers.score
+        with sampler_of(config, servers, score, PROMPTS, servers_join=killed) as sampler:
+            if state:
+                sampler.restore(json.loads(state))
+            new = list(batches)
+            try:
+                for step in range(1 + len(batches), STEPS + 1):
+                    killed()
+                    batch, _ = sampler.sample(step, servers.version)
+                    new.append(ids_in(batch, config.rollout.at(step)))
+                    killed()
+                    servers.version += 1
+                    if step % every == 0:
+                        batches, state = list(new), json.dumps(sampler.state())
+                return new, kills
+            except Killed:
+                if chance.random() < 0.3:
+                    batches, state = new, json.dumps(sampler.state())
     raise AssertionError
 
 

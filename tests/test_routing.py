@@ -91,7 +91,7 @@ def measure(model: Path, layout: dict[str, Any], own: Tensor) -> dict[str, Any]:
         batch.loss_weights = torch.full(batch.tokens.shape, 1e-3)
         share = share_of(learner, batch)
         learner.score(share, ["proximal_logprobs"], temperature=1.0)
-        scores = share.collect(share.scores("proximal_logprobs"))
+        scores = share.collect("proximal_logprobs")
 
         def loss(logprobs: Tensor, entropy: Tensor, rows: Any, weights: Tensor) -> Any:
             return (logprobs * weights).sum(), {}

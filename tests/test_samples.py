@@ -18,8 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from distributed import run_ranks
 from logs import write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
-from qurl_megatron.loop.samples import choose, make_samples, pick_samples
+from qurl_megatron.loop.sampling import make_samples
 from qurl_megatron.report import completions
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import RunRecord, read_run
@@ -32,6 +33,7 @@ from qurl_megatron.report.samples import (
     Sample,
     markdown_table,
 )
+from samplers import sampler_of
 from tiny import build_tiny_model
 
 HOSTILE = "</pre><script src='https://example.com/x.js'></script><img src=x onerror=y>&\u202e\x00|*"
@@ -57,7 +59,8 @@ def group(name: str, rewards: list[float], truncated: tuple[int, ...] = ()) -> R
         )
         for index, text in enumerate(texts)
     ]
-    return RolloutGroup(Prompt(name, f"question {name}", "", [7, 8]), made, rewards)
+    scores = [Score(reward, {"format": reward}, failure="") for reward in rewards]
+    return RolloutGroup(Prompt(name, f"question {name}", "", [7, 8]), made, rewards, scores)
 
 
 def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sample]:
@@ -67,9 +70,8 @@ def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sa
     for name, ratio in ratios.items():
         row, token = map(int, name[1:].split("_"))
         log_ratios[row][token] = math.log(ratio)
-    chosen = choose(groups, [float(each.abs().max()) for each in log_ratios], count)
-    of_chosen = {row: log_ratios[row] for row in chosen}
-    return make_samples(5, groups, chosen, of_chosen, Tokenizer())
+    proximal = [torch.cat([torch.zeros(2), each - 1]) for each in log_ratios]
+    return make_samples(5, groups, proximal, Tokenizer(), count)
 
 
 GROUPS = [group("a", [0, 0, 0]), group("b", [0, 1, -1], (0, 1)), group("c", [1, 0, 0.5])]
@@ -85,7 +87,7 @@ def test_one_completion_of_each_kind_is_chosen() -> None:
     ]
     best = samples[0]
     assert (best.step, best.prompt, best.reward, best.length) == (5, "question b", 1, 3)
-    assert best.truncated and best.weight_versions == [3] and best.parts == {}
+    assert best.truncated and best.weight_versions == [3] and best.parts == {"format": 1}
     assert best.tokens == ["a", "b", "c"] and best.ratios == [1, 1, 1]
     assert samples[3].ratios == [0.25, 1]
 
@@ -102,18 +104,12 @@ def test_without_cut_off_completions_the_other_kinds_fill_the_number() -> None:
     assert kinds == ["highest reward", "lowest reward", "largest ratio", "highest reward"]
 
 
-def test_parts_of_a_reward_are_kept() -> None:
-    parts = [{"format": 0.0}, {"format": 1.0}]
-    groups = [RolloutGroup(*vars(group("a", [0, 1])).values())]
-    object.__setattr__(groups[0], "parts", parts)
-    assert [sample.parts for sample in pick(groups, 2)] == [{"format": 1.0}, {"format": 0.0}]
-
-
 def test_a_long_completion_is_stored_without_its_middle() -> None:
     length = 10 * SHOWN_TOKENS
     text = "x" * 50_000
     long = Completion(list(range(length)), [-1.0] * length, text, True, [1] * length)
-    groups = [RolloutGroup(Prompt("p", "q" * 50_000, "", [1, 2]), [long], [0.0])]
+    prompt = Prompt("p", "q" * 50_000, "", [1, 2])
+    groups = [RolloutGroup(prompt, [long], [0.0], [Score(0.0, {}, failure="")])]
     ratios = {"r0_0": 2.0, f"r0_{SHOWN_TOKENS}": 3.0, f"r0_{length - 1}": 0.5}
     (sample,) = pick(groups, 4, **ratios)
     assert sample.length == length
@@ -139,10 +135,8 @@ def sample_of(step: int, kind: str = "cut off", **fields: Any) -> Sample:
 
 
 def log_of(run_dir: Path, **fields: Any) -> RunLog:
-    log = RunLog(
-        Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields), writes=True
-    )
-    return log
+    config = Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields)
+    return RunLog(config, writes=True)
 
 
 def test_samples_after_the_checkpoint_are_dropped_and_tables_are_in_tensorboard(
@@ -258,7 +252,7 @@ def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path
     assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
 
 
-def pick_from_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
+def keep_of_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
     """Pick samples of two minibatches whose proximal log-probs are (row + token) / 100 below."""
     from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
     from qurl_megatron.learner.learner import Learner
@@ -277,7 +271,10 @@ def pick_from_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
                 # The tokens of a response are 0, 1, 2, ...; response 2 of group b has the largest.
                 rows.proximal_logprobs = rows.behaviour_logprobs + rows.tokens / (100 - number)
                 rows.proximal_logprobs[~rows.loss_mask] = 9.0  # prompts do not count
-    samples = pick_samples(5, groups, shares, Tokenizer(), 4)
+    prompts = [group.prompt for group in groups]
+    with sampler_of(Config(samples_per_step=4), None, None, prompts, Tokenizer()) as sampler:
+        sampler._groups = groups
+        samples = sampler.samples(5, shares)
     learner.close()
     return samples
 
@@ -291,7 +288,7 @@ def test_ratios_of_the_chosen_completions_come_from_the_ranks_that_have_them(
     parallel: dict[str, Any], tmp_path: Path
 ) -> None:
     model = build_tiny_model(tmp_path)
-    samples, others = run_ranks(pick_from_shares, 2, model, parallel)
+    samples, others = run_ranks(keep_of_shares, 2, model, parallel)
     assert others == []
     assert [(sample.kind, sample.text) for sample in samples] == [
         ("highest reward", "a1"),

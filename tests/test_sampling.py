@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
-from qurl_megatron.data.scoring import Scorer, StartScoring
-from qurl_megatron.loop.sampling import Sampler, SampleSummary
+from qurl_megatron.data.scoring import Scorer
+from samplers import sampler_of, scores_of
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_rank() -> Iterator[None]:
-    """Make this process the only learner rank."""
-    device.initialize_distributed()
-    yield
-    dist.destroy_process_group()
 
 
 @dataclasses.dataclass
@@ -55,37 +44,9 @@ class ScriptedClient:
         ]
 
 
-class Tokenizer:
-    eos_token_id = 1
-
-
 def score_exactly(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
     """Return 1 for each answer that is the right one, at once."""
-    scores: Future[list[Score]] = Future()
-    scores.set_result(
-        [Score(float(each.text == prompt.answer), {}, failure="") for each in completions]
-    )
-    return scores
-
-
-@contextmanager
-def sampler_of(
-    config: Config,
-    client: ScriptedClient,
-    score: StartScoring = score_exactly,
-    prompts: list[Prompt] = PROMPTS,
-) -> Iterator[Sampler]:
-    sampler = Sampler(
-        config,
-        client,  # type: ignore[arg-type]  # a stand-in
-        score,
-        prompts,
-        Tokenizer(),
-        servers_join=lambda: False,
-        admit=lambda: None,
-    )
-    with closing(sampler):
-        yield sampler
+    return scores_of(float(each.text == prompt.answer) for each in completions)
 
 
 def two_prompt_config() -> Config:
@@ -97,13 +58,13 @@ def two_prompt_config() -> Config:
 
 def sample_step(
     tries: int, texts: dict[str, list[str]], soft_tokens: int = 0
-) -> tuple[TrainBatch, SampleSummary, list[str]]:
+) -> tuple[TrainBatch, dict[str, Any], list[str]]:
     """Sample one step of two prompts; return batch, summary, and the ids of prompts asked for."""
     config = two_prompt_config()
     config.rollout.dynamic_sampling_tries = tries
     config.rollout.soft_overlong_tokens = soft_tokens
     client = ScriptedClient(texts)
-    with sampler_of(config, client) as sampler:
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
         batch, summary = sampler.sample(step=1, version=1)
     return batch, summary, client.asked
 
@@ -116,8 +77,8 @@ def advantage_signs(batch: TrainBatch) -> list[float]:
 
 def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> None:
     batch, summary, asked = sample_step(0, {})
-    assert len(asked) == 2 and summary.groups_replaced == 0
-    assert summary.equal_reward_fraction == 1 and summary.reward_counts == [(0.0, 4)]
+    assert len(asked) == 2 and summary["groups_replaced"] == 0
+    assert summary["equal_reward_fraction"] == 1 and summary["reward_counts"] == [(0.0, 4)]
     assert advantage_signs(batch) == [0, 0, 0, 0]
 
 
@@ -125,7 +86,7 @@ def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     config = two_prompt_config()
     config.advantage_estimator = "gae"
     client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS})
-    with sampler_of(config, client) as sampler:
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
         batch, _ = sampler.sample(step=1, version=1)
     assert batch.advantages is None
     assert batch.rewards is not None
@@ -138,27 +99,27 @@ def test_zero_variance_groups_are_replaced_at_most_as_often_as_configured(tries:
     batch, summary, asked = sample_step(tries, {first: ["yes", "no"]})
     assert asked[:2] == [first, second]
     assert len(asked) == len(set(asked)) == 2 + tries  # only the second is replaced
-    assert summary.groups_replaced == tries
+    assert summary["groups_replaced"] == tries
     last = asked[-1]
     starts = batch.lengths.cumsum(0) - batch.lengths
     assert batch.tokens[starts].tolist() == [10 + int(id_) for id_ in (first, first, last, last)]
-    assert summary.reward_mean == pytest.approx(1 / (4 + 2 * tries))  # over all completions
+    assert summary["reward_mean"] == pytest.approx(1 / (4 + 2 * tries))  # over all completions
 
 
 def test_replacement_with_unequal_rewards_ends_dynamic_sampling() -> None:
     _, _, [first, second] = sample_step(0, {})
     _, _, [*_, third] = sample_step(1, {first: ["yes", "no"]})
     batch, summary, asked = sample_step(5, {first: ["yes", "no"], third: ["no", "yes"]})
-    assert asked == [first, second, third] and summary.groups_replaced == 1
-    assert summary.equal_reward_fraction == 0  # of the batch
-    assert summary.reward_counts == [(0.0, 4), (1.0, 2)]  # of all that was sampled
+    assert asked == [first, second, third] and summary["groups_replaced"] == 1
+    assert summary["equal_reward_fraction"] == 0  # of the batch
+    assert summary["reward_counts"] == [(0.0, 4), (1.0, 2)]  # of all that was sampled
     assert advantage_signs(batch) == [1, -1, -1, 1]
 
 
 def test_length_penalty_lowers_advantages_and_not_the_reported_reward() -> None:
     right = {prompt.id: ["yes", "yes"] for prompt in PROMPTS}  # of 3 and of 4 tokens
     batch, summary, _ = sample_step(0, right, soft_tokens=2)
-    assert summary.reward_mean == 1
+    assert summary["reward_mean"] == 1
     assert advantage_signs(batch) == [1, -1, 1, -1]
 
 
@@ -167,7 +128,7 @@ def test_the_length_penalty_is_that_of_the_steps_stage() -> None:
     config.rollout.soft_overlong_tokens = 2
     config.rollout.stages = {2: StageConfig(8, 2)}
     client = ScriptedClient({prompt.id: ["yes", "yes"] for prompt in PROMPTS})
-    with sampler_of(config, client) as sampler:
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
         of_four, _ = sampler.sample(step=1, version=1)
         of_eight, _ = sampler.sample(step=2, version=1)
     assert advantage_signs(of_four) == [1, -1, 1, -1]
@@ -186,12 +147,12 @@ def test_failed_verifiers_are_counted_and_one_is_described() -> None:
         sampler_of(config, client, scorer.submit, [prompt]) as sampler,
     ):
         batch, summary = sampler.sample(step=1, version=1)
-    assert (summary.verifier_failures, summary.verifier_timeouts) == (2, 1)
-    assert summary.verifier_failure == (
+    assert (summary["verifier_failures"], summary["verifier_timeouts"]) == (2, 1)
+    assert summary["verifier_failure"] == (
         f"timed out after 3 s of CPU time; question 'question', end of the response {too_slow!r}"
     )
-    assert summary.reward_mean == (1 - 3) / 4
-    assert summary.reward_parts == {"accuracy": 1 / 4}
+    assert summary["reward_mean"] == (1 - 3) / 4
+    assert summary["reward_parts"] == {"accuracy": 1 / 4}
     assert advantage_signs(batch) == [1, -1, -1, -1]
 
 
@@ -204,16 +165,14 @@ def test_a_server_that_waits_for_weights_gets_them_while_groups_are_awaited() ->
 
     admitted: list[bool] = []
     client = SlowClient({})
-    sampler = Sampler(
+    with sampler_of(
         two_prompt_config(),
-        client,  # type: ignore[arg-type]  # a stand-in
+        client,
         score_exactly,
         PROMPTS,
-        Tokenizer(),
         servers_join=lambda: not admitted,
         admit=lambda: admitted.append(True),
-    )
-    with closing(sampler):
+    ) as sampler:
         batch, _ = sampler.sample(step=1, version=1)
     assert admitted == [True]
     assert len(batch) == 4 and len(client.asked) == 2
@@ -226,7 +185,7 @@ def sample_stages(
     config = two_prompt_config()
     config.rollout.stages = stages
     client = ScriptedClient({prompt.id: ["yes"] * 2 for prompt in PROMPTS})
-    with sampler_of(config, client) as sampler:
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
         for step in range(1, 6):
             sampler.sample(step, version=1)
         return client.settings, client.asked, sampler.state()

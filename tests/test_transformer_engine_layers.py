@@ -10,12 +10,12 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from distributed import run_ranks
 from qurl_megatron.learner.packing import round_up
@@ -39,48 +39,36 @@ WHEEL = TESTS.parent / ".venv" / "transformer-engine"  # where `make .venv/ready
 INSTALL = ".venv/bin/pip install --no-deps --target .venv/transformer-engine -r requirements-te.txt"
 
 
-def train(learner: Any, step: int) -> tuple[float, float, dict[Any, Tensor]]:
-    """Take the step; return loss, gradient norm, and the masters after it."""
+def train_with_local_layers(directory: Path, *, resumes: bool) -> dict[str, list[Any]]:
+    """Return what each model is after steps 1 and 2, the first of which is saved.
+
+    With `resumes` step 1 is loaded, from a checkpoint by Transformer Engine's layers.
+    """
+    from qurl_megatron.learner.checkpoint import Checkpoints
     from qurl_megatron.loop.warmup import negative_log_likelihood
 
-    share = learner.share(batch_of(step))
-    update = learner.update(share, negative_log_likelihood, temperature=1.0)
-    return update.loss, update.grad_norm, masters_of(learner)
-
-
-def train_with_local_layers(directory: Path) -> dict[str, list[Any]]:
-    """Return what each model is after step 1, which is saved, and after step 2."""
-    from qurl_megatron.learner.checkpoint import Checkpoints
-
-    steps = {}
+    models: dict[str, list[Any]] = {}
     for name in MODELS:
         config = config_of(directory / name)
         learner = learner_of(config)
+        if resumes:
+            config.output_dir = str(directory / name / "saved by Transformer Engine")
         checkpoints = Checkpoints(config, learner)
-        steps[name] = [train(learner, 1)]
-        checkpoints.save(state_of_step_1())
-        steps[name].append(train(learner, 2))
+        steps: list[Any] = []
+        for step in (1, 2):
+            if resumes and step == 1:
+                checkpoints.restore(checkpoint_of(config))
+                continue
+            share = learner.share(batch_of(step))
+            update = learner.update(share, negative_log_likelihood, temperature=1.0)
+            steps.append((update.loss, update.grad_norm, masters_of(learner)))
+            if step == 1:
+                checkpoints.save(state_of_step_1())
         checkpoints.poll(wait=True)
         checkpoints.close()
         learner.close()
-    return steps
-
-
-def resume_with_local_layers(directory: Path) -> dict[str, Any]:
-    """Return what each model is after step 2, from a checkpoint by Transformer Engine's layers."""
-    from qurl_megatron.learner.checkpoint import Checkpoints
-
-    steps = {}
-    for name in MODELS:
-        config = config_of(directory / name)
-        learner = learner_of(config)
-        config.output_dir = str(directory / name / "saved by Transformer Engine")
-        checkpoints = Checkpoints(config, learner)
-        checkpoints.restore(checkpoint_of(config))
-        steps[name] = train(learner, 2)
-        checkpoints.close()
-        learner.close()
-    return steps
+        models[name] = steps
+    return models
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +83,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(directory: Path) -> dict[str, list[Any]]:
-    return run_ranks(train_with_local_layers, 1, directory)[0]
+    return run_ranks(partial(train_with_local_layers, resumes=False), 1, directory)[0]
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +109,11 @@ def reports(directory: Path, steps: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_learner_is_built_of_transformer_engines_layers_and_optimizer(
-    name: str, reports: dict[str, Any]
-) -> None:
-    assert reports[name]["layer"] == "TELayerNormColumnParallelLinear"
-    assert reports[name]["adam"].startswith("transformer_engine.")
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_has_a_rule_and_the_name_and_shape_that_the_rule_gives_it(
     name: str, reports: dict[str, Any], directory: Path
 ) -> None:
+    assert reports[name]["layer"] == "TELayerNormColumnParallelLinear"
+    assert reports[name]["adam"].startswith("transformer_engine.")
     architecture = Architecture.from_directory(directory / name / "model")
     expected = {}
     rules = weight_map.rules(architecture)
@@ -157,9 +139,9 @@ def test_a_checkpoint_of_local_layers_loads_into_transformer_engines_bit_for_bit
 def test_local_layers_resume_from_transformer_engines_as_if_they_had_never_stopped(
     directory: Path, reports: dict[str, Any], steps: dict[str, Any]
 ) -> None:
-    resumed = run_ranks(resume_with_local_layers, 1, directory)[0]
+    resumed = run_ranks(partial(train_with_local_layers, resumes=True), 1, directory)[0]
     for name, (_, (loss, grad_norm, masters)) in steps.items():
-        resumed_loss, resumed_norm, resumed_masters = resumed[name]
+        ((resumed_loss, resumed_norm, resumed_masters),) = resumed[name]
         assert (resumed_loss, resumed_norm) == (loss, grad_norm)
         assert all(torch.equal(resumed_masters[key], masters[key]) for key in masters)
 

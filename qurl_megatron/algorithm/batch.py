@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qurl_megatron.algorithm.score import Score
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -43,12 +45,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """All completions of a prompt. Produced by `loop/sampling.py`, rewards by `data/rewards.py`."""
+    """All completions of a prompt. Produced by `loop/producer.py`, scores by `data/rewards.py`."""
 
     prompt: Prompt
     completions: list[Completion]
     rewards: list[float]  # one per completion
-    parts: list[dict[str, float]] = field(default_factory=list)  # named parts of each reward
+    scores: list[Score] = field(default_factory=list)  # that rewards come from, one each
+    sampled_at_s: float = 0.0  # time.perf_counter() when the completions were there
 
 
 @dataclass
@@ -93,12 +96,9 @@ class TrainBatch:
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
         """Yield `parts` batches of equal numbers of sequences, in order."""
-        ends = [0, *self.lengths.cumsum(0).tolist()]
         count = len(self) // parts
         for part in range(parts):
-            chosen = slice(part * count, (part + 1) * count)
-            place = slice(ends[chosen.start], ends[chosen.stop])
-            yield replace(self.map(lambda t: t[place]), lengths=self.lengths[chosen])  # noqa: B023
+            yield self.select(range(part * count, (part + 1) * count))
 
     def select(self, numbers: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences, in this order."""

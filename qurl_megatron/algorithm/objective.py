@@ -56,18 +56,17 @@ gradient of such a token in log R is then at most weight * d * |A|.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.config.schema import Config, Objective, ObjectiveConfig
-
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
+from qurl_megatron.config.schema import Config, ObjectiveConfig
 
 # Log-ratios are clamped to +-20. The largest rho in the paper is 1e5 = e^11.5; beyond e^20 = 4.9e8
 # only finiteness matters: rho * R and its square, which a gradient norm sums, stay below the 3.4e38
@@ -135,10 +134,8 @@ def policy_objective(
           bucket of `LAG_BUCKETS`; only with `token_lags`.
 
     Raises:
-        ValueError: the objective is unknown, or a penalty has no `reference_logprobs`.
+        ValueError: a penalty has no `reference_logprobs`.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"unknown objective {objective!r}; valid are {', '.join(OBJECTIVES)}")
     if kl_coefficient != 0 and reference_logprobs is None:
         raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
 
@@ -223,20 +220,17 @@ class PolicyLoss:
             batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy
         assert batch.behaviour_logprobs is not None and batch.entropy is not None
         assert batch.advantages is not None
+        settings = dataclasses.asdict(self.config)
+        del settings["aggregation"]  # which `loss_weights` follow
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
             batch.behaviour_logprobs,
             batch.advantages,
             loss_weights,
-            objective=self.config.objective,
-            eps_low=self.config.eps_low,
-            eps_high=self.config.eps_high,
-            ratio_cap=self.config.ratio_cap,
-            dual_clip=self.config.dual_clip,
             reference_logprobs=batch.reference_logprobs,
-            kl_coefficient=self.config.kl_coefficient,
             token_lags=batch.token_lags if self.by_lag else None,
+            **settings,
         )
         counted = loss_weights > 0
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
@@ -320,11 +314,9 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
 
     They have the tensors of `batch` that the learner needs.
     """
-    names = ["behaviour_logprobs", "advantages"]
+    names = ["behaviour_logprobs", "advantages", "routed_experts"]
     if config.rollout.max_staleness:
         names.append("token_lags")
-    if batch.routed_experts is not None:
-        names.append("routed_experts")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
             minibatch.loss_mask, minibatch.lengths, config.objective.aggregation

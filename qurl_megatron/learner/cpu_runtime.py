@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -52,34 +54,44 @@ def megatron_runtime() -> Iterator[None]:
     Transformer Engine it does nothing.
     """
     with ExitStack() as patches:
+
+        def replace(module: Any, **values: Any) -> None:
+            """Set attributes of `module`, which may lack them, until this context ends."""
+            patches.enter_context(patch.multiple(module, create=True, **values))
+
         if not random.HAVE_TE:
-            _replace(patches, random, "FP8GlobalStateManager", _NoFp8)
-            _replace(patches, random, "activation_recompute_forward", lambda **_: nullcontext())
-            _replace(patches, random, "fp8_autocast", lambda **_: nullcontext())
-            _replace(patches, moe_utils, "te_general_gemm", None)
+            replace(
+                random,
+                # What Megatron asks of Transformer Engine when it computes a norm again.
+                FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+                activation_recompute_forward=lambda **_: nullcontext(),
+                fp8_autocast=lambda **_: nullcontext(),
+            )
+            replace(moe_utils, te_general_gemm=None)
         if accelerator() == "cpu":
             no_state = torch.empty(0)  # without dropout, recomputation needs no random state
-            _replace(patches, torch.cuda, "current_device", lambda: torch.device("cpu"))
-            _replace(patches, torch.cuda, "synchronize", lambda device=None: None)
-            _replace(patches, random, "_get_cuda_rng_state", lambda **_: no_state)
-            _replace(patches, random, "_set_cuda_rng_state", lambda *_, **__: None)
             stream = _NoStream()
-            _replace(patches, torch.cuda, "Stream", lambda: stream)
-            _replace(patches, torch.cuda, "current_stream", lambda: stream)
-            _replace(patches, torch.cuda, "stream", lambda _: nullcontext())
-            _replace(patches, token_dispatcher, "maybe_move_tensor_to_cpu", _as_splits)
-            _replace(patches, mappings, "_gather_along_first_dim", _gather)
-            _replace(patches, mappings, "_reduce_scatter_along_first_dim", _reduce_scatter)
+            replace(
+                random,
+                _get_cuda_rng_state=lambda **_: no_state,
+                _set_cuda_rng_state=lambda *_, **__: None,
+            )
+            replace(
+                torch.cuda,
+                current_device=lambda: torch.device("cpu"),
+                synchronize=lambda device=None: None,
+                Stream=lambda: stream,
+                current_stream=lambda: stream,
+                stream=lambda _: nullcontext(),
+            )
+            replace(
+                mappings,
+                _gather_along_first_dim=_gather,
+                _reduce_scatter_along_first_dim=_reduce_scatter,
+            )
+            replace(token_dispatcher, maybe_move_tensor_to_cpu=_as_splits)
             patches.enter_context(_CudaMeansCpu())
         yield
-
-
-class _NoFp8:
-    """What Megatron asks of Transformer Engine when it computes a norm again."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
 
 
 class _NoStream:
@@ -94,9 +106,9 @@ class _NoStream:
 
 
 def _as_splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Return what `maybe_move_tensor_to_cpu` makes of a tensor on a GPU: it leaves one on the CPU.
+    """Return a tensor on the CPU as `maybe_move_tensor_to_cpu` returns one from a GPU: as numbers.
 
-    As sizes of splits, an all-to-all takes numbers and no tensors.
+    Megatron's own leaves a tensor on the CPU as it is, but an all-to-all takes numbers as sizes.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
@@ -127,12 +139,3 @@ def _reduce_scatter(
     total = parts.clone()
     dist.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()]
-
-
-def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
-    """Set an attribute of `module`, which may lack it, until `patches` are closed."""
-    if hasattr(module, name):
-        patches.callback(setattr, module, name, getattr(module, name))
-    else:
-        patches.callback(delattr, module, name)
-    setattr(module, name, value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,12 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.advantages import generalized_advantages, whiten
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.algorithm.objective import token_weights, value_loss
+from qurl_megatron.algorithm.objective import add_up, token_weights, value_loss
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.model import Policy
+from qurl_megatron.learner.shares import Share
 from qurl_megatron.model.architecture import Architecture
-
-
-@dataclass(frozen=True)
-class CriticMetrics:
-    """Quality of a step's values before the update, and the result of the update."""
-
-    value_loss: float
-    """Mean over minibatches."""
-    value_clip_fraction: float
-    """Fraction of tokens whose gradient is 0 because of the clip."""
-    value_explained_variance: float
-    """1 - Var(return - value) / Var(return), before the update; 0 for a constant value."""
 
 
 class Critic:
@@ -64,33 +53,39 @@ class Critic:
                 model=ValueModel,
             )
 
-    def step(self, batch: TrainBatch) -> CriticMetrics:
+    def step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on the returns of `batch`; set its values, returns and advantages.
 
         Global rank 0 has the batch, the others an empty one.
+
+        Returns:
+            The fields `value_loss`, `value_clip_fraction` and `value_explained_variance` of
+            `StepMetrics`.
         """
         with self._own_parallel_state():
-            minibatches = list(batch.only().split(self._config.optimizer.minibatches_per_step))
-            for minibatch in minibatches:
-                minibatch.loss_weights = token_weights(
-                    minibatch.loss_mask, minibatch.lengths, "token_mean"
-                )
-            shares = [self._learner.share(minibatch) for minibatch in minibatches]
             values: list[Tensor] = []  # of each sequence, on global rank 0
-            for share in shares:
+            for share in self._shares(batch):
                 self._learner.score(share, ["values"], temperature=1.0)
-                values += share.collect(share.scores("values"))
+                values += share.collect("values")
             explained_variance = device.from_rank_zero(lambda: self._estimate(batch, values))
-            with_returns = batch.only("returns").split(len(shares))
-            for share, minibatch in zip(shares, with_returns, strict=True):
-                share.add("returns", minibatch)
-            updates = [self._learner.update(share, self._loss, temperature=1.0) for share in shares]
-        return CriticMetrics(
-            value_loss=sum(update.loss for update in updates) / len(updates),
-            value_clip_fraction=sum(update.stats["clipped"] for update in updates)
-            / sum(update.stats["tokens"] for update in updates),
-            value_explained_variance=explained_variance,
-        )
+            updates = [
+                self._learner.update(share, self._loss, temperature=1.0)
+                for share in self._shares(batch, "values", "returns")
+            ]
+        sums = add_up(update.stats for update in updates)
+        return {
+            "value_loss": sum(update.loss for update in updates) / len(updates),
+            "value_clip_fraction": sums["clipped"] / sums["tokens"],
+            "value_explained_variance": explained_variance,
+        }
+
+    def _shares(self, batch: TrainBatch, *names: str) -> Iterator[Share]:
+        """Deal out each minibatch, with its loss weights and these tensors of `batch`."""
+        for minibatch in batch.only(*names).split(self._config.optimizer.minibatches_per_step):
+            minibatch.loss_weights = token_weights(
+                minibatch.loss_mask, minibatch.lengths, "token_mean"
+            )
+            yield self._learner.share(minibatch)
 
     def _estimate(self, batch: TrainBatch, values: list[Tensor]) -> float:
         """Set the tensors of `batch` that follow from its values; return the explained variance."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import (
+    CheckpointWithoutOutput,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -21,12 +26,13 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.utils.rnn import pad_sequence
 
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_fp8
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.packing import zigzag
-from qurl_megatron.learner.recompute import SelectiveLayer
+from qurl_megatron.model.architecture import Architecture
 
 # All of torch's but cuDNN, which makes a plan for every new shape. Packs have ever new shapes.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -92,29 +98,29 @@ class CausalAttention(torch.nn.Module):
         if query.is_cuda:  # grouped heads would be computed with the scores of all pairs in memory
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        context = torch.empty_like(query)
-        for sequences in _similar_lengths(bounds):
-            keys = _Padded([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
-            queries = _Padded(
-                [torch.arange(bounds[i] // size, bounds[i + 1] // size) for i in sequences]
-            )
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        queries = query.split([length // size for length in lengths])
+        keys, values = key.split(lengths), value.split(lengths)
+        context = list(queries)
+        for numbers in _similar_lengths(lengths):
             mask = None
             if size > 1:
-                lengths = [bounds[i + 1] - bounds[i] for i in sequences]
-                own = _Padded([torch.from_numpy(zigzag(n, rank, size)) for n in lengths])
-                mask = own.index[:, None, :, None] >= torch.arange(max(lengths))
+                own = [torch.from_numpy(zigzag(lengths[n], rank, size)) for n in numbers]
+                places = torch.arange(max(lengths[n] for n in numbers))
+                mask = pad_sequence(own, batch_first=True)[:, None, :, None] >= places
                 mask = mask.to(query.device)
             with sdpa_kernel(_BACKENDS):
                 attended = torch.nn.functional.scaled_dot_product_attention(
-                    queries.take(query),
-                    keys.take(key),
-                    keys.take(value),
+                    _rows(queries, numbers),
+                    _rows(keys, numbers),
+                    _rows(values, numbers),
                     attn_mask=mask,
                     is_causal=mask is None,
                     enable_gqa=key.shape[1] < query.shape[1],
                 )
-            queries.put(attended, context)
-        return context.flatten(1)
+            for number, row in zip(numbers, attended.transpose(1, 2), strict=True):
+                context[number] = row[: len(queries[number])]
+        return torch.cat(context).flatten(1)
 
 
 def _flash_attention(
@@ -135,32 +141,16 @@ def _flash_attention(
     return attended
 
 
-class _Padded:
-    """Runs of tokens laid out as rows, which the last token of a run fills up."""
-
-    def __init__(self, runs: list[Tensor]) -> None:
-        longest = max(len(run) for run in runs)
-        lengths = torch.tensor([len(run) for run in runs])
-        self.index = torch.stack(
-            [torch.cat([run, run[-1:].expand(longest - len(run))]) for run in runs]
-        )
-        self._is_real = torch.arange(longest) < lengths[:, None]
-
-    def take(self, tokens: Tensor) -> Tensor:
-        """Return [rows, heads, time, head_dim] of `tokens` [tokens, heads, head_dim]."""
-        return tokens[self.index.to(tokens.device)].transpose(1, 2)
-
-    def put(self, rows: Tensor, tokens: Tensor) -> None:
-        """Write what `take` would have taken back into `tokens`."""
-        is_real = self._is_real.to(tokens.device)
-        tokens[self.index.to(tokens.device)[is_real]] = rows.transpose(1, 2)[is_real]
+def _rows(sequences: Sequence[Tensor], numbers: list[int]) -> Tensor:
+    """Return sequences [tokens, heads, head_dim] as [rows, heads, time, head_dim]; padding is 0."""
+    return pad_sequence([sequences[n] for n in numbers], batch_first=True).transpose(1, 2)
 
 
-def _similar_lengths(bounds: list[int]) -> list[list[int]]:
-    """Group sequences whose lengths have the same number of binary digits."""
+def _similar_lengths(lengths: list[int]) -> list[list[int]]:
+    """Group the numbers of sequences whose lengths have as many binary digits."""
     groups: dict[int, list[int]] = {}
-    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        groups.setdefault((stop - start).bit_length(), []).append(number)
+    for number, length in enumerate(lengths):
+        groups.setdefault(length.bit_length(), []).append(number)
     return list(groups.values())
 
 
@@ -179,7 +169,7 @@ def _gather_context(
 def context_index(bounds: list[int], rank: int, size: int) -> Tensor:
     """Return the positions of packed sequences that a context-parallel rank holds, in its order.
 
-    `bounds` are the first tokens of the sequences, and the number of all tokens.
+    `bounds` are the positions at which sequences begin, and at the end the number of all tokens.
     """
     return torch.cat(
         [
@@ -187,6 +177,23 @@ def context_index(bounds: list[int], rank: int, size: int) -> Tensor:
             for start, stop in itertools.pairwise(bounds)
         ]
     )
+
+
+class SelectiveLayer(TransformerLayer):
+    """A dense layer that also computes SwiGLU's output again, and not only those of its norms."""
+
+    def _forward_mlp(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        gate_and_up, _ = self.mlp.linear_fc1(self._forward_pre_mlp_layernorm(hidden_states))
+        checkpoint = CheckpointWithoutOutput()
+        output, bias = self.mlp.linear_fc2(checkpoint.checkpoint(self._swiglu, gate_and_up))
+        checkpoint.discard_output_and_register_recompute(output)
+        return self._forward_post_mlp((output, bias), residual=hidden_states)
+
+    def _swiglu(self, gate_and_up: Tensor) -> Tensor:
+        if self.config.bias_activation_fusion:
+            return bias_swiglu_impl(gate_and_up, None)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return self.config.activation_func(gate) * up
 
 
 @functools.cache
@@ -239,8 +246,8 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
     )
 
 
-def transformer_config_fields(learner: LearnerConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that depend on the machine.
+def transformer_config_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that depend on the layers' implementation.
 
     Raises:
         ConfigError: `learner.fp8` is set where the layers are not Transformer Engine's.
@@ -248,14 +255,36 @@ def transformer_config_fields(learner: LearnerConfig) -> dict[str, Any]:
     check_fp8(learner, has_transformer_engine())
     return {
         **_FP8[learner.fp8],
+        **_recompute_fields(learner, architecture),
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
         "apply_rope_fusion": has_transformer_engine(),
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
         "moe_grouped_gemm": has_transformer_engine(),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait
     }
+
+
+def _recompute_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
+    """Return what a layer computes again in the backward pass instead of keeping it.
+
+        selective  The outputs of norms and of SwiGLU, whose operations only read and write memory.
+                   The attention kernels keep no scores and compute them again in every mode.
+                   Transformer Engine's norms are part of the linear layers behind them, and stay.
+        full       Whole layers, of which only the input is kept. Results are bit for bit the same.
+
+    With selective, torch's RMSNorm on a CPU adds up the gradient of its input in another order, so
+    results are equal up to float32 rounding. Megatron computes the SwiGLU of experts again only
+    where one operation computes all of them.
+    """
+    if learner.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": learner.recompute_layers or architecture.num_layers,
+        }
+    if learner.recompute == "selective":
+        of_experts = architecture.num_experts and has_transformer_engine()
+        modules = ["layernorm", "moe_act"] if of_experts else ["layernorm"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}

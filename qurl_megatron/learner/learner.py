@@ -35,11 +35,9 @@ from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
-from qurl_megatron.learner.micro_batches import MicroBatch
 from qurl_megatron.learner.model import (
     Policy,
     build_chunks,
-    compute_dtype,
     parameters_of,
     tensor_parallel_place,
     virtual_stages,
@@ -47,7 +45,7 @@ from qurl_megatron.learner.model import (
 from qurl_megatron.learner.non_finite import Suspect, refuse
 from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
 from qurl_megatron.learner.routing import Routing
-from qurl_megatron.learner.shares import Share, deal
+from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
@@ -88,7 +86,7 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         transform: Transform | None = None,
-        model: type[Policy] | None = None,
+        model: type[Policy] = Policy,
         replays_routing: bool = False,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
@@ -97,7 +95,7 @@ class Learner:
 
         Args:
             transform: maps the float32 master weights at load.
-            model: the class of the model; None for `Policy`.
+            model: the class of the model.
             replays_routing: choose the experts that a batch has recorded, as its engine did.
 
         Raises:
@@ -128,8 +126,7 @@ class Learner:
                 expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-            self._dtype = compute_dtype(learner)
-            self.chunks = self._wrap(build_chunks(self.architecture, learner, model or Policy))
+            self.chunks = self._wrap(build_chunks(self.architecture, learner, model))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
         self._routing = Routing(self.chunks, replays_routing)
@@ -137,7 +134,7 @@ class Learner:
     def share(self, batch: TrainBatch) -> Share:
         """Deal a minibatch out to the data-parallel replicas; return this replica's share.
 
-        Global rank 0 has the minibatch, the others an empty one.
+        Collective. Global rank 0 has the minibatch, the others an empty one.
         """
         return deal(batch, self._config, self.architecture)
 
@@ -224,7 +221,7 @@ class Learner:
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         stats = self._total(measured)
-        if share.batch.routed_experts is not None:
+        if share.micro_batches[0].routed_experts is not None:
             stats["routing_changed"], stats["routing_known"] = self._routing.counts()
         # Both are the same on every rank, so no further exchange is needed while they are finite.
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
@@ -271,10 +268,7 @@ class Learner:
         with megatron_runtime():
             self._make_optimizer(optimizer)
         for before, (*_, parameter) in zip(masters, self._parameters(), strict=True):
-            master = self._optimizer_shards.master(parameter)
-            if master is not None:
-                assert before is not None  # both optimizers divide the parameters alike
-                master.copy_(before)
+            self._optimizer_shards.master(parameter).copy_(before)
 
     def sharded_state(self) -> dict[str, Any]:
         """Return weights, optimizer and schedule as a sharded state of Megatron's checkpoints.
@@ -287,10 +281,9 @@ class Learner:
             for number, chunk in enumerate(self.chunks)
         }
         self._optimizer_shards.prepare_state(self.scheduler.num_steps)
-        masters = self._dtype == torch.bfloat16
         return {
             "model": model,
-            "optimizer": self._optimizer_shards.sharded_state(model, masters=masters),
+            "optimizer": self._optimizer_shards.sharded_state(model),
             "optimizer_steps": self.scheduler.num_steps,
         }
 
@@ -335,8 +328,8 @@ class Learner:
         return wrapped
 
     def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
+        dtype = self.chunks[0].config.params_dtype
         config = MegatronOptimizerConfig(
-            optimizer="adam",
             lr=optimizer.learning_rate,
             min_lr=0.0,
             weight_decay=optimizer.weight_decay,
@@ -344,8 +337,8 @@ class Learner:
             adam_beta2=optimizer.beta2,
             adam_eps=optimizer.epsilon,
             clip_grad=optimizer.clip_grad,
-            bf16=self._dtype == torch.bfloat16,
-            params_dtype=self._dtype,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             use_distributed_optimizer=True,
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
@@ -387,23 +380,18 @@ class Learner:
     def _weights(self) -> Iterator[Suspect]:
         for _, rule, layer, parameter in self._parameters():
             names = ", ".join(rule.hugging_face_names(layer))
-            yield Suspect((0,), f"the weight {names}", parameter)
+            yield (0,), f"the weight {names}", parameter
 
     def _losses_and_gradients(self, losses: list[Tensor]) -> Iterator[Suspect]:
         """Yield this rank's losses, then its gradients, from the output back to the input."""
         for loss in losses:
-            yield Suspect((0,), "the loss", loss)
+            yield (0,), "the loss", loss
         last_first = reversed(list(self._parameters()))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for place, (_, rule, layer, parameter) in enumerate(last_first):
             names = ", ".join(rule.hugging_face_names(layer))
-            suspect = f"the gradient of {names}"
-            yield Suspect((1, -stage, place), suspect, parameter.main_grad)  # type: ignore[attr-defined]
-
-    @property
-    def _last_chunk(self) -> Policy:
-        """The chunk whose output is scored, on the last pipeline stage."""
-        return self.chunks[-1].module
+            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            yield (1, -stage, place), f"the gradient of {names}", gradient
 
     def _total(self, measured: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up the statistics of all micro batches of all replicas, on every rank.
@@ -446,7 +434,8 @@ class Learner:
             )
 
             def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                return consume(micro, *self._last_chunk.score(hidden, micro.rows, temperature))
+                policy = self.chunks[-1].module  # on the last pipeline stage
+                return consume(micro, *policy.score(hidden, micro.rows, temperature))
 
             return hidden, finish
 

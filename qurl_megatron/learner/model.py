@@ -16,13 +16,8 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.layers import (
-    block_spec,
-    has_transformer_engine,
-    transformer_config_fields,
-)
+from qurl_megatron.learner.layers import block_spec, transformer_config_fields
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
-from qurl_megatron.learner.recompute import recompute_fields
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
@@ -37,8 +32,8 @@ def build_chunks(
 
     Megatron's parallel state identifies the rank. Call this within `megatron_runtime()`.
     """
-    num_virtual_stages, dtype = virtual_stages(learner), compute_dtype(learner)
-    pipeline_parallel_size = learner.pipeline_parallel_size
+    num_virtual_stages = virtual_stages(learner)
+    dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
     config = TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -56,7 +51,7 @@ def build_chunks(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=learner.tensor_parallel_size,
-        pipeline_model_parallel_size=pipeline_parallel_size,
+        pipeline_model_parallel_size=learner.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=num_virtual_stages,
         num_layers_in_last_pipeline_stage=learner.layers_in_last_pipeline_stage,
         params_dtype=dtype,
@@ -68,8 +63,7 @@ def build_chunks(
         **expert_fields(architecture, learner),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=finalize_model_grads,
-        **recompute_fields(learner, architecture, fused=has_transformer_engine()),
-        **transformer_config_fields(learner),
+        **transformer_config_fields(learner, architecture),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
@@ -95,10 +89,8 @@ def parameters_of(
 
     Parameters without a Hugging Face counterpart are left out.
     """
-    expert_rank = parallel_state.get_expert_model_parallel_rank()
-    local_experts = (
-        architecture.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    )
+    experts = parallel_state.get_expert_model_parallel_group()
+    first_expert = experts.rank() * (architecture.num_experts // experts.size())
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name in chunk.own_parameters:
@@ -106,8 +98,7 @@ def parameters_of(
             tied = name == "output_layer.weight" and architecture.tie_word_embeddings
             # The last stage's copy of a tied embedding follows the embedding's rule.
             rule, layer = weight_map.find_megatron(
-                "embedding.word_embeddings.weight" if tied else name,
-                first_expert=expert_rank * local_experts,
+                "embedding.word_embeddings.weight" if tied else name, first_expert=first_expert
             )
             if layer is not None:  # Megatron counts from 1
                 layer = chunk.decoder.layers[layer].layer_number - 1
@@ -116,15 +107,10 @@ def parameters_of(
 
 def tensor_parallel_place(rule: Rule) -> tuple[int, int]:
     """Return this rank's number among the ranks that share such a parameter, and their number."""
+    group = parallel_state.get_tensor_model_parallel_group()
     if rule.of_experts:
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+        group = parallel_state.get_expert_tensor_parallel_group()
+    return group.rank(), group.size()
 
 
 def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[str, Any]:
@@ -135,11 +121,9 @@ def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[st
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.moe_intermediate_size,
         "moe_router_topk": architecture.experts_per_token,
-        "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": not architecture.normalize_topk,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": learner.expert_parallel_size,
         "expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
@@ -150,11 +134,6 @@ def virtual_stages(learner: LearnerConfig) -> int | None:
     """Return the number of virtual stages in Megatron's form: None instead of 1."""
     size = learner.virtual_pipeline_parallel_size
     return size if size > 1 else None
-
-
-def compute_dtype(learner: LearnerConfig) -> torch.dtype:
-    """Return the dtype of the forward pass."""
-    return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
 
 
 def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,12 +16,8 @@ class NonFinite(device.SharedError, FloatingPointError):
     """A tensor of one rank holds NaN or infinity. The text names both, and is one line."""
 
 
-class Suspect(NamedTuple):
-    """A tensor that may hold NaN or infinity."""
-
-    order: tuple[int, ...]  # a tensor may have spoilt those of a higher order
-    name: str
-    tensor: Tensor
+Suspect = tuple[tuple[int, ...], str, Tensor]
+"""Order, name, and a tensor that may hold NaN or infinity, and spoil those of a higher order."""
 
 
 def refuse(problem: str, suspects: Iterable[Suspect]) -> NoReturn:
@@ -28,12 +25,12 @@ def refuse(problem: str, suspects: Iterable[Suspect]) -> NoReturn:
 
     Collective. Of all ranks' suspects that are not finite, the one of the first order is named.
     """
-    own = next((s for s in suspects if not s.tensor.isfinite().all()), None)
-    found: list[tuple[tuple[int, ...], int, str] | None] = [None] * dist.get_world_size()
     rank = dist.get_rank()
-    dist.all_gather_object(found, own and (own.order, rank, own.name))
+    own = [(order, rank, name) for order, name, tensor in suspects if not tensor.isfinite().all()]
+    found: list[list[tuple[tuple[int, ...], int, str]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, own[:1])
     where = "though every tensor is finite"
     if any(found):
-        _, rank, name = min(entry for entry in found if entry)
+        _, rank, name = min(itertools.chain(*found))
         where = f"on learner rank {rank} {name} holds NaN or infinity"
     raise NonFinite(f"{problem}: {where}; resume from a checkpoint")

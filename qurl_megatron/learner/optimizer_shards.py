@@ -1,13 +1,17 @@
 """This rank's part of the optimizer: where it lies, how it is saved, loaded and gathered.
 
-Megatron's distributed optimizer lays the parameters of a chunk one behind another in buffers. It
-cuts each buffer into one run per data-parallel rank, and keeps master weights and moments of its
-own run only. A run ignores the bounds of parameters: of one parameter a rank has a flat range,
-which may be empty.
+Megatron's distributed optimizer puts the parameters of a chunk into buffers, flattened, one behind
+another. It cuts each buffer into one run for each data-parallel rank. A rank keeps the master
+weights and moments of its own run only.
 
-A flat range of a row-major tensor consists of a few boxes, and torch's distributed checkpoints
-consist of boxes. So each rank saves what it has, under the names and shapes of the whole tensors,
-without a gather, and any layout can load what any other has saved.
+A run can begin and end in the middle of a parameter. What a rank has of a parameter is therefore a
+range of its flattened values, which may be empty.
+
+torch's distributed checkpoints store boxes: parts of a tensor that have an offset and a shape. A
+flat range of a row-major tensor consists of a few boxes. Of a [4, 5] tensor the range [3, 17) is
+the end of row 0, rows 1 and 2, and the beginning of row 3. So each rank saves what it has, under
+the names and shapes of the whole tensors, without a gather. Any layout can load what any other has
+saved.
 """
 
 from __future__ import annotations
@@ -34,11 +38,7 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     start: int  # first flat position
-
-    @property
-    def stop(self) -> int:
-        """The flat position after the last."""
-        return self.start + math.prod(self.shape)
+    stop: int  # the flat position after the last
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -49,28 +49,25 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """
     if start >= stop:
         return
-    if len(shape) == 1:
-        yield Box((start,), (stop - start,), start)
-        return
     row_numel = math.prod(shape[1:])
     first_whole, end_whole = -(-start // row_numel), stop // row_numel
+    begin_whole, stop_whole = first_whole * row_numel, end_whole * row_numel
 
     def part_of_row(row: int, start: int, stop: int) -> Iterator[Box]:
         begin = row * row_numel
         for box in boxes(shape[1:], start - begin, stop - begin):
-            yield Box((row, *box.offset), (1, *box.shape), begin + box.start)
+            offset, shape_of_part = (row, *box.offset), (1, *box.shape)
+            yield Box(offset, shape_of_part, begin + box.start, begin + box.stop)
 
     if first_whole > end_whole:  # the range lies within one row
         yield from part_of_row(end_whole, start, stop)
         return
-    if start < first_whole * row_numel:
-        yield from part_of_row(first_whole - 1, start, first_whole * row_numel)
+    yield from part_of_row(first_whole - 1, start, begin_whole)
     if first_whole < end_whole:
         zeros = (0,) * (len(shape) - 1)
         rows = end_whole - first_whole
-        yield Box((first_whole, *zeros), (rows, *shape[1:]), first_whole * row_numel)
-    if end_whole * row_numel < stop:
-        yield from part_of_row(end_whole, end_whole * row_numel, stop)
+        yield Box((first_whole, *zeros), (rows, *shape[1:]), begin_whole, stop_whole)
+    yield from part_of_row(end_whole, stop_whole, stop)
 
 
 def fuse_adam(optimizer: Any) -> None:
@@ -99,49 +96,42 @@ class OptimizerShards:
             parameter: part for part in self._parts for parameter in part.model_param_gbuf_map
         }
 
-    def master(self, parameter: Tensor) -> Tensor | None:
-        """Return the flat float32 values that the optimizer updates; None if this rank has none.
+    def master(self, parameter: Tensor) -> Tensor:
+        """Return the flat float32 values that the optimizer updates; empty if this rank has none.
 
         For a float32 parameter they are a view of it.
         """
-        part = self._part_of.get(parameter)
-        if part is None:
-            return None
-        group, order = part.model_param_group_index_map[parameter]
-        return part.optimizer.param_groups[group]["params"][order].detach()
+        if parameter not in self._part_of:
+            return parameter.new_empty(0, dtype=torch.float32)
+        return self._updated(parameter).detach()
 
     def write_master(self, parameter: Tensor, values: Tensor) -> None:
         """Copy this rank's range of `values`, which have the parameter's shape."""
-        master = self.master(parameter)
-        if master is not None:
-            start, stop = self._range(parameter)
-            master.copy_(values.reshape(-1)[start:stop])
+        start, stop = self._range(parameter)
+        self.master(parameter).copy_(values.reshape(-1)[start:stop])
 
     def gather_master(self, parameter: Tensor) -> Tensor:
         """Return the whole master, in the parameter's shape, on the first rank that shares it.
 
-        Collective over the data-parallel ranks, for an expert over those that have it; the others
-        get an empty tensor.
+        Collective over the data-parallel ranks; for an expert, over the ranks that have it. All
+        ranks but the first get an empty tensor.
         """
         if parameter.dtype == torch.float32:
             return parameter.detach()  # every rank has all of it
-        is_experts = not getattr(parameter, "allreduce", True)
-        group = (
-            parallel_state.get_expert_data_parallel_group()
-            if is_experts
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if not getattr(parameter, "allreduce", True):  # of an expert
+            group = parallel_state.get_expert_data_parallel_group()
         own = torch.tensor(self._range(parameter), device=parameter.device)
         ranges = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(ranges, own, group=group)
         master = self.master(parameter)
         if group.rank() != 0:
-            if master is not None:
+            if master.numel():
                 dist.send(master, group=group, group_dst=0)
             return torch.empty(0, device=parameter.device)
         whole = torch.empty(parameter.numel(), device=parameter.device)
         for rank, (start, stop) in enumerate(bounds.tolist() for bounds in ranges):
-            if rank == 0 and master is not None:
+            if rank == 0:
                 whole[start:stop] = master
             elif start < stop:
                 dist.recv(whole[start:stop], group=group, group_src=rank)
@@ -149,10 +139,11 @@ class OptimizerShards:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Have masters and moments in the host's memory, and not the device's, in this context.
+        """Keep masters and moments in the host's memory within this context, to free the device's.
 
-        They keep their identity and cannot be read. The masters of a float32 model stay, because
-        they are the weights of the forward pass. Enter this within `megatron_runtime()`.
+        The tensors stay the same objects, but have no values that could be read. The masters of a
+        float32 model stay where they are, because they are the weights of the forward pass. Enter
+        this within `megatron_runtime()`.
         """
         on_host: list[tuple[Tensor, Tensor]] = []
         try:
@@ -172,9 +163,8 @@ class OptimizerShards:
             for state in part.optimizer.state.values():
                 yield from (values for name, values in state.items() if name != "step")
         for parameter in self._part_of:
-            master = self.master(parameter)
-            if master is not None and parameter.dtype != torch.float32:
-                yield master
+            if parameter.dtype != torch.float32:
+                yield self.master(parameter)
 
     def prepare_state(self, num_steps: int) -> None:
         """Allocate the moments that do not exist yet, and set Adam's number of steps."""
@@ -189,8 +179,8 @@ class OptimizerShards:
                 else:  # Transformer Engine's FusedAdam
                     group["step"] = num_steps
 
-    def sharded_state(self, model: dict[str, Any], *, masters: bool) -> dict[str, ShardedTensor]:
-        """Return moments, and with `masters` masters, as Megatron's checkpoints take them.
+    def sharded_state(self, model: dict[str, Any]) -> dict[str, ShardedTensor]:
+        """Return moments, and masters that are no weights, as Megatron's checkpoints take them.
 
         Loading writes into them. `model` is the model's sharded state, from which names, offsets
         and replicas are taken. Call `prepare_state` before.
@@ -198,29 +188,33 @@ class OptimizerShards:
         state: dict[str, ShardedTensor] = {}
         for sharded in nested_values(model):
             parameter = sharded.data
-            part = self._part_of.get(parameter) if isinstance(parameter, Tensor) else None
-            if part is None:
+            if not isinstance(parameter, Tensor) or parameter not in self._part_of:
                 continue
-            master = self.master(parameter)
-            group, order = part.model_param_group_index_map[parameter]
-            key = part.optimizer.param_groups[group]["params"][order]
-            tensors = {
-                name: values for name, values in part.optimizer.state[key].items() if name != "step"
-            }
-            if masters:
-                tensors["fp32_param"] = master
-            for piece in _pieces(sharded):
+            updated = self._updated(parameter)
+            moments = self._part_of[parameter].optimizer.state[updated].items()
+            tensors = {name: values for name, values in moments if name != "step"}
+            if parameter.dtype != torch.float32:
+                tensors["fp32_param"] = updated
+            pieces = [sharded]
+            if isinstance(sharded, ShardedTensorFactory):  # of SwiGLU's gate and up
+                pieces = nested_values(sharded.build())
+            for piece in pieces:
                 for name, values in tensors.items():
                     for tensor in self._boxes_of(piece, parameter, name, values):
                         state[f"{tensor.key}.{tensor.global_offset}"] = tensor
         return state
 
+    def _updated(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the optimizer has instead of `parameter`, of which it has some."""
+        part = self._part_of[parameter]
+        group, order = part.model_param_group_index_map[parameter]
+        return part.optimizer.param_groups[group]["params"][order]
+
     def _range(self, parameter: Tensor) -> tuple[int, int]:
         """Return the flat range of `parameter` that this rank updates."""
-        part = self._part_of.get(parameter)
-        if part is None:
+        if parameter not in self._part_of:
             return 0, 0
-        span = part._get_model_param_range_map(parameter)["param"]
+        span = self._part_of[parameter]._get_model_param_range_map(parameter)["param"]
         return span.start, span.end
 
     def _boxes_of(
@@ -248,10 +242,3 @@ class OptimizerShards:
                 replica_id=(*piece.replica_id[:2], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
-
-
-def _pieces(sharded: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """Return the tensors that a parameter is stored as; SwiGLU's gate and up are two."""
-    if isinstance(sharded, ShardedTensorFactory):
-        return list(nested_values(sharded.build()))
-    return [sharded]

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MicroBatch = list[int]
+Sequences = list[int]
 """Numbers of the sequences in a micro batch."""
 
 
 def plan(
     sizes: Sequence[int], costs: Sequence[float], *, budget: int, ranks: int, unit: int = 1
-) -> list[list[MicroBatch]]:
+) -> list[list[Sequences]]:
     """Return the micro batches of each data-parallel rank.
 
     Args:
@@ -43,7 +43,7 @@ def plan(
     while (filled := _fill(sequences, all_sizes, all_costs, budget, count)) is None:
         count += step
     micro_batches, totals = filled
-    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    dealt: list[list[Sequences]] = [[] for _ in range(ranks)]
     for turn, start in enumerate(range(0, count, ranks)):
         chosen = np.argsort(-totals, kind="stable")[start : start + ranks]
         # There and back again: the rank with the largest of one turn has the smallest of the next.
@@ -54,9 +54,9 @@ def plan(
 
 def _fill(
     sequences: np.ndarray, sizes: np.ndarray, costs: np.ndarray, budget: int, count: int
-) -> tuple[list[MicroBatch], np.ndarray] | None:
+) -> tuple[list[Sequences], np.ndarray] | None:
     """Return `count` micro batches and their costs, or None if a sequence finds no room."""
-    micro_batches: list[MicroBatch] = [[] for _ in range(count)]
+    micro_batches: list[Sequences] = [[] for _ in range(count)]
     used, totals = np.zeros(count, dtype=np.int64), np.zeros(count)
     for sequence in sequences:
         has_room = (used + sizes[sequence] <= budget) | (used == 0)

@@ -13,7 +13,7 @@ A token whose experts are not known, such as padding, gets the learner's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from qurl_megatron import device
 class RecordedChoice:
     """Stands for Megatron's `RouterReplay` in one router."""
 
-    def __init__(self, replays: bool) -> None:
+    def __init__(self, replays: bool, counts: Tensor) -> None:
+        """Store the parts; `counts` are the numbers of changed and of known choices, added to."""
         self._replays = replays
+        self._counts = counts
         self.recorded: Tensor | None = None  # [tokens, experts per token] int64; -1: not known
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device.device())  # changed, known
 
     def get_replay_topk(
         self,
@@ -54,7 +55,7 @@ class RecordedChoice:
             recorded = recorded.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         known = recorded[:, 0] >= 0
         changed = (recorded.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1)
-        self.counts += torch.stack([(changed & known).sum(), known.sum()])
+        self._counts += torch.stack([(changed & known).sum(), known.sum()])
         if not self._replays:
             return values, own
         experts = torch.where(known[:, None], recorded, own)
@@ -66,11 +67,12 @@ class Routing:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], replays: bool) -> None:
         """Put a `RecordedChoice` into every router of the model's chunks."""
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device.device())
         self._routers: dict[int, list[Any]] = {}  # by chunk
         for chunk in chunks:
             routers = [each for each in chunk.modules() if isinstance(each, TopKRouter)]
             for router in routers:
-                router.router_replay = RecordedChoice(replays)  # type: ignore[assignment]
+                router.router_replay = RecordedChoice(replays, self._counts)  # type: ignore[assignment]
             self._routers[id(chunk)] = routers
 
     def expect(self, chunk: torch.nn.Module, experts: Tensor | None) -> None:
@@ -86,21 +88,14 @@ class Routing:
 
     def reset_counts(self) -> None:
         """Count from 0."""
-        for each in self._choices():
-            each.counts.zero_()
+        self._counts.zero_()
 
     def counts(self) -> tuple[int, int]:
         """Return how many choices of the engine differ from the learner's, and how many are known.
 
         A choice is that of one token in one layer. Collective over all learner ranks.
         """
-        total = torch.zeros(2, dtype=torch.int64, device=device.device())
-        for each in self._choices():
-            total += each.counts
+        total = self._counts.clone()
         dist.all_reduce(total)
         changed, known = total.tolist()
         return changed, known
-
-    def _choices(self) -> Iterator[RecordedChoice]:
-        for routers in self._routers.values():
-            yield from (router.router_replay for router in routers)

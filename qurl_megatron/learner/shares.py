@@ -1,107 +1,245 @@
-"""What a data-parallel replica trains on of a minibatch: dealt out once, scored and updated on.
+"""What a data-parallel replica trains on of a minibatch: dealt out, scored and updated on.
 
-Global rank 0 has the whole minibatch and decides which sequences go to which replica. The replica
-lays them out in micro batches, which every pass over the minibatch uses: the proximal pass, the
-reference's and the update. So scores stay on the ranks that computed them, which are those that
-need them, and they are bit for bit comparable.
+Global rank 0 has the whole minibatch and decides which sequences go to which replica. It sends each
+replica its part once, to the replica's first rank, which passes it on to the replica's other ranks.
+No other rank holds another replica's part.
+
+A replica lays its sequences out in micro batches. Every pass over the minibatch uses the same ones:
+the proximal pass, the reference's and the update. So scores stay on the ranks that computed them,
+which are those that need them, and they are bit for bit comparable. What is collected comes from
+the last pipeline stage of each replica.
+
+Megatron's parallel state says which ranks are a replica: those of one context-parallel group and
+the model-parallel groups of its members.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner import exchange, packing
-from qurl_megatron.learner.micro_batches import MicroBatch, lay_out, plan, take
+from qurl_megatron.learner import packing
+from qurl_megatron.learner.layers import FP8_TOKENS, context_index
+from qurl_megatron.learner.model import virtual_stages
 from qurl_megatron.model.architecture import Architecture
 
 
 @dataclass
-class Share:
-    """The sequences of a minibatch that this data-parallel replica trains on.
+class MicroBatch:
+    """Packed sequences, or this context-parallel rank's part of them, on this rank's device.
 
-    The methods are collective over all learner ranks.
+    Position t of `rows` and `index` describes the token that follows `inputs` at t. The learner
+    keeps its scores of these tokens in `rows`.
     """
 
-    batch: TrainBatch  # the replica's sequences, on the CPU, as global rank 0 sent them
-    numbers: list[int]  # of these sequences in the minibatch
-    micro_batches: list[MicroBatch]  # the same sequences, with this rank's scores
+    batch: TrainBatch  # the whole sequences, on the CPU, as global rank 0 sent them
+    inputs: Tensor  # [1, tokens] int64
+    rows: TrainBatch  # [1, tokens]
+    index: Tensor  # [tokens] int64, positions among the tokens of `batch`; -1 is padding
+    sequences: PackedSeqParams
+    # [tokens, layers, experts per token] int64, the experts that the engine chose for each input;
+    # -1: padding, or an input that the engine did not read; None: not recorded
+    routed_experts: Tensor | None = None
+
+
+@dataclass
+class Share:
+    """The sequences of a minibatch that this data-parallel replica trains on."""
+
+    micro_batches: list[MicroBatch]
     dealt: list[list[int]]  # on global rank 0: numbers of each replica's sequences; else empty
+    lengths: list[int]  # on global rank 0: of all sequences of the minibatch; else empty
 
-    def scores(self, name: str) -> list[Tensor]:
-        """Return a tensor of the micro batches' rows for each sequence: [its tokens] on the CPU.
+    def collect(self, name: str) -> list[Tensor]:
+        """Return the tensor `name` of the micro batches' rows, by sequence, on global rank 0.
 
-        Only the last pipeline stage has scores; 0 where there is none.
+        Collective over all learner ranks.
+
+        Returns:
+            [tokens] float32 of each sequence, in the minibatch's order, on the CPU; 0 where a token
+            has no score. Nothing on other ranks.
         """
-        flat = torch.zeros(len(self.batch.tokens), device=device.device())
+        context = parallel_state.get_context_parallel_group()
+        own: list[Tensor] = []
         for micro in self.micro_batches:
+            flat = torch.zeros(len(micro.batch.tokens), device=device.device())
             row = getattr(micro.rows, name)
             if row is not None:
                 is_real = micro.index >= 0
                 flat[micro.index[is_real]] = row[0, is_real]
-        if parallel_state.get_context_parallel_world_size() > 1:
-            # One rank filled each position, so the sum is exact.
-            dist.all_reduce(flat, group=parallel_state.get_context_parallel_group())
-        return list(flat.cpu().split(self.batch.lengths.tolist()))
-
-    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return every sequence's tensor on global rank 0, in the minibatch's order.
-
-        Args:
-            tensors: one-dimensional, one for each sequence of this replica, on the last stage.
-
-        Returns:
-            Tensors on the CPU; none on other ranks.
-        """
-        by_replica = exchange.to_rank_zero(tensors)
-        numbers = itertools.chain.from_iterable(self.dealt)
-        found = zip(numbers, itertools.chain.from_iterable(by_replica), strict=True)
-        return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0])]
-
-    def add(self, name: str, minibatch: TrainBatch) -> None:
-        """Give the rows the tensor `name` of `minibatch`, which global rank 0 has."""
-        parts = ([getattr(minibatch.select(numbers), name)] for numbers in self.dealt)
-        (flat,) = exchange.to_replicas(parts)
-        assert flat is not None
-        flat = flat.to(device.device())
-        for micro in self.micro_batches:
-            setattr(micro.rows, name, take(flat, micro.index))
+            if context.size() > 1:  # one rank filled each position, so the sum is exact
+                dist.all_reduce(flat, group=context)
+            own.append(flat.cpu())
+        scores = [torch.zeros(length) for length in self.lengths]
+        by_replica = _to_rank_zero(torch.cat(own))
+        for numbers, flat in zip(self.dealt, by_replica, strict=True):
+            sequences = flat.split([self.lengths[number] for number in numbers])
+            for number, sequence in zip(numbers, sequences, strict=True):
+                scores[number] = sequence
+        return scores
 
 
 def deal(batch: TrainBatch, layout: LearnerConfig, architecture: Architecture) -> Share:
-    """Send every data-parallel replica its sequences of `batch`; return this replica's.
-
-    Collective over all learner ranks. Global rank 0 has the minibatch, the others an empty one.
-    """
-    by_replica: list[list[packing.MicroBatch]] = []
-    if dist.get_rank() == 0:
-        by_replica = plan(batch, layout, architecture)
+    """Send every data-parallel replica its sequences of a minibatch, for `Learner.share`."""
+    by_replica = _plan(batch, layout, architecture) if dist.get_rank() == 0 else []
+    own = _to_replicas([batch.select(numbers) for numbers in replica] for replica in by_replica)
     dealt = [list(itertools.chain.from_iterable(replica)) for replica in by_replica]
-    if dealt:  # the first replica keeps the sequences that are in no micro batch
-        dealt[0] += sorted(set(range(len(batch))) - set().union(*dealt))
-    parts = (
-        [
-            torch.tensor([len(sequences) for sequences in replica]),
-            torch.tensor(numbers, dtype=torch.int64),
-            *_tensors(batch.select(numbers)),
-        ]
-        for replica, numbers in zip(by_replica, dealt, strict=True)
+    return Share(_lay_out(own, layout), dealt, batch.lengths.tolist())
+
+
+def _plan(
+    batch: TrainBatch, layout: LearnerConfig, architecture: Architecture
+) -> list[list[packing.Sequences]]:
+    """Return which sequences are in each micro batch of each data-parallel replica.
+
+    A sequence without a token to train on is in no micro batch.
+    """
+    lengths = _num_inputs(batch)
+    padded = [packing.round_up(length, _pieces(layout)) for length in lengths]
+    by_tokens = layout.tokens_per_micro_batch
+    return packing.plan(
+        sizes=padded if by_tokens else [min(length, 1) for length in lengths],
+        costs=[architecture.forward_flops(length) for length in lengths],
+        budget=by_tokens or layout.micro_batch_size,
+        ranks=layout.data_parallel_size,
+        # Megatron's interleaved schedule needs whole groups of micro batches.
+        unit=layout.pipeline_parallel_size if virtual_stages(layout) else 1,
     )
-    counts, own_numbers, *tensors = exchange.to_replicas(parts)
-    assert counts is not None and own_numbers is not None
-    own = TrainBatch(*tensors)  # type: ignore[arg-type]
-    return Share(own, own_numbers.tolist(), lay_out(own, counts.tolist(), layout), dealt)
 
 
-def _tensors(batch: TrainBatch) -> list[Tensor | None]:
-    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+def _lay_out(batches: Sequence[TrainBatch], layout: LearnerConfig) -> list[MicroBatch]:
+    """Pack each micro batch of a replica, with its sequences in their order."""
+    pieces = _pieces(layout)
+    # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes blocks of
+    # them. A rank without sequences computes padding to take part in the collectives.
+    multiple = pieces * layout.tensor_parallel_size * FP8_TOKENS[layout.fp8]
+    totals = []
+    for batch in batches:
+        tokens = sum(packing.round_up(length, pieces) for length in _num_inputs(batch))
+        totals.append(packing.round_up(max(tokens, 1), multiple))
+    if layout.pipeline_parallel_size > 1:  # stages exchange tensors of one shape
+        totals = [max(totals)] * len(totals)
+    return [_pack(batch, total, pieces) for batch, total in zip(batches, totals, strict=True)]
+
+
+def _take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> Tensor:
+    """Return `tensor` [tokens of a batch, ...] at `index - back` as a row [1, tokens, ...]."""
+    row = tensor.new_full((len(index), *tensor.shape[1:]), padding)
+    is_real = index >= 0
+    row[is_real] = tensor[index[is_real] - back]
+    return row[None]
+
+
+def _num_inputs(batch: TrainBatch) -> list[int]:
+    """Return how many tokens of each sequence are inputs: those before the last one to score.
+
+    The last token that is scored is a target and no input, and nothing precedes the first token.
+    """
+    masks = batch.loss_mask.split(batch.lengths.tolist())
+    return [int(mask.nonzero()[-1]) if mask.any() else 0 for mask in masks]
+
+
+def _pieces(layout: LearnerConfig) -> int:
+    """Return into how many pieces context parallelism cuts every sequence."""
+    return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
+
+
+def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
+    """Lay inputs of sequences one behind another, each padded, and all of them to `total` tokens.
+
+    A sequence is padded to a multiple of `pieces`. Padding at the end is one more sequence.
+    """
+    index = torch.full((total,), -1, dtype=torch.int64)
+    bounds = [0]
+    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    for start, length in zip(starts, _num_inputs(batch), strict=True):
+        place = slice(bounds[-1], bounds[-1] + length)
+        index[place] = torch.arange(start + 1, start + 1 + length)
+        bounds.append(bounds[-1] + packing.round_up(length, pieces))
+    if bounds[-1] < total:
+        bounds.append(total)
+    context = parallel_state.get_context_parallel_group()
+    index = index[context_index(bounds, context.rank(), context.size())].to(device.device())
+    longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+    # Megatron caches its rotary tables by this number. If it were that of all tokens, Megatron
+    # would rotate a token by its position in the micro batch.
+    max_length = 1 << (longest - 1).bit_length()
+    max_length *= 2 if max_length == total else 1
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device.device())
+    on_device = batch.map(lambda tensor: tensor.to(device.device()))
+    rows = replace(on_device, routed_experts=None).map(lambda tensor: _take(tensor, index))
+    routed = on_device.routed_experts
+    if routed is not None:
+        routed = _take(routed, index, back=1, padding=-1)[0].long()
+    return MicroBatch(
+        batch=batch,
+        inputs=_take(on_device.tokens, index, back=1).long(),
+        rows=replace(rows, tokens=rows.tokens.long()),
+        index=index,
+        sequences=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_length,
+            max_seqlen_kv=max_length,
+        ),
+        routed_experts=routed,
+    )
+
+
+def _to_replicas(parts: Iterable[Any]) -> Any:
+    """Send each data-parallel replica its part; return this replica's.
+
+    `parts` are on global rank 0, which takes one after the other; unused on other ranks.
+    """
+    replicas = parallel_state.get_data_parallel_group()
+    stages = parallel_state.get_model_parallel_group()
+    context = parallel_state.get_context_parallel_group()
+    own: list[Any] = [None]
+    if dist.get_rank() == 0:
+        remaining = iter(parts)
+        own = [next(remaining)]
+        for replica, part in enumerate(remaining, start=1):
+            dist.send_object_list([part], group=replicas, group_dst=replica)
+    elif stages.rank() == context.rank() == 0:  # the replica's first rank
+        dist.recv_object_list(own, group=replicas, group_src=0)
+    if stages.rank() == 0 and context.size() > 1:
+        dist.broadcast_object_list(own, group=context, group_src=0)
+    if stages.size() > 1:
+        dist.broadcast_object_list(own, group=stages, group_src=0)
+    return own[0]
+
+
+def _to_rank_zero(own: Any) -> list[Any]:
+    """Return what each replica has, on global rank 0; nothing on other ranks.
+
+    `own` is used on the last pipeline stage. Other tensor-parallel and context-parallel ranks of a
+    stage have the same.
+    """
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    if not is_first or parallel_state.get_context_parallel_rank() != 0:
+        return []
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    replicas = parallel_state.get_data_parallel_group()
+    by_replica = [own] * replicas.size()
+    last = stages.size() - 1
+    if stages.rank() == last and len(by_replica) > 1:
+        is_receiver = replicas.rank() == 0
+        dist.gather_object(own, by_replica if is_receiver else None, group=replicas, group_dst=0)
+    if last and replicas.rank() == 0:
+        if stages.rank() == last:
+            dist.send_object_list(by_replica, group=stages, group_dst=0)
+        elif stages.rank() == 0:
+            dist.recv_object_list(by_replica, group=stages, group_src=last)
+    return by_replica if dist.get_rank() == 0 else []

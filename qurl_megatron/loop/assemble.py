@@ -9,20 +9,18 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
 from qurl_megatron.data.prompts import PromptSet, load_prompts
-from qurl_megatron.data.scoring import Scorer, StartScoring
+from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.evaluator import Evaluator
-from qurl_megatron.loop.mismatch import measure_mismatch
+from qurl_megatron.loop.evaluator import Evaluator, measure_mismatch
 from qurl_megatron.loop.sampling import Sampler
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -111,69 +109,48 @@ class Run:
         """Measure the policy in full precision; an empty result without an evaluator."""
         return self.evaluator.evaluate(step) if self.evaluator else Evaluation()
 
-    def warmup_accuracy(self) -> float:
-        """Measure the policy's accuracy on the problems set aside for the warm-up."""
-        assert self.evaluator is not None  # `validate` refuses a warm-up without evaluation
-        return self.evaluator.warmup_accuracy()
-
 
 def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     """Build the parts of a run; `stack` closes them in reverse order.
 
     `rosters` are the files in which the starters of servers list them.
     """
+    is_first = device.rank() == 0
     tokenizer = AutoTokenizer.from_pretrained(config.model)
-    # Only global rank 0 has prompts.
-    prompts = load_prompts(config, tokenizer) if device.rank() == 0 else PromptSet([], [], {})
+    prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
 
-    score: StartScoring = _score_nothing
-    if device.rank() == 0:
-        score = stack.enter_context(Scorer(config, config.scoring_workers)).submit
-    learner = Learner(
-        Path(config.model),
-        config.learner,
-        config.optimizer,
-        transform=uaq.transform(config.quantization.uaq),
-        replays_routing=config.rollout.routing == "replay",
-    )
-    stack.enter_context(closing(learner))
-    if config.objective.kl_coefficient:
-        learner.keep_reference()  # before a checkpoint is restored
-    critic = None
-    if config.advantage_estimator == "gae":
-        critic = Critic(config)
-        stack.enter_context(closing(critic))
-    checkpoints = Checkpoints(config, learner, critic)
-    stack.enter_context(closing(checkpoints))
-    log = RunLog(config, writes=device.rank() == 0)
-    stack.enter_context(closing(log))
+    keep = stack.enter_context
+    score: Any = None  # other ranks score nothing
+    if is_first:
+        score = keep(Scorer(config, config.scoring_workers)).submit
+    learner = keep(closing(_load_learner(config)))
+    critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
+    checkpoints = keep(closing(Checkpoints(config, learner, critic)))
+    log = keep(closing(RunLog(config, writes=is_first)))
 
+    log.say("waiting for the servers")
     quantizations = {"rollout": config.quantization}
     if config.evaluation.enabled:
         quantizations["evaluation"] = replace(config.quantization, format="bf16", publish="full")
     clients, publishers = {}, {}
-    if device.rank() == 0:
-        log.say("waiting for the servers")
     for name, quantization in quantizations.items():
-        fleet = _fleet(config, name, rosters, log)
-        stack.enter_context(closing(fleet))
-        architecture = learner.architecture
-        records = name == "rollout" and config.rollout.routing != "ignore"
-        clients[name] = RolloutClient(
-            fleet,
-            tokenizer,
-            architecture.eos_token_ids,
-            routing_shape=(architecture.num_layers, architecture.experts_per_token)
-            if records
-            else None,
-        )
-        publishers[name] = Publisher(
-            learner, fleet, quantization, pause_mode=config.rollout.pause_mode
-        )
-        stack.enter_context(closing(publishers[name]))
+        fleet = keep(closing(_fleet(config, name, rosters, log)))
+        clients[name] = _client(config, name, fleet, learner, tokenizer)
+        publisher = Publisher(learner, fleet, quantization, pause_mode=config.rollout.pause_mode)
+        publishers[name] = keep(closing(publisher))
 
+    sampler = Sampler(
+        config,
+        clients["rollout"],
+        score,
+        training,
+        tokenizer,
+        servers_join=clients["rollout"].fleet.has_joining,
+        admit=publishers["rollout"].admit,
+    )
+    keep(closing(sampler))
     evaluator = None
     if config.evaluation.enabled:
         evaluator = Evaluator(
@@ -189,35 +166,35 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         learner=learner,
         critic=critic,
         publisher=publishers["rollout"],
-        sampler=stack.enter_context(
-            closing(
-                Sampler(
-                    config,
-                    clients["rollout"],
-                    score,
-                    training,
-                    tokenizer,
-                    servers_join=clients["rollout"].fleet.has_joining,
-                    admit=publishers["rollout"].admit,
-                )
-            )
-        ),
+        sampler=sampler,
         evaluator=evaluator,
-        measure_mismatch=partial(
-            measure_mismatch,
-            clients,
-            publishers,
-            training[: config.rollout.prompts_per_step],
-            learner,
-            config,
-        ),
+        measure_mismatch=partial(measure_mismatch, clients, publishers, training, learner, config),
         checkpoints=checkpoints,
         log=log,
     )
 
 
-def _score_nothing(prompt: Prompt, completions: Sequence[Completion]) -> NoReturn:
-    raise RuntimeError("only global rank 0 scores")
+def _load_learner(config: Config) -> Learner:
+    learner = Learner(
+        Path(config.model),
+        config.learner,
+        config.optimizer,
+        transform=uaq.transform(config.quantization.uaq),
+        replays_routing=config.rollout.routing == "replay",
+    )
+    if config.objective.kl_coefficient:
+        learner.keep_reference()  # before a checkpoint is restored
+    return learner
+
+
+def _client(
+    config: Config, name: str, fleet: Fleet, learner: Learner, tokenizer: Any
+) -> RolloutClient:
+    """Return the client of a set of servers, which records experts if `rollout.routing` asks it."""
+    architecture = learner.architecture
+    records = name == "rollout" and config.rollout.routing != "ignore"
+    shape = (architecture.num_layers, architecture.experts_per_token) if records else None
+    return RolloutClient(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
 
 
 def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:

@@ -1,11 +1,16 @@
-"""Evaluation during a run: publish the policy in BF16, generate answers, score them."""
+"""What a run measures on its servers: the policy in BF16, and the train-inference mismatch."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import fmean
 
-from qurl_megatron.algorithm.batch import Prompt
+from torch import Tensor
+
+from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.evaluation.avg_at_k import (
@@ -14,54 +19,45 @@ from qurl_megatron.evaluation.avg_at_k import (
     measure,
     write_answers,
 )
+from qurl_megatron.learner.learner import Learner
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import evaluation_directory
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Measures the learner's policy on a set of BF16 servers. Collective over all learner ranks.
 
     The response limit is always that of the longest stage, so a run's evaluations are comparable.
+    Only global rank 0 uses the client, the scores and the prompts.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        publisher: Publisher,
-        client: RolloutClient,
-        score: StartScoring,
-        *,
-        held_out: list[Prompt],
-        files: dict[str, list[Prompt]],
-        warmup_check: list[Prompt],
-    ) -> None:
-        """Store the parts; only global rank 0 uses `client`, `score` and the prompts."""
-        self._config = config
-        self._publisher = publisher
-        self._client = client
-        self._score = score
-        self._held_out = held_out
-        self._files = files
-        self._warmup_check = warmup_check
+    config: Config
+    publisher: Publisher
+    client: RolloutClient
+    score: StartScoring
+    held_out: list[Prompt]
+    files: dict[str, list[Prompt]]  # by the names in `evaluation.data`
+    warmup_check: list[Prompt]
 
     def evaluate(self, step: int) -> Evaluation:
         """Measure held-out problems and files, and write every answer to the run's directory."""
-        self._publisher.publish()
-        return self._publisher.while_serving(lambda: self._evaluate(step))
+        self.publisher.publish()
+        return self.publisher.while_serving(lambda: self._evaluate(step))
 
     def warmup_accuracy(self) -> float:
         """Return the fraction of the warm-up's check problems whose greedy answer is right."""
-        self._publisher.publish()
-        return self._publisher.while_serving(lambda: _accuracy(self._answer(self._warmup_check)))
+        self.publisher.publish()
+        return self.publisher.while_serving(lambda: _accuracy(self._answer(self.warmup_check)))
 
     def _evaluate(self, step: int) -> Evaluation:
-        directory = evaluation_directory(self._config.run_dir, step)
+        directory = evaluation_directory(self.config.run_dir, step)
         directory.mkdir(parents=True, exist_ok=True)
-        evaluation = self._config.evaluation
+        evaluation = self.config.evaluation
         by_file = {}
-        for name, prompts in self._files.items():
+        for name, prompts in self.files.items():
             results = self._answer(
                 prompts,
                 k=evaluation.k,
@@ -69,28 +65,68 @@ class Evaluator:
                 top_p=evaluation.top_p,
             )
             write_answers(results, directory / f"{name}.jsonl")
-            by_file[name] = {
-                metric: dataclasses.asdict(average) for metric, average in averages(results).items()
-            }
-        if not self._held_out:
+            by_file[name] = {metric: asdict(mean) for metric, mean in averages(results).items()}
+        if not self.held_out:
             return Evaluation(None, by_file)
-        results = self._answer(self._held_out)
+        results = self._answer(self.held_out)
         write_answers(results, directory / f"{HELD_OUT}.jsonl")
         return Evaluation(_accuracy(results), by_file)
 
-    def _answer(
-        self, prompts: list[Prompt], *, k: int = 0, temperature: float = 1.0, top_p: float = 1.0
-    ) -> list[ProblemResult]:
-        return measure(
-            self._client,
-            self._score,
-            prompts,
-            self._config.rollout.longest_response,
-            k=k,
-            temperature=temperature,
-            top_p=top_p,
-        )
+    @property
+    def _answer(self) -> Callable[..., list[ProblemResult]]:
+        limit = self.config.rollout.longest_response
+        return partial(measure, self.client, self.score, max_response_length=limit)
 
 
 def _accuracy(results: list[ProblemResult]) -> float:
     return fmean(result.greedy.accuracy for result in results)
+
+
+def measure_mismatch(
+    clients: dict[str, RolloutClient],
+    publishers: dict[str, Publisher],
+    prompts: list[Prompt],
+    learner: Learner,
+    config: Config,
+) -> dict[str, dict[str, float]]:
+    """Return, by server set, the `rollout_statistics` of one completion of a step's prompts.
+
+    Each set answers the first of `prompts`, with the weights that its publisher sent last. The
+    learner scores the sampled tokens. The BF16 evaluation servers show the noise of the engine
+    alone. Any larger mismatch of the rollout servers comes from quantization.
+
+    Collective over learner ranks; `clients` and `prompts` are used on global rank 0 only.
+    """
+    rollout = config.rollout
+    prompts = prompts[: rollout.prompts_per_step]
+
+    def sample(client: RolloutClient) -> TrainBatch:
+        completions = client.generate(
+            prompts,
+            completions_per_prompt=1,
+            temperature=rollout.temperature,
+            max_response_length=rollout.max_response_length,
+        )
+        groups = [
+            RolloutGroup(prompt, group, [0.0])
+            for prompt, group in zip(prompts, completions, strict=True)
+        ]
+        return pack(groups).only("behaviour_logprobs")
+
+    def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
+        assert rows.proximal_logprobs is not None and rows.behaviour_logprobs is not None
+        return mismatch_sums(
+            rows.proximal_logprobs,
+            rows.behaviour_logprobs,
+            rows.loss_mask,
+            config.objective.ratio_cap,
+        )
+
+    measured = {}
+    for name, client in clients.items():
+        batches = [TrainBatch.empty()]
+        publishers[name].while_serving(lambda: batches.append(sample(client)))  # noqa: B023
+        share = learner.share(batches[-1])
+        learner.score(share, ["proximal_logprobs"], temperature=rollout.temperature)
+        measured[name] = rollout_statistics(learner.measure(share, mismatch))
+    return measured

@@ -1,8 +1,5 @@
 """Groups for training, sampled and scored up to `rollout.max_staleness` steps ahead.
 
-    Producer.take        the next groups of the stream, in its order
-    Producer.end_step    a step has all its groups; a checkpoint counts them
-
 Requests and scores are awaited in a thread of their own, in an asyncio loop, while the caller
 trains. With `max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while
 the caller trains.
@@ -30,10 +27,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.algorithm.score import Score
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup
 from qurl_megatron.config.schema import RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
@@ -43,20 +38,6 @@ POLL_S = 0.2
 Sample = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]]]
 
 
-class ScoredGroup(NamedTuple):
-    """A prompt with its completions and their scores, one each."""
-
-    prompt: Prompt
-    completions: list[Completion]
-    scores: list[Score]
-    sampled_at_s: float  # time.perf_counter() when the completions were there
-
-    @property
-    def rewards(self) -> list[float]:
-        """The value of each score."""
-        return [score.value for score in self.scores]
-
-
 @dataclass(frozen=True)
 class _InFlight:
     """A group that has been asked for and has not been taken."""
@@ -64,7 +45,7 @@ class _InFlight:
     prompt: Prompt
     settings: RolloutConfig  # of the step that will train it
     version: int  # the weight version that the servers had when it was asked for
-    group: Future[ScoredGroup]
+    group: Future[RolloutGroup]
 
     def lag(self, version: int) -> int:
         """Return by how many versions the oldest token of the finished group is behind."""
@@ -113,7 +94,7 @@ class Producer:
 
     def take(
         self, count: int, *, step: int, version: int, interrupted: Callable[[], bool]
-    ) -> list[ScoredGroup] | None:
+    ) -> list[RolloutGroup] | None:
         """Wait for the next `count` groups and return them; None if `interrupted()` is true first.
 
         After None, the same call goes on waiting.
@@ -181,11 +162,12 @@ class Producer:
             prompt, settings, version, asyncio.run_coroutine_threadsafe(work, self._loop)
         )
 
-    async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> ScoredGroup:
+    async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> RolloutGroup:
         completions = await self._sample(prompt, settings)
         sampled_at_s = time.perf_counter()
         scores = await asyncio.wrap_future(self._score(prompt, completions))
-        return ScoredGroup(prompt, completions, scores, sampled_at_s)
+        rewards = [score.value for score in scores]
+        return RolloutGroup(prompt, completions, rewards, scores, sampled_at_s)
 
     def _wait(self, count: int, interrupted: Callable[[], bool]) -> bool:
         """Return True when the first `count` groups are done, False if interrupted before."""

@@ -1,15 +1,18 @@
-"""The data of a step: scored groups -> advantages -> a training batch.
+"""The data of a step: scored groups -> advantages -> a training batch, and samples of it.
 
 The producer samples and scores groups on global rank 0, which has the batch: the learner and the
-critic deal it out. Other ranks get the summary.
+critic deal it out. Other ranks get the summary. Some completions of the batch are kept to be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from qurl_megatron.algorithm.advantages import (
     grpo_advantages,
@@ -23,39 +26,22 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.producer import Producer, ScoredGroup
-from qurl_megatron.loop.samples import pick_samples
+from qurl_megatron.loop.producer import Producer
 from qurl_megatron.report.metrics import count_rewards
-from qurl_megatron.report.samples import Sample
+from qurl_megatron.report.samples import KINDS, Sample, ends, shorten
 from qurl_megatron.rollout.client import RolloutClient
 
+DIGITS = 3  # of a ratio in a sample, after the point
 
-@dataclass(frozen=True)
-class SampleSummary:
-    """Statistics over the completions of a step, including those of replaced groups."""
-
-    reward_mean: float  # from the verifier, without the penalty for length
-    response_length_mean: float  # tokens
-    response_truncated_fraction: float  # fraction of completions
-    reward_parts: dict[str, float]  # mean of each named part of the scores
-    verifier_failures: int
-    verifier_timeouts: int  # of these failures
-    verifier_failure: str  # one of them, with its question and answer; empty if there is none
-    groups_replaced: int  # by dynamic sampling
-    groups_dropped: int  # sampled again, because they were too old
-    groups_in_flight: int  # asked for and not trained yet, when the batch was complete
-    waited_s: float  # time that training waited for groups
-    scoring_s: float  # of this, with nothing but scores missing
-    sampled_tokens: int
-    equal_reward_fraction: float  # fraction of the batch's groups
-    reward_counts: list[tuple[float, int]]  # as in StepMetrics
-    token_lag_mean: float  # of the batch's tokens
-    token_lag_max: int
-    stale_token_fraction: float  # of the batch's tokens, those of a lag above 0
+Row = tuple[int, int]
+"""Number of a prompt among a step's groups, and number of one of its completions."""
 
 
 class Sampler:
-    """Makes training batches from an endless stream of prompts. Collective over learner ranks."""
+    """Makes training batches from an endless stream of prompts. Collective over learner ranks.
+
+    Ranks other than global rank 0 get empty batches, and no samples.
+    """
 
     def __init__(
         self,
@@ -87,7 +73,8 @@ class Sampler:
             )
             return client.group(prompt, settings)
 
-        self._groups: list[RolloutGroup] = []  # of the last batch; on global rank 0
+        self._batch = TrainBatch.empty()  # the last one; on global rank 0, as are its groups
+        self._groups: list[RolloutGroup] = []
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
             self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
@@ -110,58 +97,61 @@ class Sampler:
         if rank() == 0:
             self._producer.close()
 
-    def sample(self, step: int, version: int) -> tuple[TrainBatch, SampleSummary]:
+    def sample(self, step: int, version: int) -> tuple[TrainBatch, dict[str, Any]]:
         """Return the batch of `step`, which starts from weight version `version`.
 
         It has the settings of the step's stage. It has no log-probs of the learner yet, and with
-        `advantage_estimator=gae` no advantages: the critic computes them. Ranks other than global
-        rank 0 get an empty batch.
+        `advantage_estimator=gae` no advantages: the critic computes them.
+
+        Returns:
+            The batch, and the fields of `StepMetrics` about sampling and rewards, with the number
+            of `sampled_tokens`.
         """
-        batch = TrainBatch.empty()
-        sampling = self._sample(self._config.rollout.at(step), step, version)
-
-        def advance() -> SampleSummary | None:
-            nonlocal batch
-            sampled = next(sampling)
-            if sampled is None:
-                return None
-            batch, summary = sampled
-            return summary
-
-        while (summary := from_rank_zero(advance)) is None:
+        self._batch = TrainBatch.empty()
+        sampling = self._sample(step, version)
+        while (summary := from_rank_zero(lambda: next(sampling))) is None:
             self._admit()
-        return batch, summary
+        return self._batch, summary
 
     def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:
-        """Return the completions of the step's batch to keep; none on other ranks than 0.
+        """Return the completions of the step's batch that are kept to be read.
 
         `shares` are those of the last batch that was sampled, with its proximal log-probs.
         """
         count = self._config.samples_per_step
-        return pick_samples(step, self._groups, shares, self._tokenizer, count) if count else []
+        if not count:
+            return []
+        proximal = [each for share in shares for each in share.collect("proximal_logprobs")]
+        return make_samples(step, self._groups, proximal, self._tokenizer, count)
 
     def answers(self) -> TrainBatch:
-        """Return the next prompts with their answers as responses, for supervised training.
+        """Return the next prompts with their answers as responses, for supervised training."""
+        if rank() != 0:
+            return TrainBatch.empty()
+        groups = []
+        for prompt in self._stream.next(self._config.warmup.batch_size):
+            token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
+            token_ids = [*token_ids, self._tokenizer.eos_token_id]
+            answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, [])
+            groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
+        return pack(groups)
 
-        Ranks other than global rank 0 get an empty batch.
+    def _sample(self, step: int, version: int) -> Generator[dict[str, Any] | None]:
+        """Make the batch; yield None whenever a server waits for weights, at the end the summary.
+
+        Only global rank 0 calls this.
         """
-        return self._answers() if rank() == 0 else TrainBatch.empty()
-
-    def _sample(
-        self, rollout: RolloutConfig, step: int, version: int
-    ) -> Generator[tuple[TrainBatch, SampleSummary] | None]:
-        """Yield None whenever a server waits for weights, and at the end batch and summary."""
+        rollout = self._config.rollout.at(step)
         producer = self._producer
         dropped, waited_s, scoring_s = producer.dropped, producer.waited_s, producer.scoring_s
 
-        def take(count: int) -> Generator[None, None, list[ScoredGroup]]:
+        def take(count: int) -> Generator[None, None, list[RolloutGroup]]:
+            interrupted = self._servers_join
             while True:
-                groups = producer.take(
-                    count, step=step, version=version, interrupted=self._servers_join
-                )
+                groups = producer.take(count, step=step, version=version, interrupted=interrupted)
                 if groups is not None:
                     return groups
-                yield None
+                yield
 
         chosen = yield from take(rollout.prompts_per_step)
         sampled = list(chosen)
@@ -174,34 +164,21 @@ class Sampler:
             for row, replacement in zip(rows, replacements, strict=True):
                 chosen[row] = replacement
         producer.end_step()
-        groups = [_penalize_length(group, rollout) for group in chosen]
-        self._groups = groups
+        self._groups = [_penalize_length(group, rollout) for group in chosen]
         advantages = None
         if self._config.advantage_estimator == "grpo":
-            advantages = grpo_advantages([group.rewards for group in groups])
-        batch = pack(groups, advantages, version)
-        summary = _summarize(
-            sampled,
-            chosen,
-            batch,
-            dropped=producer.dropped - dropped,
-            in_flight=producer.in_flight,
-            waited_s=producer.waited_s - waited_s,
-            scoring_s=producer.scoring_s - scoring_s,
-        )
-        yield batch, summary
-
-    def _answers(self) -> TrainBatch:
-        groups = []
-        for prompt in self._stream.next(self._config.warmup.batch_size):
-            token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
-            token_ids = [*token_ids, self._tokenizer.eos_token_id]
-            answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, [])
-            groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
-        return pack(groups)
+            advantages = grpo_advantages([group.rewards for group in self._groups])
+        self._batch = pack(self._groups, advantages, version)
+        yield {
+            **_summarize(sampled, chosen, self._batch),
+            "groups_dropped": producer.dropped - dropped,
+            "groups_in_flight": producer.in_flight,
+            "time_waited_s": producer.waited_s - waited_s,
+            "time_scoring_s": producer.scoring_s - scoring_s,
+        }
 
 
-def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup:
+def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGroup:
     penalized = [
         reward
         + soft_overlong_penalty(
@@ -209,55 +186,113 @@ def _penalize_length(group: ScoredGroup, rollout: RolloutConfig) -> RolloutGroup
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
-    parts = [score.parts for score in group.scores]
-    return RolloutGroup(group.prompt, group.completions, penalized, parts)
+    return replace(group, rewards=penalized)
 
 
 def _summarize(
-    sampled: list[ScoredGroup],
-    chosen: list[ScoredGroup],
-    batch: TrainBatch,
-    *,
-    dropped: int,
-    in_flight: int,
-    waited_s: float,
-    scoring_s: float,
-) -> SampleSummary:
-    """Return the statistics over all `sampled` groups, of which the batch has those `chosen`."""
+    sampled: list[RolloutGroup], chosen: list[RolloutGroup], batch: TrainBatch
+) -> dict[str, Any]:
+    """Return metrics of all `sampled` groups, and of those `chosen`, which the batch is made of."""
     assert batch.token_lags is not None
     lags = batch.token_lags[batch.loss_mask]
     completions = [completion for group in sampled for completion in group.completions]
     values = [reward for group in sampled for reward in group.rewards]
     lengths = [len(completion.token_ids) for completion in completions]
     scores = [score for group in sampled for score in group.scores]
-    failed = [score for score in scores if score.failure]
-    return SampleSummary(
-        reward_mean=fmean(values),
-        response_length_mean=fmean(lengths),
-        response_truncated_fraction=fmean(completion.truncated for completion in completions),
-        reward_parts=mean_parts(scores),
-        verifier_failures=len(failed),
-        verifier_timeouts=sum(score.timed_out for score in failed),
-        verifier_failure=_example_of_failure(sampled),
-        groups_replaced=len(sampled) - len(chosen),
-        groups_dropped=dropped,
-        groups_in_flight=in_flight,
-        waited_s=waited_s,
-        scoring_s=scoring_s,
-        sampled_tokens=sum(lengths),
-        equal_reward_fraction=fmean(is_zero_variance(group.rewards) for group in chosen),
-        reward_counts=count_rewards(values),
-        token_lag_mean=lags.double().mean().item(),
-        token_lag_max=int(lags.max()),
-        stale_token_fraction=(lags > 0).double().mean().item(),
+    failures = [
+        f"{score.failure}; question {group.prompt.question[:80]!r}, "
+        f"end of the response {completion.text[-80:]!r}"
+        for group in sampled
+        for completion, score in zip(group.completions, group.scores, strict=True)
+        if score.failure
+    ]
+    return {
+        "reward_mean": fmean(values),
+        "response_length_mean": fmean(lengths),
+        "response_truncated_fraction": fmean(each.truncated for each in completions),
+        "reward_parts": mean_parts(scores),
+        "reward_counts": count_rewards(values),
+        "verifier_failures": len(failures),
+        "verifier_timeouts": sum(score.timed_out for score in scores),
+        "verifier_failure": failures[0] if failures else "",
+        "groups_replaced": len(sampled) - len(chosen),
+        "equal_reward_fraction": fmean(is_zero_variance(group.rewards) for group in chosen),
+        "sampled_tokens": sum(lengths),
+        "token_lag_mean": lags.double().mean().item(),
+        "token_lag_max": int(lags.max()),
+        "stale_token_fraction": (lags > 0).double().mean().item(),
+    }
+
+
+def make_samples(
+    step: int, groups: list[RolloutGroup], proximal: list[Tensor], tokenizer: Any, count: int
+) -> list[Sample]:
+    """Return at most `count` completions of `groups`.
+
+    `proximal` are the proximal log-probs of each sequence of the batch that is made of `groups`.
+    """
+    log_ratios: dict[Row, Tensor] = {}
+    sequences = iter(proximal)
+    for prompt, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            of_response = next(sequences)[len(group.prompt.token_ids) :]
+            behaviour = torch.tensor(completion.behaviour_logprobs)
+            log_ratios[prompt, index] = of_response - behaviour
+    samples = []
+    for (prompt, index), kind in _choose(groups, log_ratios, count).items():
+        group = groups[prompt]
+        completion = group.completions[index]
+        ratios = log_ratios[prompt, index].exp()
+        shown = ends(list(range(len(completion.token_ids))))
+        samples.append(
+            Sample(
+                step=step,
+                kind=kind,
+                prompt=shorten(group.prompt.question),
+                text=shorten(completion.text),
+                reward=group.rewards[index],
+                parts=group.scores[index].parts,
+                length=len(completion.token_ids),
+                truncated=completion.truncated,
+                weight_versions=sorted(set(completion.token_versions)),
+                tokens=tokenizer.batch_decode([[completion.token_ids[place]] for place in shown]),
+                ratios=[round(float(ratios[place]), DIGITS) for place in shown],
+            )
+        )
+    return samples
+
+
+def _choose(
+    groups: list[RolloutGroup], log_ratios: dict[Row, Tensor], count: int
+) -> dict[Row, str]:
+    """Return the kind of each chosen completion.
+
+    The choice depends on the step's data alone. It takes turns between four kinds: the best and the
+    worst completion of the prompt whose rewards differ most, a completion that was cut off, and the
+    one with the token that quantization changed most. Then the next of each kind follow.
+    """
+
+    def agreement(numbered: tuple[int, RolloutGroup]) -> float:
+        rewards = numbered[1].rewards
+        return min(rewards) - max(rewards)
+
+    def largest(row: Row) -> float:
+        return max(map(abs, log_ratios[row].tolist()), default=0.0)
+
+    prompts = sorted(enumerate(groups), key=agreement)  # of equals the first stays first
+    candidates = (
+        [(prompt, group.rewards.index(max(group.rewards))) for prompt, group in prompts],
+        [(prompt, group.rewards.index(min(group.rewards))) for prompt, group in prompts],
+        [row for row in log_ratios if groups[row[0]].completions[row[1]].truncated],
+        sorted(log_ratios, key=largest, reverse=True),
     )
-
-
-def _example_of_failure(groups: list[ScoredGroup]) -> str:
-    """Describe the first completion whose verifier failed; an empty text if none did."""
-    for group in groups:
-        for completion, score in zip(group.completions, group.scores, strict=True):
-            if score.failure:
-                question, end = group.prompt.question[:80], completion.text[-80:]
-                return f"{score.failure}; question {question!r}, end of the response {end!r}"
-    return ""
+    queues = dict(zip(KINDS, map(iter, candidates), strict=True))
+    chosen: dict[Row, str] = {}
+    while queues and len(chosen) < count:
+        for kind, queue in list(queues.items()):
+            row = next((row for row in queue if row not in chosen), None)
+            if row is None:
+                del queues[kind]
+            elif len(chosen) < count:
+                chosen[row] = kind
+    return chosen

@@ -111,7 +111,7 @@ def start_or_resume(config: Config, run: Run) -> int:
     steps_done = run.resume()
     if steps_done == 0:
         if config.warmup.max_steps:
-            warm_up(config, run.learner, run.sampler.answers, run.warmup_accuracy, run.log.say)
+            warm_up(config, run)
         run.log.start(run.evaluate(step=0))
     run.publisher.publish()
     if steps_done == 0:

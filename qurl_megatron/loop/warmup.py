@@ -7,33 +7,29 @@ therefore begins with this phase, on the same learner and servers as RL.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights
 from qurl_megatron.config.schema import Config
-from qurl_megatron.learner.learner import Learner
+from qurl_megatron.loop.assemble import Run
 
 
-def warm_up(
-    config: Config,
-    learner: Learner,
-    next_batch: Callable[[], TrainBatch],
-    accuracy: Callable[[], float],
-    say: Callable[[str], None],
-) -> None:
-    """Train on answers until `accuracy()` reaches the target, for at most `max_steps` steps.
+def warm_up(config: Config, run: Run) -> None:
+    """Train on answers until the accuracy reaches the target, for at most `max_steps` steps.
 
-    Collective, like `next_batch` and `accuracy`. RL then starts with a fresh optimizer.
+    Collective. The accuracy is measured on problems set aside for this. RL then starts with a fresh
+    optimizer.
     """
+    learner, evaluator = run.learner, run.evaluator
+    assert evaluator is not None  # `validate` refuses a warm-up without evaluation
     warmup = config.warmup
     learner.reset_optimizer(
         dataclasses.replace(config.optimizer, learning_rate=warmup.learning_rate)
     )
     for step in range(1, warmup.max_steps + 1):
-        batch = next_batch()
+        batch = run.sampler.answers()
         batch.loss_weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
         update = learner.update(
             learner.share(batch.only("loss_weights")),
@@ -41,9 +37,9 @@ def warm_up(
             temperature=config.rollout.temperature,
         )
         if step % warmup.check_every_steps == 0:
-            current_accuracy = accuracy()
-            say(f"warm-up step {step}  loss {update.loss:.3f}  accuracy {current_accuracy:.1%}")
-            if current_accuracy >= warmup.target_accuracy:
+            accuracy = evaluator.warmup_accuracy()
+            run.log.say(f"warm-up step {step}  loss {update.loss:.3f}  accuracy {accuracy:.1%}")
+            if accuracy >= warmup.target_accuracy:
                 break
     learner.reset_optimizer(config.optimizer)
 

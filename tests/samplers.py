@@ -1,0 +1,45 @@
+"""A sampler of training batches on the only learner rank, with stand-ins for what it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from qurl_megatron import device
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.schema import Config
+from qurl_megatron.loop.sampling import Sampler
+
+
+def scores_of(values: Iterable[float]) -> Future[list[Score]]:
+    """Return scores without parts that are there at once."""
+    scores: Future[list[Score]] = Future()
+    scores.set_result([Score(value, {}, failure="") for value in values])
+    return scores
+
+
+@contextmanager
+def sampler_of(
+    config: Config,
+    client: Any,
+    score: Any,
+    prompts: list[Prompt],
+    tokenizer: Any = None,
+    *,
+    servers_join: Callable[[], bool] = lambda: False,
+    admit: Callable[[], None] = lambda: None,
+) -> Iterator[Sampler]:
+    """Return a sampler within a process group, which is made if there is none."""
+    with ExitStack() as stack:
+        if not dist.is_initialized():
+            device.initialize_distributed()
+            stack.callback(dist.destroy_process_group)
+        sampler = Sampler(
+            config, client, score, prompts, tokenizer, servers_join=servers_join, admit=admit
+        )
+        yield stack.enter_context(closing(sampler))
