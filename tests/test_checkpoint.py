@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from batches import ragged, score, update
 from distributed import run_ranks
 from qurl_megatron.cli import app
+from qurl_megatron.config.disk import checkpoint_bytes
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
 from qurl_megatron.config.yaml_file import save
 from qurl_megatron.files import list_checkpoints
@@ -33,7 +34,6 @@ from qurl_megatron.learner.checkpoint import (
     read_state,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import checkpoint_bytes
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)

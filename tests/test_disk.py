@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
-from qurl_megatron.planning.disk import check_disk
 from tiny import build_tiny_model
 
 

@@ -22,6 +22,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.learner import packing
+from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.planning import memory
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
@@ -36,7 +37,7 @@ LAYER_WEIGHTS = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_32b_model_has_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
-    assert memory.num_parameters(ARCHITECTURES[name]) == PARAMETERS[name]
+    assert weight_map.num_parameters(ARCHITECTURES[name]) == PARAMETERS[name]
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     read = Architecture.from_directory(tmp_path)
     eos = ARCHITECTURES[name].eos_token_ids
@@ -341,7 +342,7 @@ def test_a_real_learner_with_experts_allocates_the_planned_bytes(
 def test_a_token_passes_through_the_experts_that_it_chooses() -> None:
     """Qwen3-30B-A3B has 30.5B values, of which 3.3B are active; A22B of 235B, 22B."""
     for (name, architecture), active in zip(EXPERTS.items(), (3.3e9, 22e9), strict=True):
-        assert memory.num_parameters(architecture) == PARAMETERS[name]
+        assert weight_map.num_parameters(architecture) == PARAMETERS[name]
         vocabulary = 2 * memory.num_output_weights(architecture)
         total = memory.num_linear_weights(architecture) + vocabulary
         assert total == pytest.approx(active, rel=0.03)

@@ -54,6 +54,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from qurl_megatron.config import yaml_file
+from qurl_megatron.config.disk import checkpoint_bytes
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.files import (
@@ -72,7 +73,6 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights
 from qurl_megatron.model.weight_map import Rule
-from qurl_megatron.planning.memory import checkpoint_bytes
 from qurl_megatron.process import die_with_parent
 
 BEST = "best"

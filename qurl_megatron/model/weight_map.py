@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class HuggingFaceTensor:
     """Name and symbolic shape of a full tensor in a Hugging Face checkpoint."""
 
     name: str  # with `{layer}` in place of the layer number; `{expert}` before `Rule.of_expert`
-    sizes: tuple[str, ...]  # symbolic size of each dimension, see `_size`
+    sizes: tuple[str, ...]  # symbolic size of each dimension, see `full_shape`
 
     @property
     def partition_dim(self) -> int | None:
@@ -329,30 +330,33 @@ def _find(
     return rule, int(number.group()) if number else None
 
 
-def _size(symbol: str, architecture: Architecture) -> int:
-    match symbol:
-        case "vocabulary":
-            return architecture.vocab_size
-        case "query":
-            return architecture.num_attention_heads * architecture.head_dim
-        case "key_value":
-            return architecture.num_key_value_heads * architecture.head_dim
-        case "intermediate":
-            return architecture.intermediate_size
-        case "moe_intermediate":
-            return architecture.moe_intermediate_size
-        case "experts":
-            return architecture.num_experts
-        case "hidden":
-            return architecture.hidden_size
-        case "head":
-            return architecture.head_dim
-    raise KeyError(f"unknown symbolic size '{symbol}'")
-
-
 def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tuple[int, ...]:
     """Return the shape of a full tensor."""
-    return tuple(_size(symbol, architecture) for symbol in hf_tensor.sizes)
+    sizes = {
+        "vocabulary": architecture.vocab_size,
+        "query": architecture.num_attention_heads * architecture.head_dim,
+        "key_value": architecture.num_key_value_heads * architecture.head_dim,
+        "intermediate": architecture.intermediate_size,
+        "moe_intermediate": architecture.moe_intermediate_size,
+        "experts": architecture.num_experts,
+        "hidden": architecture.hidden_size,
+        "head": architecture.head_dim,
+    }
+    return tuple(sizes[symbol] for symbol in hf_tensor.sizes)
+
+
+def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
+    """Return the number of values in a full tensor."""
+    return math.prod(full_shape(hf_tensor, architecture))
+
+
+def num_parameters(architecture: Architecture) -> int:
+    """Return the number of values in a checkpoint."""
+    return sum(
+        num_values(hf_tensor, architecture) * (architecture.num_layers if rule.layered else 1)
+        for rule in rules(architecture)
+        for hf_tensor in rule.tensors
+    )
 
 
 def rank_slices(

@@ -76,7 +76,7 @@ from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, LearnerConfig, RecomputeMode, WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule
+from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.quantization import quantize
 
 GIB = 1024**3
@@ -90,45 +90,9 @@ EXPERT_ROWS = 4  # `drift.EXPERT_ROWS`
 
 
 @functools.cache
-def _counted_rules(architecture: Architecture) -> list[tuple[Rule, int]]:
-    """Return each rule with the number of such parameters: in all layers and of all experts.
-
-    One expert's rules stand for those of all.
-    """
-    return [
-        (
-            rule,
-            (architecture.num_layers if rule.layered else 1)
-            * (architecture.num_experts if rule.of_experts else 1),
-        )
-        for rule in weight_map.rules(architecture)
-        if rule.expert in (None, 0)
-    ]
-
-
-@functools.cache
-def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
-    return math.prod(weight_map.full_shape(hf_tensor, architecture))
-
-
-def num_parameters(architecture: Architecture) -> int:
-    """Return the number of values in a checkpoint."""
-    return sum(
-        _numel(hf_tensor, architecture) * count
-        for rule, count in _counted_rules(architecture)
-        for hf_tensor in rule.tensors
-    )
-
-
-def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
-    """Return the size of a run's checkpoint on disk.
-
-    A value of the policy, and of PPO's critic, takes 4 B of float32 master and 8 B of Adam's
-    moments; a bfloat16 model is saved beside its masters.
-    """
-    per_value = 12 if config.learner.dtype == "float32" else 14
-    models = 2 if config.advantage_estimator == "gae" else 1
-    return models * per_value * num_parameters(architecture)
+def _rules(architecture: Architecture) -> list[Rule]:
+    """Return the rules of this architecture; those of one expert stand for all."""
+    return [rule for rule in weight_map.rules(architecture) if rule.expert in (None, 0)]
 
 
 @functools.cache
@@ -137,13 +101,12 @@ def num_linear_weights(architecture: Architecture) -> int:
 
     Of the experts, those that it chooses.
     """
-    total = architecture.num_layers * architecture.num_experts * architecture.hidden_size  # routers
-    for rule, count in _counted_rules(architecture):
+    of_layer = architecture.num_experts * architecture.hidden_size  # the router
+    for rule in _rules(architecture):
         if rule.quantized:
-            if rule.of_experts:
-                count = count // architecture.num_experts * architecture.experts_per_token
-            total += sum(_numel(hf_tensor, architecture) * count for hf_tensor in rule.tensors)
-    return total
+            chosen = architecture.experts_per_token if rule.of_experts else 1
+            of_layer += chosen * sum(num_values(part, architecture) for part in rule.tensors)
+    return architecture.num_layers * of_layer
 
 
 def num_output_weights(architecture: Architecture) -> int:
@@ -167,29 +130,32 @@ def _rank_parameters(
     """
     layers = stage_layers(architecture, learner)
     last = stage == len(layers) - 1
-    tensor_parallel_size = learner.tensor_parallel_size
-    padded = architecture.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
-    vocabulary = padded * architecture.hidden_size
-    for rule, _ in _counted_rules(architecture):
+    for rule in _rules(architecture):
+        ranks, of_layer = _division(rule, architecture, learner)
         if rule.tensors[0].sizes[0] == "vocabulary":
             embedding = rule.megatron_names[0].startswith("embedding")
             # The last stage of a tied model has a copy of the embedding as its output layer.
             has_copy = architecture.tie_word_embeddings and last
             if (stage == 0 or has_copy) if embedding else last:
-                yield rule, vocabulary, 1
+                rows = architecture.padded_vocab_size(ranks) // ranks
+                yield rule, rows * architecture.hidden_size, 1
             continue
-        ranks, parameters = tensor_parallel_size, 1
-        if rule.of_experts:
-            ranks = learner.expert_tensor_parallel_size
-            parameters = architecture.num_experts // learner.expert_parallel_size
         numel = sum(
-            _numel(hf_tensor, architecture) // (1 if hf_tensor.partition_dim is None else ranks)
-            for hf_tensor in rule.tensors
+            num_values(part, architecture) // (1 if part.partition_dim is None else ranks)
+            for part in rule.tensors
         )
         if rule.layered:
-            yield rule, numel, layers[stage] * parameters
+            yield rule, numel, layers[stage] * of_layer
         elif last:  # the final norm
             yield rule, numel, 1
+
+
+def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) -> tuple[int, int]:
+    """Return how many ranks share a parameter, and how many such parameters each has of a layer."""
+    if rule.of_experts:
+        local_experts = architecture.num_experts // learner.expert_parallel_size
+        return learner.expert_tensor_parallel_size, local_experts
+    return learner.tensor_parallel_size, 1
 
 
 def num_rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
@@ -268,32 +234,37 @@ def published_bytes(
 
 
 @functools.cache
-def layer_bytes(
-    architecture: Architecture, weight_format: WeightFormat, keep: tuple[str, ...] = ()
-) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Return where the bytes of a published policy are; they add up to `published_bytes`.
+def published_tensors(
+    architecture: Architecture,
+    weight_format: WeightFormat,
+    tensor_parallel_size: int = 1,
+    keep: tuple[str, ...] = (),
+) -> list[tuple[Rule, int | None, int]]:
+    """Return the rule, the layer and the bytes of each tensor of a policy on one GPU of a server.
 
-    Returns:
-        For each layer, the bytes of all but its experts, and of its experts. Then the bytes in
-        front of the first layer, and behind the last.
+    A quantized tensor is in `weight_format`, with its scales, or in BF16 if `keep` names it; all
+    others are in BF16. The tensor of one expert stands for those of all, with their bytes. The
+    layer is None for tensors outside the layers.
     """
-    layers = [[0, 0] for _ in range(architecture.num_layers)]
-    outside = [0, 0]
-    for rule, count in _counted_rules(architecture):
-        for hf_tensor in rule.tensors:
-            plain = 2 * _numel(hf_tensor, architecture)
-            if not rule.layered:
-                outside[not rule.megatron_names[0].startswith("embedding")] += plain
-                continue
-            coded = plain
+    tensors = []
+    for rule in _rules(architecture):
+        count = architecture.num_experts if rule.of_experts else 1
+        for part in rule.tensors:
+            shape, dim = weight_map.full_shape(part, architecture), part.partition_dim
+            ranks = 1 if dim is None else tensor_parallel_size  # that hold shards of it
+            if dim is not None and part.sizes[dim] == "key_value":
+                # Beyond one rank per key-value head, SGLang copies whole heads.
+                ranks = min(ranks, architecture.num_key_value_heads)
+            in_bf16 = in_format = -(-2 * math.prod(shape) // ranks)
             if rule.quantized and weight_format != "bf16":
-                shape = weight_map.full_shape(hf_tensor, architecture)
-                coded = math.prod(shape) + 4 * _num_scales(shape, weight_format)
-            kept = _kept_in(hf_tensor, architecture, keep)
-            for number, layer in enumerate(layers):
-                num_bytes = plain if number in kept else coded
-                layer[rule.of_experts] += num_bytes * (count // architecture.num_layers)
-    return [(dense, experts) for dense, experts in layers], (outside[0], outside[1])
+                # A row-parallel layer has all of its per-channel scales on every rank.
+                scales_are_divided = weight_format == "fp8-block" or dim == 0
+                scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
+                in_format = math.prod(shape) // ranks + 4 * scales
+            kept = _kept_in(part, architecture, keep)
+            for layer in range(architecture.num_layers) if rule.layered else (None,):
+                tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
+    return tensors
 
 
 @functools.cache
@@ -303,34 +274,19 @@ def server_weight_bytes(
     tensor_parallel_size: int,
     keep: tuple[str, ...] = (),
 ) -> dict[str, int]:
-    """Return the bytes of weights on one GPU of a server.
+    """Return the bytes of weights on one GPU of a server, see `published_tensors`.
 
-    `linear` are the linear layers of all blocks: in `weight_format`, with their scales, or in BF16
-    if `keep` names them; `experts` are those of them that are experts'. `unquantized` is the rest.
+    `linear` are the linear layers of all blocks without experts, which are in `experts` if the
+    model has any. `unquantized` is the rest.
     """
     num_bytes = {"linear": 0, "unquantized": 0}
     if architecture.num_experts:
         num_bytes["experts"] = 0
-    for rule, count in _counted_rules(architecture):
+    for rule, _, of_tensor in published_tensors(
+        architecture, weight_format, tensor_parallel_size, keep
+    ):
         linear = "experts" if rule.of_experts else "linear"
-        for hf_tensor in rule.tensors:
-            shape = weight_map.full_shape(hf_tensor, architecture)
-            dim = hf_tensor.partition_dim
-            ranks = 1 if dim is None else tensor_parallel_size  # that hold shards of it
-            if dim is not None and hf_tensor.sizes[dim] == "key_value":
-                # Beyond one rank per key-value head, SGLang copies whole heads.
-                ranks = min(ranks, architecture.num_key_value_heads)
-            if not rule.quantized or weight_format == "bf16":
-                kind = linear if rule.quantized else "unquantized"
-                num_bytes[kind] += count * -(-2 * math.prod(shape) // ranks)
-                continue
-            # A row-parallel layer has all of its per-channel scales on every rank.
-            scales_are_divided = weight_format == "fp8-block" or dim == 0
-            scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
-            kept = len(_kept_in(hf_tensor, architecture, keep))
-            kept *= architecture.num_experts if rule.of_experts else 1
-            num_bytes[linear] += kept * -(-2 * math.prod(shape) // ranks)
-            num_bytes[linear] += (count - kept) * (math.prod(shape) // ranks + 4 * scales)
+        num_bytes[linear if rule.quantized else "unquantized"] += of_tensor
     return num_bytes
 
 
@@ -434,22 +390,20 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     """Return the bytes of weight rows and their codes that the converter keeps between passes."""
     if config.quantization.format == "bf16":
         return 0
-    learner, element = config.learner, element_bytes(config.learner)
+    element = element_bytes(config.learner)
     total = 0
-    for rule, _ in _counted_rules(architecture):
-        size, count, measured_rows = learner.tensor_parallel_size, 1, MEASURED_ROWS
+    for rule in _rules(architecture):
+        ranks, count = _division(rule, architecture, config.learner)
+        most_rows = MEASURED_ROWS
         if rule.of_experts:
-            measured_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
-            size = learner.expert_tensor_parallel_size
-            count = architecture.num_experts // learner.expert_parallel_size
-        if rule.quantized:
-            for hf_tensor in rule.tensors:
-                shape = list(weight_map.full_shape(hf_tensor, architecture))
-                if hf_tensor.partition_dim is not None:
-                    shape[hf_tensor.partition_dim] = -(-shape[hf_tensor.partition_dim] // size)
-                step = -(-shape[0] // measured_rows)
-                rows = len(range(step // 2, shape[0], step))
-                total += count * rows * shape[1] * (element + 1)
+            most_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
+        for part in rule.tensors if rule.quantized else ():
+            shape = list(weight_map.full_shape(part, architecture))
+            if part.partition_dim is not None:
+                shape[part.partition_dim] = -(-shape[part.partition_dim] // ranks)
+            step = -(-shape[0] // most_rows)
+            rows = len(range(step // 2, shape[0], step))
+            total += count * rows * shape[1] * (element + 1)
     return total * stage_layers(architecture, config.learner)[stage]
 
 
@@ -467,14 +421,12 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
             continue
         # At most: all layers in which this weight stays in BF16 may lie in other stages.
         in_bf16 = min(count, len(_kept_in(rule.tensors[0], architecture, keep)))
-        for hf_tensor in rule.tensors:
-            shape = weight_map.full_shape(hf_tensor, architecture)
+        ranks, _ = _division(rule, architecture, learner)
+        for part in rule.tensors:
+            scales = _num_scales(weight_map.full_shape(part, architecture), weight_format)
             # Ranks share the scales of channels that they share; the first has all others.
-            is_shared = quantize.block_shape(weight_format)[0] == 1 and hf_tensor.partition_dim == 0
-            size = learner.tensor_parallel_size
-            size = learner.expert_tensor_parallel_size if rule.of_experts else size
-            ranks = size if is_shared else 1
-            total += count * 4 * _num_scales(shape, weight_format) // ranks
+            is_shared = quantize.block_shape(weight_format)[0] == 1 and part.partition_dim == 0
+            total += count * 4 * scales // (ranks if is_shared else 1)
         total += numel * (count + in_bf16)
     return total
 
@@ -545,16 +497,12 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
 def bucket_memory(architecture: Architecture, config: Config) -> int:
     """Return the bytes of two buckets and the largest tensor: the converter's peak in a publish."""
     weight_format, keep = config.quantization.format, tuple(config.quantization.keep)
-
-    def element(rule: Rule, hf_tensor: HuggingFaceTensor) -> int:
-        is_quantized = rule.quantized and weight_format != "bf16"
-        return 1 if is_quantized and not _kept_in(hf_tensor, architecture, keep) else 2
-
-    largest = max(
-        _numel(hf_tensor, architecture) * element(rule, hf_tensor)
-        for rule, _ in _counted_rules(architecture)
-        for hf_tensor in rule.tensors
-    )
+    largest = 0
+    for rule in _rules(architecture):
+        for part in rule.tensors:
+            is_quantized = rule.quantized and weight_format != "bf16"
+            has_codes = is_quantized and not _kept_in(part, architecture, keep)
+            largest = max(largest, num_values(part, architecture) * (1 if has_codes else 2))
     bucket = max(config.quantization.bucket_bytes, largest)
     return 2 * min(bucket, published_bytes(architecture, weight_format, keep)) + largest
 

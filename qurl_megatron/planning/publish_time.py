@@ -21,13 +21,12 @@ in proportion to the learning rate.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import layer_bytes, stage_layers
+from qurl_megatron.planning.memory import published_tensors, stage_layers
 from qurl_megatron.planning.step_time import (
     GPUS_PER_NODE,
     INFINIBAND_BYTES_PER_S,
@@ -75,15 +74,20 @@ class PublishPlan:
 def senders(architecture: Architecture, config: Config) -> list[Sender]:
     """Return what each sender sends in a publish of all tensors."""
     learner, quantization = config.learner, config.quantization
-    layers, outside = layer_bytes(architecture, quantization.format, tuple(quantization.keep))
+    sizes = stage_layers(architecture, learner)
+    stage_of = [stage for stage, layers in enumerate(sizes) for _ in range(layers)]
+    dense, experts = [0] * len(sizes), [0] * len(sizes)  # bytes of each stage
+    for rule, layer, num_bytes in published_tensors(
+        architecture, quantization.format, keep=tuple(quantization.keep)
+    ):
+        is_embedding = rule.megatron_names[0].startswith("embedding")
+        stage = stage_of[layer] if layer is not None else 0 if is_embedding else -1
+        (experts if rule.of_experts else dense)[stage] += num_bytes
     groups = learner.expert_parallel_size
     found = []
-    ends = list(itertools.accumulate(stage_layers(architecture, learner), initial=0))
-    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
-        dense = sum(num_bytes for num_bytes, _ in layers[begin:end])
-        dense += outside[0] * (stage == 0) + outside[1] * (end == ends[-1])
-        experts = sum(num_bytes for _, num_bytes in layers[begin:end]) / groups
-        found += [Sender(dense, experts), *[Sender(0, experts)] * (groups - 1)]
+    for of_dense, of_experts in zip(dense, experts, strict=True):
+        others = [Sender(0, of_experts / groups)] * (groups - 1)
+        found += [Sender(of_dense, of_experts / groups), *others]
     return found
 
 
