@@ -126,7 +126,7 @@ def describe(planned: Plan) -> str:
     sizes += [learner.context_parallel_size, learner.data_parallel_size]
     return (
         f"{' x '.join(map(str, sizes))}{recomputed(learner)} + "
-        f"{planned.servers} x {server.tensor_parallel_size}"
+        f"{planned.config.rollout.servers} x {server.tensor_parallel_size}"
     )
 
 
@@ -160,7 +160,7 @@ def study_lengths(longest: int) -> tuple[list[float | None], list[Plan], list[Pl
                 print(f"               {name:12}  nothing fits")
                 continue
             found.append(best)
-            simulated = f" (simulated {simulate(best, workload, seed=0):.0f} s)"
+            simulated = f" (simulated {simulate(best, seed=0):.0f} s)"
             print(
                 f"               {name:12}  {best.total_s:6.0f} s  {describe(best)}"
                 f"{simulated if staleness else ''}",

@@ -9,9 +9,9 @@ from statistics import fmean
 import pytest
 
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.planning.asynchronous import ServerLoad, steady_state
 from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.plan import plan
+from qurl_megatron.planning.rollout_time import ServerLoad, steady_state
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 

@@ -40,7 +40,7 @@ def test_a_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
     best = plan.suggest(ARCHITECTURES[name], config, gpus)
     assert best is not None
     assert planned.total_s < 1.1 * best.total_s
-    assert planned.servers == config.rollout.servers
+    assert planned.config.rollout.servers == config.rollout.servers
 
 
 def test_the_page_on_slurm_has_the_words_and_nodes_of_each_layout_of_the_study() -> None:
@@ -204,7 +204,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
     planned = plan.plan(QWEN3, study("", 64, "fp8"), 64)
     assert planned.server_bytes["linear"] + planned.server_bytes["unquantized"] == weights
     assert planned.kv_tokens == pytest.approx(kv_tokens, abs=1)
-    assert planned.slots == kv_tokens // (512 + 4096)
+    assert planned.load.slots == kv_tokens // (512 + 4096)
 
 
 @pytest.mark.parametrize(

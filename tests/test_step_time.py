@@ -9,9 +9,10 @@ import pytest
 
 from published import PARAMETERS
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
+from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
+from qurl_megatron.planning.rollout_time import ServerLoad, rollout_s, server_load
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
@@ -27,18 +28,11 @@ OUTPUT = 152064 * 5120
 HBM = 3.35e12  # H100 datasheet, as are 989 and 1979 TFLOP/s below
 
 
-def rollout_s(weight_format: WeightFormat = "int8", servers: int = 4, **changes: float) -> float:
-    """Return the time of 2048 responses to 256 prompts of 512 tokens, on servers of 4 GPUs."""
-    return step_time.rollout_s(
-        QWEN2,
-        weight_format,
-        4,
-        sequences=2048 / servers,
-        prompts=256 / servers,
-        slots=int(changes.get("slots", 200)),
-        workload=Workload(512, changes.get("mean", 4096)),
-        max_response=8192,
-    )
+def load_of(servers: int = 4, slots: int = 200, mean: float = 4096) -> ServerLoad:
+    """Return the share of 2048 responses to 256 prompts of 512 tokens, on servers of 4 GPUs."""
+    config = study("", 64, "int8")
+    config.rollout.servers = servers
+    return server_load(QWEN2, config, Workload(512, mean), slots, publish_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,59 +67,48 @@ def test_token_latency_is_near_published_ones(
 
 
 def test_more_servers_or_slots_shorten_a_rollout_and_longer_responses_lengthen_it() -> None:
-    by_servers = [rollout_s(servers=servers) for servers in range(1, 65)]
+    by_servers = [rollout_s(load_of(servers=servers)) for servers in range(1, 65)]
     assert by_servers == sorted(by_servers, reverse=True)
-    by_slots = [rollout_s(slots=slots) for slots in (16, 32, 64, 128, 256)]
+    by_slots = [rollout_s(load_of(slots=slots)) for slots in (16, 32, 64, 128, 256)]
     assert by_slots == sorted(by_slots, reverse=True)
-    by_length = [rollout_s(mean=mean) for mean in (512, 1024, 4096, 6000, 8192)]
+    by_length = [rollout_s(load_of(mean=mean)) for mean in (512, 1024, 4096, 6000, 8192)]
     assert by_length == sorted(by_length)
 
 
 def test_no_rollout_is_shorter_than_its_longest_response() -> None:
     """With one sequence per server, 8192 tokens follow one another."""
     alone = 8192 * step_time.decode_s(QWEN2, "int8", 4, 1, 512 + 4096)
-    assert rollout_s(servers=2048, mean=8192) == pytest.approx(alone, rel=0.01)
+    assert rollout_s(load_of(servers=2048, mean=8192)) == pytest.approx(alone, rel=0.01)
 
 
-def without_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "prefill_s", lambda *_: 0.0)
+@pytest.mark.parametrize("slots", [100, 200, 512])
+def test_a_rollout_decodes_every_token_once_and_reads_its_context(slots: int) -> None:
+    """If decoding takes a second per sequence, 512 responses of 4096 tokens take 512 x 4096 s.
 
-
-def test_a_rollout_decodes_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If decoding takes a second per sequence, 512 responses of 4096 tokens take 512 x 4096 s."""
-    without_prefill(monkeypatch)
-    monkeypatch.setattr(step_time, "decode_s", lambda *arguments: arguments[3])
-    for slots in (100, 200, 512):
-        assert rollout_s(slots=slots) == pytest.approx(512 * 4096, rel=1e-3)
-
-
-def test_a_rollout_reads_the_context_of_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache.
-
-    With a mean of half the maximum, L is uniform on [0, 8192]: the mean of L^2 is 8192^2 / 3.
+    A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache. With a mean of half
+    the maximum, L is uniform on [0, 8192]: the mean of L^2 is 8192^2 / 3.
     """
-    without_prefill(monkeypatch)
-    monkeypatch.setattr(step_time, "decode_s", lambda *arguments: arguments[4])
-    expected = 512 * (512 * 4096 + 8192**2 / 6)
-    for slots in (100, 200, 512):
-        assert rollout_s(slots=slots) == pytest.approx(expected, rel=1e-3)
+    load = dataclasses.replace(load_of(slots=slots), prompts_s=0.0)
+    decode = dataclasses.replace(load, token_s=lambda sequences, age: sequences)
+    assert rollout_s(decode) == pytest.approx(512 * 4096, rel=1e-3)
+    read = dataclasses.replace(load, token_s=lambda sequences, age: sequences * (512 + age))
+    assert rollout_s(read) == pytest.approx(512 * (512 * 4096 + 8192**2 / 6), rel=1e-3)
 
 
-def test_waiting_sequences_prolong_a_rollout_by_their_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If a token takes a second, 512 sequences in 200 slots take 312 x 4096 / 200 s more."""
-    without_prefill(monkeypatch)
-    monkeypatch.setattr(step_time, "decode_s", lambda *_: 1.0)
-    assert rollout_s(slots=512) == pytest.approx(8192)
-    assert rollout_s(slots=200) == pytest.approx(8192 + 312 * 4096 / 200)
+def test_waiting_sequences_prolong_a_rollout_by_their_turns_and_prompts_are_read_once() -> None:
+    """If a token takes a second, 512 sequences in 200 slots take 312 x 4096 / 200 s more.
+
+    A server reads 64 prompts of 512 tokens, one per group, at 2 FLOPs per weight on four GPUs.
+    """
+    prompts_s = 2 * LINEAR * 64 * 512 / (4 * 1979e12 * PRODUCT_EFFICIENCY["8-bit"])
+    for slots, waited_s in ((512, 0), (200, 312 * 4096 / 200)):
+        load = dataclasses.replace(load_of(slots=slots), token_s=lambda sequences, age: 1.0)
+        assert rollout_s(load) == pytest.approx(prompts_s + 8192 + waited_s, rel=1e-9)
 
 
-def test_prompts_are_read_once_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 prompts of 512 tokens at 2 FLOPs per weight on four GPUs."""
-    monkeypatch.setattr(step_time, "decode_s", lambda *_: 0.0)
-    rate = 4 * 1979e12 * PRODUCT_EFFICIENCY["8-bit"]
-    assert rollout_s() == pytest.approx(2 * LINEAR * 64 * 512 / rate)
+def test_a_token_of_a_servers_load_reads_prompts_and_responses() -> None:
+    planned_s = load_of().token_s(16, 1000)
+    assert planned_s == step_time.decode_s(QWEN2, "int8", 4, 16, 16 * 1512)
 
 
 def test_a_token_for_one_sequence_reads_the_weights_once() -> None:

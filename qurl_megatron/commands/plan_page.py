@@ -28,7 +28,7 @@ def print_plan(plan: Plan) -> None:
             ("at most", plan.learner_total_bytes / GIB),
         ),
         _table(
-            f"rollout.servers={plan.servers}, in {config.quantization.format}, of "
+            f"rollout.servers={config.rollout.servers}, in {config.quantization.format}, of "
             f"{server.tensor_parallel_size} GPUs each: memory of a GPU",
             f"GiB of {GPU_BYTES / GIB:.1f}",
             _gib(plan.server_bytes),
@@ -38,10 +38,10 @@ def print_plan(plan: Plan) -> None:
     )
     console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
     console.print(
-        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. "
-        f"{_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
-        "memory.py, step_time.py and publish.py in qurl_megatron/planning. The errors of the "
-        "estimate: docs/findings/planning.md.",
+        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
+        f"once. {_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
+        "memory.py, step_time.py, rollout_time.py and publish_time.py in qurl_megatron/planning. "
+        "The errors of the estimate: docs/findings/planning.md.",
         soft_wrap=True,
     )
 

@@ -16,12 +16,8 @@ query channels, V vocabulary rows.
                those that a sequence chooses.
                HBM and peak are the datasheet's bandwidth and FLOP/s; e_w, e_f and e_kv are the
                fitted efficiencies below.
-    rollout    A server decodes `slots` sequences at a time. `lengths` has the distribution of the
-               response lengths. While sequences wait, the batch is full and its sequences have
-               their mean age. Then the last batch shrinks until its longest response ends, which is
-               integrated numerically. Prompts are read once per group, at the
-               weight format's matrix product rate. More servers have fewer sequences each, but no
-               rollout is shorter than its longest response.
+    rollout    `rollout_time.py` has its terms. Prompts are read once per group, at the matrix
+               product rate of the weight format.
     forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention,
                and 2hV per response token on the last stage, at peak x `LEARNER_MFU`; plus two
                all-reduces of eh B per layer and token over NVLink (with sequence parallelism, a
@@ -41,7 +37,7 @@ query channels, V vocabulary rows.
                number of copies of an expert for those of experts. Plus one pass
                over the rank's optimizer state, and if it is offloaded its copies to the host and
                back.
-    publish    `publish.py` has its terms.
+    publish    `publish_time.py` has its terms.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
 sampling.
@@ -88,8 +84,6 @@ ALL_REDUCE_S = 5e-6
 # 389 TFLOP/s per GPU: Llama 3 70B on 64 H100 in BF16, sequences of 8192 tokens, no tensor
 # parallelism (NeMo AutoModel, performance summary of April 2026).
 LEARNER_MFU = 389e12 / PEAK_FLOPS["bf16"]
-
-_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
 
 
 @dataclass(frozen=True)
@@ -169,46 +163,6 @@ def prefill_s(
     precision = _precision(weight_format)
     rate = PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision] * tensor_parallel_size
     return 2 * num_linear_weights(architecture) * tokens / rate
-
-
-def rollout_s(
-    architecture: Architecture,
-    weight_format: WeightFormat,
-    tensor_parallel_size: int,
-    *,
-    sequences: float,
-    prompts: float,
-    slots: int,
-    workload: Workload,
-    max_response: int,
-) -> float:
-    """Return the seconds in which one server samples all its responses.
-
-    Args:
-        sequences: responses that this server samples.
-        prompts: prompts that this server reads, one for each group of responses.
-        slots: sequences that it decodes at once.
-        workload: lengths.
-        max_response: maximum response length in tokens, which the longest response reaches.
-    """
-
-    def token_s(num_running: float, response_tokens: float) -> float:
-        context = num_running * (workload.mean_prompt + response_tokens)
-        return decode_s(architecture, weight_format, tensor_parallel_size, num_running, context)
-
-    lengths = workload.lengths(max_response)
-    batch = min(sequences, slots)
-    time_s = prefill_s(
-        architecture, weight_format, tensor_parallel_size, prompts * workload.mean_prompt
-    )
-    if sequences > slots:
-        turns = (sequences - slots) * lengths.mean / slots
-        time_s += turns * token_s(batch, lengths.mean_age)
-    for step in range(_INTEGRATION_STEPS):
-        length = (step + 0.5) / _INTEGRATION_STEPS * max_response
-        running = batch * lengths.fraction_longer(length)
-        time_s += max_response / _INTEGRATION_STEPS * token_s(running, length)
-    return time_s
 
 
 def _forward_s(

@@ -1,7 +1,13 @@
-"""Estimate the time of a step when servers sample while the learner trains (`max_staleness` > 0).
+"""Estimate the time of rollouts, before the learner's turn or while it trains.
 
-The prompts of a batch are issued `max_staleness` publishes before the learner trains on them, so
-up to `max_staleness` + 1 batches are in flight. In the steady state a step takes the longest of:
+In turn (`rollout_s`), a server decodes `slots` sequences at a time. While sequences wait, the batch
+is full and its sequences have their mean age. Then the last batch shrinks until its longest
+response ends, which is integrated numerically. More servers have fewer sequences each, but no
+rollout is shorter than its longest response.
+
+At the same time (`steady_state`, with `max_staleness` > 0), the prompts of a batch are issued
+`max_staleness` publishes before the learner trains on them, so up to `max_staleness` + 1 batches
+are in flight. In the steady state a step takes the longest of:
 
     learner    proximal + update + publish: the learner never waits for the servers
     servers    the time in which a server, with as many sequences running as fit, reads the prompts
@@ -23,11 +29,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from qurl_megatron.config.schema import Config
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.lengths import ResponseLengths
+from qurl_megatron.planning.step_time import Workload, decode_s, prefill_s
 
 Limit = Literal["learner", "servers", "longest response"]
 
 _BISECTIONS = 30
+_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,53 @@ class ServerLoad:
     sequences: float  # responses per step
     slots: int  # sequences decoded at once
     lengths: ResponseLengths
+
+
+def server_load(
+    architecture: Architecture, config: Config, workload: Workload, slots: int, publish_s: float
+) -> ServerLoad:
+    """Return the share of a step of each rollout server, which decodes `slots` sequences at once.
+
+    `publish_s` is the time of a publish, in seconds.
+    """
+    rollout = config.rollout
+    size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
+    lengths = workload.lengths(rollout.max_response_length)
+
+    def token_s(sequences: float, mean_age: float) -> float:
+        context = sequences * (workload.mean_prompt + mean_age)
+        return decode_s(architecture, weight_format, size, sequences, context)
+
+    def read_s(tokens: float) -> float:
+        return prefill_s(architecture, weight_format, size, tokens)
+
+    def pause_s(running: float) -> float:
+        read_again = rollout.pause_mode == "retract"
+        context = running * (workload.mean_prompt + lengths.mean_age)
+        return publish_s + (read_s(context) if read_again else 0.0)
+
+    return ServerLoad(
+        token_s=token_s,
+        prompts_s=read_s(rollout.prompts_per_step / rollout.servers * workload.mean_prompt),
+        pause_s=pause_s,
+        sequences=rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers,
+        slots=slots,
+        lengths=lengths,
+    )
+
+
+def rollout_s(load: ServerLoad) -> float:
+    """Return the seconds in which a server that does nothing else samples all its responses."""
+    longest, batch = load.lengths.maximum, min(load.sequences, load.slots)
+    time_s = load.prompts_s
+    if load.sequences > load.slots:
+        turns = (load.sequences - load.slots) * load.lengths.mean / load.slots
+        time_s += turns * load.token_s(batch, load.lengths.mean_age)
+    for step in range(_INTEGRATION_STEPS):
+        length = (step + 0.5) / _INTEGRATION_STEPS * longest
+        running = batch * load.lengths.fraction_longer(length)
+        time_s += longest / _INTEGRATION_STEPS * load.token_s(running, length)
+    return time_s
 
 
 @dataclass(frozen=True)
