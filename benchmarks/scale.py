@@ -86,7 +86,7 @@ def seconds_before(planned: Plan) -> float:
     config, learner = planned.config, planned.config.learner
     replicas = learner.data_parallel_size
     stages = range(learner.pipeline_parallel_size)
-    numel = max(memory.num_rank_parameters(MODEL, learner, stage) for stage in stages)
+    numel = max(sum(memory.values_by_copies(MODEL, learner, stage).values()) for stage in stages)
     # An all-reduce sends float32 gradients twice, instead of gradients and then weights.
     sent = (4 - memory.element_bytes(learner)) * numel / step_time.INFINIBAND_BYTES_PER_S
     stepped = 2 * 16 * numel / step_time.HBM_BYTES_PER_S

@@ -88,7 +88,7 @@ def test_a_parameter_takes_6_bytes_and_its_share_of_12_for_adam() -> None:
     config = with_overrides(study("", 64, "int8"), words)
     tensor = config.learner.tensor_parallel_size
     parts = memory.learner_memory(QWEN2, config, 1)
-    numel = memory.num_rank_parameters(QWEN2, config.learner, 1)
+    numel = sum(memory.values_by_copies(QWEN2, config.learner, 1).values())
     sharded = (LAYER_WEIGHTS + 5120 + 2 * 1024) // tensor  # with the biases of q, k and v
     assert numel == 16 * (sharded + 2 * 5120)
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (
@@ -278,7 +278,7 @@ def test_a_real_learner_allocates_the_planned_bytes(
         # Ranks are numbered tensor, then data, then pipeline parallel.
         per_stage = learner.tensor_parallel_size * replicas
         of_stage = by_rank[stage * per_stage : (stage + 1) * per_stage]
-        numel = memory.num_rank_parameters(architecture, learner, stage)
+        numel = sum(memory.values_by_copies(architecture, learner, stage).values())
         state = memory.state_bytes(learner) * numel * learner.tensor_parallel_size
         assert sum(measured["optimizer"] for measured in of_stage) == state
         for measured in of_stage:
@@ -393,7 +393,7 @@ def test_a_tied_model_has_a_second_embedding_on_its_last_stage(tmp_path: Path) -
         for stage, measured in enumerate(by_rank):
             planned = memory.learner_memory(architecture, Config(learner=learner), stage)
             assert measured["weights"] == planned["weights"]
-            numel = memory.num_rank_parameters(architecture, learner, stage)
+            numel = sum(memory.values_by_copies(architecture, learner, stage).values())
             assert 0 <= measured["weights"] - 2 * numel < 2 * 64 * 40  # the alignment
 
 

@@ -68,8 +68,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from qurl_megatron.config.keep import kept_layers
@@ -158,16 +158,11 @@ def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) ->
     return learner.tensor_parallel_size, 1
 
 
-def num_rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
-    """Return the values of all parameters on one rank of a pipeline stage."""
-    return sum(values_by_copies(architecture, learner, stage).values())
-
-
 def values_by_copies(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> dict[int, int]:
     """Return the values of parameters on one rank of a stage, by the number of their copies."""
-    values = {_num_copies(learner, experts): 0 for experts in (False, True)}
+    values: Counter[int] = Counter()
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         values[_num_copies(learner, rule.of_experts)] += numel * count
     return values
@@ -190,14 +185,13 @@ def _buffer_numel(
     values per 40 million.
     """
     own_bucket = architecture.tie_word_embeddings and learner.pipeline_parallel_size > 1
-    sizes = {"embedding": 0, "experts": 0, "rest": 0}
+    sizes: Counter[tuple[bool, bool]] = Counter()
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         is_embedding = own_bucket and rule.tensors[0].sizes[0] == "vocabulary"
-        kind = "embedding" if is_embedding else "experts" if rule.of_experts else "rest"
-        sizes[kind] += count * -(-numel // 64) * 64
+        sizes[is_embedding, rule.of_experts] += count * -(-numel // 64) * 64
     buffers = []
-    for kind, numel in sizes.items():
-        copies = _num_copies(learner, kind == "experts")
+    for (_, of_experts), numel in sizes.items():
+        copies = _num_copies(learner, of_experts)
         bucket = math.lcm(128, copies)
         buffers.append((-(-numel // bucket) * bucket, copies))
     return buffers
@@ -517,18 +511,9 @@ def with_cheapest_recomputation(architecture: Architecture, config: Config) -> C
     layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
     buckets = bucket_memory(architecture, config)
 
-    def changed(
-        recompute: RecomputeMode | None, offload: bool, number: int | None = None
-    ) -> Config:
-        return dataclasses.replace(
-            config,
-            learner=dataclasses.replace(
-                learner,
-                recompute=recompute,
-                recompute_layers=number,
-                offload_optimizer=offload,
-            ),
-        )
+    def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
+        fields = {"recompute": recompute, "recompute_layers": number, "offload_optimizer": offload}
+        return dataclasses.replace(config, learner=dataclasses.replace(learner, **fields))
 
     def fits(candidate: Config) -> bool:
         return all(
@@ -536,10 +521,10 @@ def with_cheapest_recomputation(architecture: Architecture, config: Config) -> C
             for stage in range(learner.pipeline_parallel_size)
         )
 
-    modes: tuple[RecomputeMode | None, ...] = (None, "selective")
-    for offload, recompute in itertools.product((False, True), modes):
-        if fits(changed(recompute, offload)):
-            return changed(recompute, offload)
+    for offload in (False, True):
+        for candidate in (changed(None, offload, None), changed("selective", offload, None)):
+            if fits(candidate):
+                return candidate
     number = 1 + bisect.bisect_left(
         range(1, layers), True, key=lambda number: fits(changed("full", True, number))
     )

@@ -109,6 +109,11 @@ def _precision(weight_format: WeightFormat) -> str:
     return "bf16" if weight_format == "bf16" else "8-bit"
 
 
+def _link_bytes_per_s(ranks: int) -> float:
+    """Return the rate of the link that connects so many ranks: in one node, or between nodes."""
+    return NVLINK_BYTES_PER_S if ranks <= GPUS_PER_NODE else INFINIBAND_BYTES_PER_S
+
+
 def _all_reduce_s(num_bytes: float, ranks: int) -> float:
     """Return the seconds of a ring all-reduce over NVLink, without its latency."""
     return 2 * (ranks - 1) / ranks * num_bytes / NVLINK_BYTES_PER_S
@@ -188,11 +193,9 @@ def _forward_s(
     # Every context-parallel rank passes on the keys and values of all the others.
     channels = 2 * architecture.num_key_value_heads * architecture.head_dim
     channels //= min(learner.tensor_parallel_size, architecture.num_key_value_heads)
-    in_one_node = learner.tensor_parallel_size * learner.context_parallel_size <= GPUS_PER_NODE
     ring_bytes = (learner.context_parallel_size - 1) * element_bytes(learner) * channels * tokens
-    layers_s += (
-        layers * ring_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
-    )
+    ranks = learner.tensor_parallel_size * learner.context_parallel_size
+    layers_s += layers * ring_bytes / _link_bytes_per_s(ranks)
     layers_s += layers * _all_to_all_s(architecture, learner, tokens)
     output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
     return layers_s, output / (rate / learner.pipeline_parallel_size)
@@ -204,10 +207,9 @@ def _all_to_all_s(architecture: Architecture, learner: LearnerConfig, tokens: fl
     `tokens` are those of a tensor-parallel group.
     """
     size = learner.expert_parallel_size
-    in_one_node = size * learner.expert_tensor_parallel_size <= GPUS_PER_NODE
     copies = architecture.experts_per_token * tokens / learner.tensor_parallel_size
     num_bytes = 2 * copies * element_bytes(learner) * architecture.hidden_size * (size - 1) / size
-    return num_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
+    return num_bytes / _link_bytes_per_s(size * learner.expert_tensor_parallel_size)
 
 
 def _swiglu_s(architecture: Architecture, config: Config, workload: Workload) -> float:
