@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -64,12 +63,7 @@ class Plan:
     def parts_s(self) -> dict[str, float]:
         """Seconds of the parts that make up a step, see `limits`."""
         return time_parts(
-            self.architecture,
-            self.config,
-            self.workload,
-            self.load,
-            self.step_s,
-            self.asynchronous,
+            self.architecture, self.config, self.workload, self.load, self.step_s, self.asynchronous
         )
 
     @property
@@ -98,7 +92,7 @@ def plan(
             is memory, the message names the part that exceeds it.
     """
     workload = workload or Workload.half(config)
-    _check_layout(architecture, config, gpus, workload)
+    _check_layout(architecture, config, gpus)
     servers = most_servers(config, gpus)
     if not servers:
         evaluation = " and the evaluation server" if config.evaluation.enabled else ""
@@ -117,15 +111,10 @@ def plan(
     buckets = bucket_memory(architecture, config)
     learner_bytes = _fullest_stage(architecture, config, buckets)
     server_bytes, kv_tokens = _server_memory(architecture, config)
-    slots = int(kv_tokens / (workload.mean_prompt + workload.mean_response))
+    length = workload.mean_prompt + workload.mean_response
+    slots = min(rollout.server.max_running_requests, int(kv_tokens / length))
     publish = plan_publish(architecture, config)
-    load = server_load(
-        architecture,
-        config,
-        workload,
-        min(rollout.server.max_running_requests, slots),
-        publish.time_s,
-    )
+    load = server_load(architecture, config, workload, slots, publish.time_s)
     step_s = {
         "rollout": rollout_s(load),
         **learner_s(architecture, config, workload),
@@ -174,9 +163,7 @@ def _divides_nodes(learner: LearnerConfig) -> bool:
     return learner.world_size % (nodes * learner.tensor_parallel_size) == 0
 
 
-def _check_layout(
-    architecture: Architecture, config: Config, gpus: int, workload: Workload
-) -> None:
+def _check_layout(architecture: Architecture, config: Config, gpus: int) -> None:
     """Check that the layout fits the model and the number of GPUs.
 
     Raises:
@@ -184,7 +171,6 @@ def _check_layout(
     """
     learner, rollout = config.learner, config.rollout
     server_size = rollout.server.tensor_parallel_size
-    kept_layers(config.quantization.keep, architecture)  # refuses patterns that match nothing
     check_scales(config.quantization.uaq, architecture)
     check_routing(config, architecture)
     if config.advantage_estimator == "gae":
@@ -204,10 +190,8 @@ def _check_layout(
             architecture.check_blocks(server_size, groups)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
-    for name, size in (
-        ("learner", learner.tensor_parallel_size),
-        ("rollout.server", server_size),
-    ):
+    sizes = {"learner": learner.tensor_parallel_size, "rollout.server": server_size}
+    for name, size in sizes.items():
         if size > GPUS_PER_NODE or GPUS_PER_NODE % size:
             raise ConfigError(
                 f"{name}.tensor_parallel_size={size}: must divide the {GPUS_PER_NODE} GPUs of a "
@@ -219,11 +203,6 @@ def _check_layout(
         raise ConfigError(
             f"learner.data_parallel_size={learner.data_parallel_size}: a step's {rows} completions "
             f"are not divisible by {parts} (minibatches x data-parallel ranks)"
-        )
-    if not 0 < workload.mean_response <= rollout.max_response_length:
-        raise ConfigError(
-            f"a mean response of {workload.mean_response:g} tokens: must be above 0 and at most "
-            f"rollout.max_response_length={rollout.max_response_length}"
         )
     if gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE:
         raise ConfigError(
@@ -297,7 +276,7 @@ def _server_memory(architecture: Architecture, config: Config) -> tuple[dict[str
 
 
 def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
-    """Yield `config` in every layout that the model admits and that may be the fastest.
+    """Yield `config` in every layout that may be the fastest; `plan` refuses some of them.
 
     Tensor-parallel groups stay within a node, and each node has as many ranks. There are up to 16
     pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks,
@@ -306,9 +285,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
     fits is taken.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
-    server_sizes = [size for size in sizes if _divides_server(architecture, size)]
-    expert_sizes = [size for size in sizes if size == 1 or architecture.num_experts % size == 0]
-    expert_sizes = expert_sizes if architecture.num_experts else [1]
+    num_experts = architecture.num_experts or 1
+    expert_sizes = [size for size in sizes if num_experts % size == 0]
     rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step
     for tensor, stages, context in itertools.product(sizes, range(1, 17), (1, 2, 4)):
@@ -338,19 +316,10 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
             candidate = with_cheapest_recomputation(
                 architecture, dataclasses.replace(config, learner=learner)
             )
-            for size in server_sizes:
+            for size in sizes:
                 server = dataclasses.replace(config.rollout.server, tensor_parallel_size=size)
                 rollout = dataclasses.replace(config.rollout, server=server)
                 yield dataclasses.replace(candidate, rollout=rollout)
-
-
-def _divides_server(architecture: Architecture, tensor_parallel_size: int) -> bool:
-    """Return True if a server can divide the model over this many GPUs."""
-    try:
-        architecture.check_server_layout(tensor_parallel_size)
-    except ArchitectureError:
-        return False
-    return True
 
 
 def suggest(
