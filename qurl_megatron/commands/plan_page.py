@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,24 +19,26 @@ def print_plan(plan: Plan) -> None:
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
     console.print(f"{plan.gpus} H100: {' '.join(layout_overrides(config))}", soft_wrap=True)
+    gib = f"GiB of {GPU_BYTES / GIB:.1f}"
+    of_learner = f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU"
+    of_server = (
+        f"rollout.servers={config.rollout.servers}, in {config.quantization.format}, of "
+        f"{server.tensor_parallel_size} GPUs each: memory of a GPU"
+    )
+    of_step, whole = "time of a step", "total"
+    if plan.asynchronous:
+        of_step += ": rollout beside the rest; a server "
+        of_step += f"decodes {plan.asynchronous.running:.0f} sequences at once"
+        whole = "step"
+    learner_bytes = {
+        **plan.learner_bytes,
+        "or buckets, during a publish": plan.converter_bucket_bytes,
+    }
+    server_bytes = plan.server_bytes
     console.print(
-        _table(
-            f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU",
-            f"GiB of {GPU_BYTES / GIB:.1f}",
-            {
-                **_gib(plan.learner_bytes),
-                "or buckets, during a publish": plan.converter_bucket_bytes / GIB,
-            },
-            ("at most", plan.learner_total_bytes / GIB),
-        ),
-        _table(
-            f"rollout.servers={config.rollout.servers}, in {config.quantization.format}, of "
-            f"{server.tensor_parallel_size} GPUs each: memory of a GPU",
-            f"GiB of {GPU_BYTES / GIB:.1f}",
-            _gib(plan.server_bytes),
-            ("total", sum(plan.server_bytes.values()) / GIB),
-        ),
-        _time_table(plan),
+        _table(of_learner, gib, learner_bytes, ("at most", plan.learner_total_bytes), GIB),
+        _table(of_server, gib, server_bytes, ("total", sum(server_bytes.values())), GIB),
+        _table(of_step, "s", plan.step_s, (whole, plan.total_s)),
     )
     console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
     console.print(
@@ -58,26 +62,16 @@ def _describe_publish(publish: PublishPlan) -> str:
     )
 
 
-def _time_table(plan: Plan) -> Table:
-    if plan.asynchronous is None:
-        return _table("time of a step", "s", plan.step_s, ("total", plan.total_s))
-    return _table(
-        f"time of a step: rollout beside the rest; a server "
-        f"decodes {plan.asynchronous.running:.0f} sequences at once",
-        "s",
-        plan.step_s,
-        ("step", plan.total_s),
-    )
-
-
-def _table(title: str, unit: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
+def _table(
+    title: str,
+    unit: str,
+    rows: Mapping[str, float],
+    total: tuple[str, float],
+    unit_size: int = 1,
+) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
     table.add_column("", footer=total[0])
-    table.add_column(unit, justify="right", footer=f"{total[1]:.1f}")
+    table.add_column(unit, justify="right", footer=f"{total[1] / unit_size:.1f}")
     for name, value in rows.items():
-        table.add_row(name, f"{value:.1f}")
+        table.add_row(name, f"{value / unit_size:.1f}")
     return table
-
-
-def _gib(parts: dict[str, int]) -> dict[str, float]:
-    return {name: num_bytes / GIB for name, num_bytes in parts.items()}
