@@ -9,7 +9,7 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.planning import step_time
 from qurl_megatron.planning.limits import REMEDIES, largest_part
 from qurl_megatron.planning.plan import Plan, plan
-from qurl_megatron.planning.publish_time import senders
+from qurl_megatron.planning.publish_time import stage_bytes
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
@@ -55,7 +55,7 @@ def test_more_servers_shorten_decoding_alone_and_lengthen_the_publish() -> None:
     alone = 8192 * step_time.decode_s(QWEN2, "int8", 4, 1, 512 + 4096)
     assert many["longest response"] == pytest.approx(alone)
     assert many["decoding"] < 0.6 * few["decoding"]
-    fullest = max(sender.num_bytes for sender in senders(QWEN2, planned().config))
+    fullest = max(map(sum, stage_bytes(QWEN2, planned().config)))
     sent = 6 * fullest / step_time.INFINIBAND_BYTES_PER_S
     assert many["publish"] - few["publish"] == pytest.approx(sent)
     assert many["passes"] == few["passes"]

@@ -16,8 +16,8 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.planning import plan
-from qurl_megatron.planning.memory import GIB, GPU_BYTES
-from qurl_megatron.planning.publish_time import senders
+from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
+from qurl_megatron.planning.publish_time import stage_bytes
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes import qwen3_moe, scaling_32b
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
@@ -168,7 +168,7 @@ def test_a_plan_publishes_to_the_servers_that_it_has() -> None:
     few, many = (plan.plan(QWEN2, config, gpus) for gpus in (64, 80))
     assert [few.config.rollout.servers, many.config.rollout.servers] == [6, 10]
     more_s = many.step_s["publish"] - few.step_s["publish"]
-    fullest = max(sender.num_bytes for sender in senders(QWEN2, config))
+    fullest = max(map(sum, stage_bytes(QWEN2, config)))
     assert more_s == pytest.approx(4 * fullest / 50e9)
 
 
@@ -186,7 +186,8 @@ def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
     config = with_overrides(config, ["rollout.max_response_length=31744"])
     half = Workload.half(config)
     suggested = plan.plan_or_suggest(QWEN2, config, 24, half, has_layout=False)
-    assert suggested.learner_total_bytes < GPU_BYTES
+    peak = total_bytes(suggested.learner_bytes, suggested.converter_bucket_bytes)
+    assert peak < GPU_BYTES
     assert suggested.kv_tokens >= 32768
     with pytest.raises(ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens: use more"):
         plan.plan_or_suggest(QWEN2, config, 16, half, has_layout=False)

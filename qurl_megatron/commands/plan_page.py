@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.planning.limits import largest_part
-from qurl_megatron.planning.memory import GIB, GPU_BYTES
+from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
 from qurl_megatron.planning.plan import Plan, layout_overrides
 from qurl_megatron.planning.publish_time import PublishPlan
 
@@ -34,9 +34,10 @@ def print_plan(plan: Plan) -> None:
         **plan.learner_bytes,
         "or buckets, during a publish": plan.converter_bucket_bytes,
     }
+    most = total_bytes(plan.learner_bytes, plan.converter_bucket_bytes)
     server_bytes = plan.server_bytes
     console.print(
-        _table(of_learner, gib, learner_bytes, ("at most", plan.learner_total_bytes), GIB),
+        _table(of_learner, gib, learner_bytes, ("at most", most), GIB),
         _table(of_server, gib, server_bytes, ("total", sum(server_bytes.values())), GIB),
         _table(of_step, "s", plan.step_s, (whole, plan.total_s)),
     )

@@ -219,9 +219,18 @@ class Architecture:
             self._check_divides("key-value heads", self.num_key_value_heads, size)
         if not self.num_experts:
             self._check_divides("intermediate channels", self.intermediate_size, size)
-        self._check_virtual_stages(
-            pipeline_parallel_size, virtual_pipeline_parallel_size, layers_in_last_pipeline_stage
-        )
+        virtual_stages = virtual_pipeline_parallel_size
+        if virtual_stages > 1 and pipeline_parallel_size == 1:
+            raise ArchitectureError(
+                f"virtual_pipeline_parallel_size={virtual_stages} divides pipeline stages, and "
+                "pipeline_parallel_size=1 has none; leave it at 1"
+            )
+        for layers in self.stage_layers(pipeline_parallel_size, layers_in_last_pipeline_stage):
+            if layers % virtual_stages:
+                raise ArchitectureError(
+                    f"virtual_pipeline_parallel_size={virtual_stages} does not divide a stage's "
+                    f"{layers} layers; sizes that divide them: {_divisors(layers)}"
+                )
         rows = self.padded_vocab_size(size) // size
         if rows * (size - 1) >= self.vocab_size:
             raise ArchitectureError(
@@ -334,19 +343,6 @@ class Architecture:
                 f"{number} {unit} are not divisible by {name}={size}; "
                 f"sizes that divide them: {_divisors(number)}"
             )
-
-    def _check_virtual_stages(self, stages: int, virtual_stages: int, last: int | None) -> None:
-        if virtual_stages > 1 and stages == 1:
-            raise ArchitectureError(
-                f"virtual_pipeline_parallel_size={virtual_stages} divides pipeline stages, and "
-                "pipeline_parallel_size=1 has none; leave it at 1"
-            )
-        for layers in self.stage_layers(stages, last):
-            if layers % virtual_stages:
-                raise ArchitectureError(
-                    f"virtual_pipeline_parallel_size={virtual_stages} does not divide a stage's "
-                    f"{layers} layers; sizes that divide them: {_divisors(layers)}"
-                )
 
 
 def _divisors(number: int) -> str:

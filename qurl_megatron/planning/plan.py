@@ -66,11 +66,6 @@ class Plan:
             self.architecture, self.config, self.workload, self.load, self.step_s, self.asynchronous
         )
 
-    @property
-    def learner_total_bytes(self) -> int:
-        """Peak memory of a rank of the fullest pipeline stage, in bytes."""
-        return total_bytes(self.learner_bytes, self.converter_bucket_bytes)
-
 
 def plan(
     architecture: Architecture,

@@ -105,8 +105,10 @@ class Workload:
         return ResponseLengths(self.mean_response, max_response, self.log_deviation)
 
 
-def _precision(weight_format: WeightFormat) -> str:
-    return "bf16" if weight_format == "bf16" else "8-bit"
+def _product_flops(weight_format: WeightFormat) -> float:
+    """Return the FLOP/s that a GPU of a server reaches in products with weights of this format."""
+    precision = "bf16" if weight_format == "bf16" else "8-bit"
+    return PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision]
 
 
 def _link_bytes_per_s(ranks: int) -> float:
@@ -139,15 +141,13 @@ def decode_s(
     if architecture.num_experts:
         unchosen = 1 - architecture.experts_per_token / architecture.num_experts
         linear_bytes += of_gpu["experts"] * (1 - unchosen**sequences)
-    time_s = 0.0
-    for precision, num_bytes, weights in (
-        (_precision(weight_format), linear_bytes, linear / size),
-        ("bf16", 2 * output / size, output / size),
-    ):
-        time_s += max(
-            num_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["weights"]),
-            2 * sequences * weights / (PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision]),
-        )
+
+    def product_s(num_bytes: float, weights: float, flops: float) -> float:
+        read_s = num_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["weights"])
+        return max(read_s, 2 * sequences * weights / flops)
+
+    time_s = product_s(linear_bytes, linear / size, _product_flops(weight_format))
+    time_s += product_s(2 * output / size, output / size, _product_flops("bf16"))
     kv_bytes = context_tokens * kv_bytes_per_token(architecture, size)
     time_s += kv_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["kv"])
     time_s += architecture.num_layers * LAYER_S + sequences * SEQUENCE_S
@@ -165,8 +165,7 @@ def prefill_s(
     tokens: float,
 ) -> float:
     """Return the seconds in which one server reads prompts of `tokens` in all."""
-    precision = _precision(weight_format)
-    rate = PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision] * tensor_parallel_size
+    rate = _product_flops(weight_format) * tensor_parallel_size
     return 2 * num_linear_weights(architecture) * tokens / rate
 
 
