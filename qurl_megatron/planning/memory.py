@@ -73,7 +73,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import Config, LearnerConfig, RecomputeMode, WeightFormat
+from qurl_megatron.config.schema import (
+    EXPERT_ROWS,
+    MEASURED_ROWS,
+    Config,
+    LearnerConfig,
+    RecomputeMode,
+    WeightFormat,
+)
+from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
@@ -83,10 +91,6 @@ GIB = 1024**3
 GPU_BYTES = int(79.1 * GIB)  # total memory of an H100 80GB as PyTorch reports it
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
 RUNTIME_BYTES = 4 * GIB
-
-LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
-MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
-EXPERT_ROWS = 4  # `drift.EXPERT_ROWS`
 
 
 @functools.cache

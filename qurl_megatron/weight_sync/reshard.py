@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.config.schema import EXPERT_ROWS, MEASURED_ROWS, WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
@@ -57,7 +57,7 @@ from qurl_megatron.weight_sync.bucket import Bucket, Description
 from qurl_megatron.weight_sync.conversion import Conversion, Measures
 from qurl_megatron.weight_sync.delta_buckets import Deltas, Release, Send
 from qurl_megatron.weight_sync.direct import Places, write
-from qurl_megatron.weight_sync.drift import EXPERT_ROWS, MEASURED_ROWS, DriftMeter
+from qurl_megatron.weight_sync.drift import DriftMeter
 from qurl_megatron.weight_sync.gather import (
     Team,
     empty_full,
