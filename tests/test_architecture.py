@@ -92,6 +92,11 @@ def test_a_config_that_transformers_writes_is_read(tmp_path: Path, family: str) 
     assert architecture.rope_theta == config.rope_parameters["rope_theta"]
     assert architecture.rms_norm_eps == config.rms_norm_eps
     assert architecture.tie_word_embeddings == config.tie_word_embeddings
+    written = json.loads((tmp_path / "config.json").read_text())
+    del written["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assumed = getattr(AutoConfig.from_pretrained(tmp_path), "head_dim", 96 // 12)
+    assert Architecture.from_directory(tmp_path).head_dim == assumed
 
 
 MOE = {

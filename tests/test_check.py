@@ -79,16 +79,3 @@ def test_nan_is_found_at_once_in_a_small_model_and_when_a_rank_reads_a_large_one
 def test_a_tokenizer_that_fits_its_model_is_returned(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(build_tiny_model(tmp_path))
     assert tokenizer.decode(tokenizer("1 + 2")["input_ids"]) == "1 + 2"
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_head_dim_that_is_left_out_is_that_of_transformers(tmp_path: Path, family: str) -> None:
-    from transformers import AutoConfig
-
-    fields = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
-    config = AutoConfig.for_model(family, **fields).to_dict()
-    config |= {"architectures": [f"{family.capitalize()}ForCausalLM"], "eos_token_id": 1}
-    config.pop("head_dim", None)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = getattr(AutoConfig.from_pretrained(tmp_path), "head_dim", 96 // 12)
-    assert Architecture.from_directory(tmp_path).head_dim == expected

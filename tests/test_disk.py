@@ -13,26 +13,21 @@ from tiny import build_tiny_model
 
 
 @pytest.mark.parametrize(
-    ("words", "checkpoints"),
+    ("words", "written", "checkpoints"),
     [
-        ("checkpoint.keep_last=2", 4),  # two last ones, the best, and one being written
-        ("checkpoint.keep_last=2 checkpoint.keep_best=false", 3),
-        ("checkpoint.keep_last=2 evaluation.problems=0", 3),  # nothing is evaluated
-        ("checkpoint.every_steps=0", 0),
+        ("checkpoint.keep_last=2", 0, 4),  # two last ones, the best, and one being written
+        ("checkpoint.keep_last=2 checkpoint.keep_best=false", 0, 3),
+        ("checkpoint.keep_last=2 evaluation.problems=0", 0, 3),  # nothing is evaluated
+        ("checkpoint.every_steps=0", 0, 0),
+        ("checkpoint.keep_last=2", 2, 2),  # those that are there are not asked for again
     ],
 )
 def test_a_run_asks_for_every_checkpoint_that_the_disk_holds_at_once(
-    words: str, checkpoints: int, tmp_path: Path
+    words: str, written: int, checkpoints: int, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path / "model")
     config = Config(model=str(tmp_path / "model"), output_dir=str(tmp_path), name="run")
+    for step in range(written):
+        (config.run_dir / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
     line = check_disk(with_overrides(config, words.split()))
     assert f"for {checkpoints} checkpoints and the final model" in line
-
-
-def test_checkpoints_that_are_there_are_not_asked_for_again(tmp_path: Path) -> None:
-    build_tiny_model(tmp_path / "model")
-    config = Config(model=str(tmp_path / "model"), output_dir=str(tmp_path), name="run")
-    for step in ("step_000001", "step_000002"):
-        (config.run_dir / "checkpoints" / step).mkdir(parents=True)
-    assert "for 2 checkpoints" in check_disk(config)
