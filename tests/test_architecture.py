@@ -214,28 +214,24 @@ def test_a_missing_directory_or_broken_config_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "words"),
+    ("changes", "layout", "words"),
     [
-        (5, 1, "12 attention heads .* tensor_parallel_size=5; .* 1, 2, 3, 4, 6, 12"),
-        (3, 1, "4 key-value heads .* tensor_parallel_size=3; .* 1, 2, 4$"),
-        (0, 1, "tensor_parallel_size=0"),
-        (1, 4, "6 layers .* pipeline_parallel_size=4; .* 1, 2, 3, 6; or set"),
+        ({}, (5, 1), "12 attention heads .* tensor_parallel_size=5; .* 1, 2, 3, 4, 6, 12"),
+        ({}, (3, 1), "4 key-value heads .* tensor_parallel_size=3; .* 1, 2, 4$"),
+        ({}, (0, 1), "tensor_parallel_size=0"),
+        ({}, (1, 4), "6 layers .* pipeline_parallel_size=4; .* 1, 2, 3, 6; or set"),
+        ({}, (1, 2, 2), "=2 does not divide a stage's 3 layers; .* 1, 3$"),
+        ({}, (1, 1, 2), "pipeline_parallel_size=1 has none"),
+        ({"intermediate_size": 82}, (4, 1), "82 intermediate channels"),
+        ({"vocab_size": 5, "eos_token_id": 1}, (4, 1), "vocabulary of 5"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused_with_the_sizes_that_do(
-    tmp_path: Path, tensor: int, pipeline: int, words: str
+    tmp_path: Path, changes: dict[str, Any], layout: tuple[int, ...], words: str
 ) -> None:
+    read(tmp_path).check_layout(1, 2, 3)  # the last are virtual stages
     with pytest.raises(ArchitectureError, match=words):
-        read(tmp_path).check_layout(tensor, pipeline)
-
-
-def test_indivisible_intermediate_channels_and_tiny_vocabularies_are_refused(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ArchitectureError, match="82 intermediate channels"):
-        read(tmp_path, intermediate_size=82).check_layout(4, 1)
-    with pytest.raises(ArchitectureError, match="vocabulary of 5"):
-        read(tmp_path, vocab_size=5, eos_token_id=1).check_layout(4, 1)
+        read(tmp_path, **changes).check_layout(*layout)
 
 
 def test_several_ranks_may_share_a_key_value_head(tmp_path: Path) -> None:
@@ -257,15 +253,6 @@ def test_layers_divide_over_pipeline_stages_with_a_shorter_last_one(tmp_path: Pa
     assert architecture.shorter_last_stage(9) is None  # 8 stages of 8 layers leave none
     with pytest.raises(ArchitectureError, match="leaves 53 layers, .* over the other 4 of"):
         architecture.stage_layers(5, 11)
-
-
-def test_virtual_stages_divide_the_layers_of_every_stage(tmp_path: Path) -> None:
-    architecture = read(tmp_path)
-    architecture.check_layout(1, 2, 3)
-    with pytest.raises(ArchitectureError, match="=2 does not divide a stage's 3 layers; .* 1, 3$"):
-        architecture.check_layout(1, 2, 2)
-    with pytest.raises(ArchitectureError, match="pipeline_parallel_size=1 has none"):
-        architecture.check_layout(1, 1, 2)
 
 
 def test_server_ranks_divide_the_attention_heads(tmp_path: Path) -> None:

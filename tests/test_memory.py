@@ -31,6 +31,12 @@ from tiny import build_tiny_model
 QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
 # Weights in the linear layers of a block of Qwen2.5-32B: q and o, k and v, gate and up and down.
 LAYER_WEIGHTS = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120
+FOUR_STAGES = ["pipeline_parallel_size=4", "layers_in_last_pipeline_stage=none"]
+
+
+def with_learner(*words: str) -> Config:
+    """Return the study of Qwen2.5-32B in INT8 on 64 GPUs, with changed fields of its learner."""
+    return with_overrides(study("", 64, "int8"), [f"learner.{word}" for word in words])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -77,13 +83,7 @@ def test_gpus_of_a_server_divide_the_weights_but_copy_norms_and_row_parallel_sca
 
 def test_a_parameter_takes_6_bytes_and_its_share_of_12_for_adam() -> None:
     """Data- and context-parallel ranks share Adam's state. All sizes are multiples of 64."""
-    words = [
-        "learner.pipeline_parallel_size=4",
-        "learner.layers_in_last_pipeline_stage=none",
-        "learner.data_parallel_size=2",
-        "learner.context_parallel_size=2",
-    ]
-    config = with_overrides(study("", 64, "int8"), words)
+    config = with_learner(*FOUR_STAGES, "data_parallel_size=2", "context_parallel_size=2")
     tensor = config.learner.tensor_parallel_size
     parts = memory.learner_memory(QWEN2, config, 1)
     numel = sum(memory.values_by_copies(QWEN2, config.learner, 1).values())
@@ -107,16 +107,15 @@ def test_fp8_keeps_two_codes_beside_every_weight_of_the_linear_layers() -> None:
 
 
 def test_micro_batches_have_the_tokens_of_their_budget_but_at_least_the_longest_sequence() -> None:
-    config = study("", 64, "int8")
-    assert config.rollout.max_length == 9216
+    """The longest has 9216 tokens."""
 
     def tokens(*words: str) -> int:
-        return memory.micro_batch_tokens(with_overrides(config, list(words)))
+        return memory.micro_batch_tokens(with_learner(*words))
 
-    assert tokens("learner.tokens_per_micro_batch=20000") == 20000
-    assert tokens("learner.tokens_per_micro_batch=4096") == 9216
-    assert tokens("learner.tokens_per_micro_batch=none", "learner.micro_batch_size=2") == 2 * 9216
-    assert tokens("learner.context_parallel_size=2") == 9216 // 2
+    assert tokens("tokens_per_micro_batch=20000") == 20000
+    assert tokens("tokens_per_micro_batch=4096") == 9216
+    assert tokens("tokens_per_micro_batch=none", "micro_batch_size=2") == 2 * 9216
+    assert tokens("context_parallel_size=2") == 9216 // 2
 
 
 def test_recomputation_keeps_inputs_of_layers_or_leaves_out_what_is_cheap() -> None:
@@ -129,8 +128,7 @@ def test_recomputation_keeps_inputs_of_layers_or_leaves_out_what_is_cheap() -> N
     assert kept == 5 * layers * layer  # stage 0 of five has five micro batches in flight
 
     def activations(*words: str) -> int:
-        changed = with_overrides(config, [f"learner.{word}" for word in words])
-        return memory.learner_memory(QWEN2, changed, 0)["activations"]
+        return memory.learner_memory(QWEN2, with_learner(*words), 0)["activations"]
 
     inputs = tokens * 2 * 5120 // 8
     assert activations("recompute=full") == (5 * layers - 1) * inputs + layer
@@ -174,12 +172,7 @@ def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
 
 def test_virtual_stages_keep_more_activations() -> None:
     """4 stages of 16 layers with v = 2 keep 16 x 4 x (1 + 3 / 8) = 88 layers on every stage."""
-    words = [
-        "learner.pipeline_parallel_size=4",
-        "learner.layers_in_last_pipeline_stage=none",
-        "learner.virtual_pipeline_parallel_size=2",
-    ]
-    config = with_overrides(study("", 64, "int8"), words)
+    config = with_learner(*FOUR_STAGES, "virtual_pipeline_parallel_size=2")
     layer = memory.layer_activation_bytes(QWEN2, config.learner, 9216, 9216)
     for stage in (0, 2):
         assert memory.learner_memory(QWEN2, config, stage)["activations"] == 88 * layer
@@ -252,9 +245,8 @@ REAL: list[tuple[Family, LearnerConfig]] = [
     ("family", "learner"),
     REAL,
     ids=[
-        f"{family}-{c.dtype}-{c.tensor_parallel_size}x{c.pipeline_parallel_size}"
-        f"x{c.data_parallel_size}-{c.recompute}{c.recompute_layers or ''}"
-        for family, c in REAL
+        f"{family}-{learner.dtype}-{learner.world_size} ranks-{learner.recompute}"
+        for family, learner in REAL
     ],
 )
 def test_a_real_learner_allocates_the_planned_bytes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -42,14 +42,10 @@ def test_each_stage_sends_its_own_layers_and_what_lies_outside_of_them() -> None
 
 def test_the_senders_send_all_tensors_once() -> None:
     words = ["quantization.keep=[model.layers.3, '*.o_proj']"]
-    for weight_format in memory_formats():
+    for weight_format in get_args(WeightFormat):
         config = planned(weight_format, *words)
         total = memory.published_bytes(QWEN2, weight_format, tuple(config.quantization.keep))
         assert sum(map(sum, stage_bytes(QWEN2, config))) == total
-
-
-def memory_formats() -> list[WeightFormat]:
-    return ["int8", "int4", "fp8", "fp8-tensor", "fp8-block", "bf16"]
 
 
 def test_a_sender_of_experts_has_those_of_its_expert_parallel_rank() -> None:
