@@ -413,7 +413,15 @@ def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None
             f"{file}: hidden_act '{config['hidden_act']}' is not supported, only 'silu'"
         )
     layer_types = config.get("layer_types")
-    if _uses_sliding_window(config, num_layers):
+    if layer_types is not None:
+        uses_window = "sliding_attention" in layer_types
+    else:  # by the rules of transformers
+        uses_window = (
+            config.get("use_sliding_window")
+            and config.get("sliding_window") is not None
+            and (config.get("max_window_layers") or 0) < num_layers
+        )
+    if uses_window:
         raise ArchitectureError(
             f"{file}: sliding window attention is not supported; "
             "only full attention is (use_sliding_window false)"
@@ -462,17 +470,6 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
         "normalize_topk": normalize_topk,
     }
-
-
-def _uses_sliding_window(config: dict[str, Any], num_layers: int) -> bool:
-    """Return True if any layer uses the window of config.json, by the rules of transformers."""
-    if config.get("layer_types") is not None:
-        return "sliding_attention" in config["layer_types"]
-    return bool(
-        config.get("use_sliding_window")
-        and config.get("sliding_window") is not None
-        and (config.get("max_window_layers") or 0) < num_layers
-    )
 
 
 def _head_dim(

@@ -61,23 +61,23 @@ def server_load(
     """
     rollout = config.rollout
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
-    lengths = workload.lengths(rollout.max_response_length)
+    longest = rollout.max_response_length
+    lengths = ResponseLengths(workload.mean_response, longest, workload.log_deviation)
 
     def token_s(sequences: float, mean_age: float) -> float:
         context = sequences * (workload.mean_prompt + mean_age)
         return decode_s(architecture, weight_format, size, sequences, context)
 
-    def read_s(tokens: float) -> float:
-        return prefill_s(architecture, weight_format, size, tokens)
-
     def pause_s(running: float) -> float:
-        read_again = rollout.pause_mode == "retract"
+        if rollout.pause_mode != "retract":
+            return publish_s
         context = running * (workload.mean_prompt + lengths.mean_age)
-        return publish_s + (read_s(context) if read_again else 0.0)
+        return publish_s + prefill_s(architecture, weight_format, size, context)
 
+    prompt_tokens = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
     return ServerLoad(
         token_s=token_s,
-        prompts_s=read_s(rollout.prompts_per_step / rollout.servers * workload.mean_prompt),
+        prompts_s=prefill_s(architecture, weight_format, size, prompt_tokens),
         pause_s=pause_s,
         sequences=rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers,
         slots=slots,

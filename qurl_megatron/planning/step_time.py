@@ -49,7 +49,6 @@ from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.memory import (
     element_bytes,
     kv_bytes_per_token,
@@ -99,10 +98,6 @@ class Workload:
         """Return mean lengths of half the maximum."""
         rollout = config.rollout
         return cls(rollout.max_prompt_length / 2, rollout.max_response_length / 2)
-
-    def lengths(self, max_response: float) -> ResponseLengths:
-        """Return the distribution of response lengths up to `max_response` tokens."""
-        return ResponseLengths(self.mean_response, max_response, self.log_deviation)
 
 
 def _product_flops(weight_format: WeightFormat) -> float:
@@ -211,19 +206,10 @@ def _all_to_all_s(architecture: Architecture, learner: LearnerConfig, tokens: fl
     return num_bytes / _link_bytes_per_s(size * learner.expert_tensor_parallel_size)
 
 
-def _swiglu_s(architecture: Architecture, config: Config, workload: Workload) -> float:
-    """Return the seconds in which a rank computes one layer's SwiGLU for a step."""
-    learner, rollout = config.learner, config.rollout
-    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    tokens = sequences * (workload.mean_prompt + workload.mean_response)
-    tokens /= learner.data_parallel_size * learner.context_parallel_size
-    values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
-    return element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
-
-
 def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
     """Return the seconds of the learner's phases, `proximal` and `update`."""
     learner = config.learner
+    length = workload.mean_prompt + workload.mean_response
     minibatches = config.optimizer.minibatches_per_step
     layers_s, output_s = _forward_s(architecture, config, workload)
     stages = learner.pipeline_parallel_size
@@ -231,13 +217,17 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
     layer_s = layers_s * stages / architecture.num_layers
     again_s = layer_s
     if learner.recompute == "selective":
-        again_s = _swiglu_s(architecture, config, workload)
+        tokens = config.rollout.prompts_per_step * config.rollout.completions_per_prompt * length
+        tokens /= learner.data_parallel_size * learner.context_parallel_size
+        # SwiGLU reads two values and writes one.
+        values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
+        again_s = element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
 
     def passes_s(by_stage: list[float], micro_batches: int) -> float:
         virtual = learner.virtual_pipeline_parallel_size
         return max(by_stage) * (1 + (stages - 1) / (micro_batches * virtual))
 
-    micro_batches = num_micro_batches(config, workload.mean_prompt + workload.mean_response)
+    micro_batches = num_micro_batches(config, length)
     forward = [layers * layer_s for layers in by_stage]
     update = [
         3 * layers * layer_s + recomputed_layers(learner, layers) * again_s for layers in by_stage
