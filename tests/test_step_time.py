@@ -14,9 +14,14 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
-from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.plan import plan
-from qurl_megatron.planning.rollout_time import ServerLoad, rollout_s, server_load, steady_state
+from qurl_megatron.planning.rollout_time import (
+    ResponseLengths,
+    ServerLoad,
+    rollout_s,
+    server_load,
+    steady_state,
+)
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study

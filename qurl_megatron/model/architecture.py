@@ -367,9 +367,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
     """Return a field that is a size; `default` stands for a missing one, None for none."""
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
+    value = default if config.get(name) is None else config[name]
     if value is None:
         raise ArchitectureError(f"{file} has no '{name}'")
     if type(value) is not int or not 0 < value < 2**31:

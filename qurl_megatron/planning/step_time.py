@@ -91,7 +91,7 @@ class Workload:
 
     mean_prompt: float
     mean_response: float
-    log_deviation: float | None = None  # of response lengths, see `lengths.ResponseLengths`
+    log_deviation: float | None = None  # of response lengths, see `rollout_time.ResponseLengths`
 
     @classmethod
     def half(cls, config: Config) -> Workload:
