@@ -132,7 +132,7 @@ def refit_constants() -> None:
     """Fit the constants to `FITTED` by least squares of the relative error, and print them."""
     from scipy.optimize import least_squares
 
-    linear, output = memory.num_linear_weights(QWEN3_8B), memory.num_output_weights(QWEN3_8B)
+    linear, output = QWEN3_8B.num_linear_weights, memory.num_output_weights(QWEN3_8B)
     kv_bytes = memory.kv_bytes_per_token(QWEN3_8B)
 
     def errors(constants: np.ndarray) -> list[float]:

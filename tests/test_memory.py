@@ -308,7 +308,7 @@ def test_a_token_passes_through_the_experts_that_it_chooses() -> None:
     for (name, architecture), active in zip(EXPERTS.items(), (3.3e9, 22e9), strict=True):
         assert weight_map.num_parameters(architecture) == PARAMETERS[name]
         vocabulary = 2 * memory.num_output_weights(architecture)
-        total = memory.num_linear_weights(architecture) + vocabulary
+        total = architecture.num_linear_weights + vocabulary
         assert total == pytest.approx(active, rel=0.03)
         on_server = memory.server_weight_bytes(architecture, "int8", 1)
         experts = architecture.num_layers * 128 * 3 * architecture.hidden_size

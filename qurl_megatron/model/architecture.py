@@ -192,13 +192,21 @@ class Architecture:
         last = self.num_layers - -(-self.num_layers // stages) * (stages - 1)
         return last if self.num_layers % stages and last > 0 else None
 
-    def forward_flops(self, length: int) -> float:
-        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
+    @property
+    def num_linear_weights(self) -> int:
+        """Weights that a token is multiplied by in all layers; of the experts, in those it chooses.
+
+        Without the output layer.
+        """
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
         mlp = 3 * self.active_intermediate_size + self.num_experts  # the router's rows
-        weights = self.hidden_size * (2 * query + key_value + mlp)
-        return self.num_layers * (2.0 * weights * length + 2.0 * query * length**2)
+        return self.num_layers * self.hidden_size * (2 * query + key_value + mlp)
+
+    def forward_flops(self, length: float) -> float:
+        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
+        attention = self.num_layers * self.num_attention_heads * self.head_dim * length**2
+        return 2.0 * self.num_linear_weights * length + 2.0 * attention
 
     def check_layout(
         self,

@@ -99,20 +99,6 @@ def _rules(architecture: Architecture) -> list[Rule]:
     return [rule for rule in weight_map.rules(architecture) if rule.expert in (None, 0)]
 
 
-@functools.cache
-def num_linear_weights(architecture: Architecture) -> int:
-    """Return the weights that a token is multiplied by in all blocks, without the output layer.
-
-    Of the experts, those that it chooses.
-    """
-    of_layer = architecture.num_experts * architecture.hidden_size  # the router
-    for rule in _rules(architecture):
-        if rule.quantized:
-            chosen = architecture.experts_per_token if rule.of_experts else 1
-            of_layer += chosen * sum(num_values(part, architecture) for part in rule.tensors)
-    return architecture.num_layers * of_layer
-
-
 def num_output_weights(architecture: Architecture) -> int:
     """Return the weights in the output layer."""
     return architecture.vocab_size * architecture.hidden_size

@@ -1,6 +1,7 @@
 """Plan a run without allocating anything: check that it fits, or find the fastest layout that does.
 
-`memory` estimates bytes, `step_time` estimates seconds. Runs with a critic are refused.
+`memory` estimates bytes; `step_time`, `rollout_time` and `publish_time` estimate seconds. Runs with
+a critic are refused.
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import (
     element_bytes,
     kv_bytes_per_token,
-    num_linear_weights,
     num_micro_batches,
     num_output_weights,
     recomputed_layers,
@@ -130,7 +129,7 @@ def decode_s(
         context_tokens: tokens in the KV cache of all sequences together.
     """
     size = tensor_parallel_size
-    linear, output = num_linear_weights(architecture), num_output_weights(architecture)
+    linear, output = architecture.num_linear_weights, num_output_weights(architecture)
     of_gpu = server_weight_bytes(architecture, weight_format, size)
     linear_bytes: float = of_gpu["linear"]
     if architecture.num_experts:
@@ -161,7 +160,7 @@ def prefill_s(
 ) -> float:
     """Return the seconds in which one server reads prompts of `tokens` in all."""
     rate = _product_flops(weight_format) * tensor_parallel_size
-    return 2 * num_linear_weights(architecture) * tokens / rate
+    return 2 * architecture.num_linear_weights * tokens / rate
 
 
 def _forward_s(
@@ -175,18 +174,16 @@ def _forward_s(
     learner, rollout = config.learner, config.rollout
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     length = workload.mean_prompt + workload.mean_response
-    query = architecture.num_attention_heads * architecture.head_dim
-    attention = 2 * length**2 * query * architecture.num_layers
     rate = learner.world_size * PEAK_FLOPS["bf16"] * LEARNER_MFU
-    layers_s = sequences * (2 * num_linear_weights(architecture) * length + attention) / rate
+    layers_s = sequences * architecture.forward_flops(length) / rate
     # Each tensor-parallel group has the layers of its stage and the sequences of its replica.
     tokens = sequences * length / (learner.data_parallel_size * learner.context_parallel_size)
     layers = architecture.num_layers / learner.pipeline_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
     layers_s += 2 * layers * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size)
     # Every context-parallel rank passes on the keys and values of all the others.
-    channels = 2 * architecture.num_key_value_heads * architecture.head_dim
-    channels //= min(learner.tensor_parallel_size, architecture.num_key_value_heads)
+    heads = architecture.key_value_heads_on_rank(learner.tensor_parallel_size)
+    channels = 2 * heads * architecture.head_dim
     ring_bytes = (learner.context_parallel_size - 1) * element_bytes(learner) * channels * tokens
     ranks = learner.tensor_parallel_size * learner.context_parallel_size
     layers_s += layers * ring_bytes / _link_bytes_per_s(ranks)
