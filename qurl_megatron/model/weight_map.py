@@ -415,12 +415,15 @@ def merge(rule: Rule, parts: Sequence[Tensor], architecture: Architecture, tp_si
 
     This is the inverse of `split`.
     """
-    groups = _num_groups(rule, architecture, tp_size)
-    shard = torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-    if rule.tensors[0].sizes[0] != "vocabulary":
-        return shard
-    padding = architecture.padded_vocab_size(tp_size) // tp_size - len(shard)
-    return torch.cat([shard, shard.new_zeros(padding, *shard.shape[1:])])
+    if rule.merge is not Merge.SINGLE:
+        groups = _num_groups(rule, architecture, tp_size)
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    (part,) = parts
+    if rule.tensors[0].sizes[0] == "vocabulary":
+        rows = architecture.padded_vocab_size(tp_size) // tp_size
+        padding = part.new_zeros(rows - part.shape[0], *part.shape[1:])
+        return torch.cat([part, padding]) if len(padding) else part
+    return part
 
 
 def split(
