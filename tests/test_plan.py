@@ -171,8 +171,7 @@ def test_a_refusal_suggests_a_layout_that_fits() -> None:
 
 
 def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
-    config = study("", 64, "int8")
-    config = with_overrides(config, ["rollout.max_response_length=31744"])
+    config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
     half = Workload.half(config)
     suggested = plan.plan_or_suggest(QWEN2, config, 24, half, has_layout=False)
     peak = total_bytes(suggested.learner_bytes, suggested.converter_bucket_bytes)

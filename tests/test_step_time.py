@@ -233,11 +233,10 @@ def test_a_batch_reads_the_experts_that_its_sequences_choose() -> None:
     """One sequence reads 8 of 128 experts, 512 sequences all; each multiplies by its own 8."""
     architecture = EXPERTS["Qwen3-30B-A3B"]
     of_gpu = memory.server_weight_bytes(architecture, "int8", 1)
-    rate = HBM * HBM_EFFICIENCY["weights"]
     one = step_time.decode_s(architecture, "int8", 1, 1, 0)
     two = step_time.decode_s(architecture, "int8", 1, 2, 0)
     # The second sequence chooses experts that the first did not with probability 15/16.
-    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / rate
+    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / (HBM * HBM_EFFICIENCY["weights"])
     assert two - one == pytest.approx(further + step_time.SEQUENCE_S, rel=1e-6)
 
 
