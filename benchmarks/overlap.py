@@ -98,15 +98,13 @@ class SimulatedServer:
             self._finished_s[batch] = self.now_s
 
 
-def simulate(planned: plan.Plan, workload: Workload, seed: int) -> float:
+def simulate(planned: plan.Plan, seed: int) -> float:
     """Return the mean seconds of a step, without the first steps, in which the pipeline fills."""
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
     generator = np.random.default_rng(seed)
     learner_s = sum(time_s for phase, time_s in planned.step_s.items() if phase != "rollout")
-    load = plan.server_load(
-        MODEL, planned.config, planned.servers, planned.slots, workload, planned.publish.time_s
-    )
-    servers = [SimulatedServer(load.token_s, planned.slots) for _ in range(planned.servers)]
+    load = planned.load
+    servers = [SimulatedServer(load.token_s, load.slots) for _ in range(rollout.servers)]
 
     def issue(batch: int) -> None:
         for _ in range(rollout.prompts_per_step):
@@ -144,7 +142,7 @@ def describe(planned: plan.Plan) -> str:
     return (
         f"{learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
         f"{learner.context_parallel_size} x {learner.data_parallel_size} + "
-        f"{planned.servers} x {server.tensor_parallel_size}"
+        f"{planned.config.rollout.servers} x {server.tensor_parallel_size}"
     )
 
 
@@ -153,12 +151,12 @@ def print_splits(workload: Workload) -> None:
     print(f"   {'staleness':>9}  {'layout':24} {'planned':>8} {'simulated':>16}  limited by")
     for max_staleness in STALENESS:
         planned = fastest(max_staleness, workload)
-        print_row(planned, workload)
+        print_row(planned)
     print()
 
 
-def print_row(planned: plan.Plan, workload: Workload) -> None:
-    simulated = [simulate(planned, workload, seed) for seed in range(SEEDS)]
+def print_row(planned: plan.Plan) -> None:
+    simulated = [simulate(planned, seed) for seed in range(SEEDS)]
     limit = planned.asynchronous.limit if planned.asynchronous else "everything in turn"
     spread = f"{statistics.median(simulated):.1f} [{min(simulated):.1f}, {max(simulated):.1f}]"
     print(
@@ -173,7 +171,7 @@ def print_one_layout(workload: Workload) -> None:
     layout = fastest(0, workload).config
     for max_staleness in STALENESS:
         config = with_overrides(layout, [f"rollout.max_staleness={max_staleness}"])
-        print_row(plan.plan(MODEL, config, GPUS, workload=workload), workload)
+        print_row(plan.plan(MODEL, config, GPUS, workload=workload))
     print()
 
 

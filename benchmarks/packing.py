@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qurl_megatron.learner import packing
-from qurl_megatron.planning.lengths import ResponseLengths
+from qurl_megatron.planning.rollout_time import ResponseLengths
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 
 MODEL = ARCHITECTURES["Qwen3-32B"]

@@ -32,6 +32,7 @@ from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
 from qurl_megatron.model.architecture import Architecture  # noqa: E402
 from qurl_megatron.planning import memory, step_time  # noqa: E402
 from qurl_megatron.planning.publish_time import plan_publish  # noqa: E402
+from qurl_megatron.planning.rollout_time import rollout_s, server_load  # noqa: E402
 from qurl_megatron.planning.step_time import Workload  # noqa: E402
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study  # noqa: E402
 from tiny import build_tiny_model  # noqa: E402
@@ -131,7 +132,7 @@ def refit_constants() -> None:
     """Fit the constants to `FITTED` by least squares of the relative error, and print them."""
     from scipy.optimize import least_squares
 
-    linear, output = memory.num_linear_weights(QWEN3_8B), memory.num_output_weights(QWEN3_8B)
+    linear, output = QWEN3_8B.num_linear_weights, memory.num_output_weights(QWEN3_8B)
     kv_bytes = memory.kv_bytes_per_token(QWEN3_8B)
 
     def errors(constants: np.ndarray) -> list[float]:
@@ -282,19 +283,15 @@ def colocated_step_s(
             "rollout.completions_per_prompt=32",
             "optimizer.minibatches_per_step=4",
             "objective.kl_coefficient=0.01",
+            f"rollout.servers={gpus // server_gpus}",
+            f"rollout.server.tensor_parallel_size={server_gpus}",
+            f"rollout.max_response_length={4096 - 150}",
+            "quantization.format=bf16",
         ],
     )
-    servers = gpus / server_gpus
-    rollout = step_time.rollout_s(
-        architecture,
-        "bf16",
-        server_gpus,
-        sequences=2048 / servers,
-        prompts=64,
-        slots=256,
-        workload=workload,
-        max_response=4096 - 150,
-    )
+    load = server_load(architecture, config, workload, slots=256, publish_s=0.0)
+    prompts_s = step_time.prefill_s(architecture, "bf16", server_gpus, 64 * workload.mean_prompt)
+    rollout = rollout_s(dataclasses.replace(load, prompts_s=prompts_s))
     return rollout + sum(step_time.learner_s(architecture, config, workload).values())
 
 

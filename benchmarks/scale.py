@@ -86,7 +86,7 @@ def seconds_before(planned: Plan) -> float:
     config, learner = planned.config, planned.config.learner
     replicas = learner.data_parallel_size
     stages = range(learner.pipeline_parallel_size)
-    numel = max(memory.num_rank_parameters(MODEL, learner, stage) for stage in stages)
+    numel = max(sum(memory.values_by_copies(MODEL, learner, stage).values()) for stage in stages)
     # An all-reduce sends float32 gradients twice, instead of gradients and then weights.
     sent = (4 - memory.element_bytes(learner)) * numel / step_time.INFINIBAND_BYTES_PER_S
     stepped = 2 * 16 * numel / step_time.HBM_BYTES_PER_S
@@ -126,7 +126,7 @@ def describe(planned: Plan) -> str:
     sizes += [learner.context_parallel_size, learner.data_parallel_size]
     return (
         f"{' x '.join(map(str, sizes))}{recomputed(learner)} + "
-        f"{planned.servers} x {server.tensor_parallel_size}"
+        f"{planned.config.rollout.servers} x {server.tensor_parallel_size}"
     )
 
 
@@ -160,7 +160,7 @@ def study_lengths(longest: int) -> tuple[list[float | None], list[Plan], list[Pl
                 print(f"               {name:12}  nothing fits")
                 continue
             found.append(best)
-            simulated = f" (simulated {simulate(best, workload, seed=0):.0f} s)"
+            simulated = f" (simulated {simulate(best, seed=0):.0f} s)"
             print(
                 f"               {name:12}  {best.total_s:6.0f} s  {describe(best)}"
                 f"{simulated if staleness else ''}",

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from qurl_megatron import device
+from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch.owner import owner_of
@@ -55,7 +56,6 @@ from qurl_megatron.launch.prepare import (
 )
 from qurl_megatron.launch.slurm import signal_lead_s
 from qurl_megatron.launch.status import slurm_jobs
-from qurl_megatron.planning.disk import check_disk
 from qurl_megatron.process import ending_signals
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.files import write_whole
+from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
 
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
@@ -155,8 +156,7 @@ def make_plan(
         )
     ranks = world_size // len(learner_nodes)
     nodes = [NodePlan(name, gpus=ranks, ranks=ranks) for name in learner_nodes]
-    for number, name in enumerate(rollout_nodes):
-        on_node = specs[number :: len(rollout_nodes)]
+    for name, on_node in zip(rollout_nodes, deal(specs, len(rollout_nodes)), strict=True):
         gpus = sum(spec.server.tensor_parallel_size for spec in on_node)
         servers = [(spec.set_name, spec.index) for spec in on_node]
         nodes.append(NodePlan(name, gpus, servers=servers))
@@ -171,7 +171,6 @@ def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], l
         ConfigError: a server needs more than one node, or the learner's ranks do not divide evenly
             over nodes.
     """
-    learner = [f"learner{n}" for n in range(-(-config.learner.world_size // gpus_per_node))]
     specs = server_specs(config)
     if not specs:
         raise ConfigError(
@@ -185,9 +184,13 @@ def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], l
                 f"{spec.set_name}.server.tensor_parallel_size={size}: a server must fit on one "
                 f"node, which has --gpus-per-node={gpus_per_node}"
             )
-    for num_nodes in range(1, len(specs) + 1):
-        rollout = [f"rollout{n}" for n in range(num_nodes)]
-        nodes = make_plan(config, 0, learner, rollout, port=0).nodes
-        if max(node.gpus for node in nodes) <= gpus_per_node:
-            break
+    sizes = [spec.server.tensor_parallel_size for spec in specs]
+    num_nodes = 1
+    while not fit_on_nodes(sizes, num_nodes, gpus_per_node):
+        num_nodes += 1
+    learner = [
+        f"learner{n}" for n in range(nodes_of_learner(config.learner.world_size, gpus_per_node))
+    ]
+    rollout = [f"rollout{n}" for n in range(num_nodes)]
+    nodes = make_plan(config, 0, learner, rollout, port=0).nodes
     return nodes[: len(learner)], nodes[len(learner) :]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.validate import validate, validate_resume
@@ -28,7 +29,6 @@ from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.servers_at import check_servers_at
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.planning.disk import check_disk
 from qurl_megatron.rollout.options import check_options
 
 DATA_SUMMARY = "data.txt"  # in a run's directory

@@ -23,6 +23,8 @@ from qurl_megatron.process import bind_stores
 
 T = TypeVar("T")
 
+LOGIT_CHUNK_ELEMENTS = 2**26  # logits that a GPU computes at once, 256 MiB in float32
+
 # The other ranks wait in a collective while rank 0 samples, which can take hours. What notices a
 # rank that died is the launcher.
 COLLECTIVE_TIMEOUT_S = 48 * 3600.0
@@ -91,9 +93,9 @@ def logit_chunk_elements(rows: int) -> int:
     """Return how many logits to compute at once on a rank that holds `rows` of the vocabulary.
 
     On a CPU they fit in a core's cache, but cover at least 64 tokens, because every chunk reads
-    the whole weight. On a GPU they take 256 MiB in float32.
+    the whole weight. On a GPU they are `LOGIT_CHUNK_ELEMENTS`.
     """
-    return max(2**18, 64 * rows) if accelerator() == "cpu" else 2**26
+    return max(2**18, 64 * rows) if accelerator() == "cpu" else LOGIT_CHUNK_ELEMENTS
 
 
 def _from_environment(torchrun: str, slurm: str, default: int) -> int:

@@ -122,10 +122,7 @@ def _state(learner: Learner, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _resident_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes in memory, which are none while a tensor's storage is empty."""
-    total = 0
-    for tensor in tensors:
-        total += tensor.untyped_storage().nbytes()
-    return total
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _sum_of_logprobs(

@@ -1,4 +1,7 @@
-"""Resumed runs equal uninterrupted ones, in any layout; incomplete checkpoints are refused."""
+"""Resumed runs equal uninterrupted ones, in any layout; incomplete checkpoints are refused.
+
+A run asks for the disk of all its checkpoints before it starts.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from typer.testing import CliRunner
 from batches import ragged, score, update
 from distributed import run_ranks
 from qurl_megatron.cli import app
+from qurl_megatron.config.disk import check_disk, checkpoint_bytes
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
-from qurl_megatron.config.yaml_file import save
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,
@@ -33,7 +37,6 @@ from qurl_megatron.learner.checkpoint import (
     read_state,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import checkpoint_bytes
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -249,20 +252,21 @@ def test_transformers_computes_the_learners_logprobs_from_an_exported_checkpoint
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("has_config", [False, True], ids=["empty", "config.yaml only"])
-def test_a_directory_without_megatron_files_is_refused(has_config: bool, tmp_path: Path) -> None:
-    if has_config:
-        save(Config(), tmp_path / "config.yaml")
-    with pytest.raises(CheckpointError, match="not a checkpoint, it lacks megatron"):
-        read_config(tmp_path)
-
-
-def test_an_interrupted_save_is_refused_by_name(tmp_path: Path) -> None:
-    partial = tmp_path / "step_000003.partial"
-    for name in CONTENTS:
-        (partial / name).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="it was left by an interrupted save"):
-        read_config(partial)
+@pytest.mark.parametrize(
+    ("name", "contents", "words"),
+    [
+        ("step_000003", (), "not a checkpoint, it lacks megatron"),
+        ("step_000003", ("config.yaml",), "not a checkpoint, it lacks megatron"),
+        ("step_000003.partial", CONTENTS, "it was left by an interrupted save"),
+    ],
+)
+def test_a_directory_that_is_not_a_whole_checkpoint_is_refused(
+    name: str, contents: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    for content in contents:
+        (tmp_path / name / content).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=words):
+        read_config(tmp_path / name)
 
 
 @pytest.fixture
@@ -301,3 +305,24 @@ def test_a_full_disk_is_named_with_the_last_whole_checkpoint(
     assert "the disk is full" in message
     assert f"the last whole one is {newest}" in message
     assert read_state(newest).step >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "written", "checkpoints"),
+    [
+        ("checkpoint.keep_last=2", 0, 4),  # two last ones, the best, and one being written
+        ("checkpoint.keep_last=2 checkpoint.keep_best=false", 0, 3),
+        ("checkpoint.keep_last=2 evaluation.problems=0", 0, 3),  # nothing is evaluated
+        ("checkpoint.every_steps=0", 0, 0),
+        ("checkpoint.keep_last=2", 2, 2),  # those that are there are not asked for again
+    ],
+)
+def test_a_run_asks_for_every_checkpoint_that_the_disk_holds_at_once(
+    words: str, written: int, checkpoints: int, tmp_path: Path
+) -> None:
+    build_tiny_model(tmp_path / "model")
+    config = Config(model=str(tmp_path / "model"), output_dir=str(tmp_path), name="run")
+    for step in range(written):
+        (config.run_dir / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+    line = check_disk(with_overrides(config, words.split()))
+    assert f"for {checkpoints} checkpoints and the final model" in line

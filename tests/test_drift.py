@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qurl_megatron.config.schema import MEASURED_ROWS
 from qurl_megatron.quantization.quantize import code_flips, dequantize, quantize
 from qurl_megatron.weight_sync import drift as drifts
-from qurl_megatron.weight_sync.drift import MEASURED_ROWS, DriftMeter, WeightDrift
+from qurl_megatron.weight_sync.drift import DriftMeter, WeightDrift
 
 
 def sum_of_squares(tensor: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Literal
@@ -12,31 +13,35 @@ import pytest
 from distributed import run_ranks
 from learner_memory import activations_of, allocated
 from published import MODELS, PARAMETERS
-from qurl_megatron import device
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
     RecomputeMode,
-    RolloutConfig,
     WeightFormat,
 )
 from qurl_megatron.learner import packing
+from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.planning import memory
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
-from qurl_megatron.weight_sync import drift
 from tiny import build_tiny_model
 
 QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
 # Weights in the linear layers of a block of Qwen2.5-32B: q and o, k and v, gate and up and down.
 LAYER_WEIGHTS = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120
+FOUR_STAGES = ["pipeline_parallel_size=4", "layers_in_last_pipeline_stage=none"]
+
+
+def with_learner(*words: str) -> Config:
+    """Return the study of Qwen2.5-32B in INT8 on 64 GPUs, with changed fields of its learner."""
+    return with_overrides(study("", 64, "int8"), [f"learner.{word}" for word in words])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_32b_model_has_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
-    assert memory.num_parameters(ARCHITECTURES[name]) == PARAMETERS[name]
+    assert weight_map.num_parameters(ARCHITECTURES[name]) == PARAMETERS[name]
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     read = Architecture.from_directory(tmp_path)
     eos = ARCHITECTURES[name].eos_token_ids
@@ -78,23 +83,14 @@ def test_gpus_of_a_server_divide_the_weights_but_copy_norms_and_row_parallel_sca
 
 def test_a_parameter_takes_6_bytes_and_its_share_of_12_for_adam() -> None:
     """Data- and context-parallel ranks share Adam's state. All sizes are multiples of 64."""
-    words = [
-        "learner.pipeline_parallel_size=4",
-        "learner.layers_in_last_pipeline_stage=none",
-        "learner.data_parallel_size=2",
-        "learner.context_parallel_size=2",
-    ]
-    config = with_overrides(study("", 64, "int8"), words)
+    config = with_learner(*FOUR_STAGES, "data_parallel_size=2", "context_parallel_size=2")
     tensor = config.learner.tensor_parallel_size
     parts = memory.learner_memory(QWEN2, config, 1)
-    numel = memory.num_rank_parameters(QWEN2, config.learner, 1)
+    numel = sum(memory.values_by_copies(QWEN2, config.learner, 1).values())
     sharded = (LAYER_WEIGHTS + 5120 + 2 * 1024) // tensor  # with the biases of q, k and v
     assert numel == 16 * (sharded + 2 * 5120)
-    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (
-        2 * numel,
-        4 * numel,
-        12 * numel // 4,
-    )
+    assert (parts["weights"], parts["gradients"]) == (2 * numel, 4 * numel)
+    assert parts["optimizer"] == 12 * numel // 4
 
 
 def test_fp8_keeps_two_codes_beside_every_weight_of_the_linear_layers() -> None:
@@ -108,16 +104,15 @@ def test_fp8_keeps_two_codes_beside_every_weight_of_the_linear_layers() -> None:
 
 
 def test_micro_batches_have_the_tokens_of_their_budget_but_at_least_the_longest_sequence() -> None:
-    config = study("", 64, "int8")
-    assert config.rollout.max_length == 9216
+    """The longest has 9216 tokens."""
 
     def tokens(*words: str) -> int:
-        return memory.micro_batch_tokens(with_overrides(config, list(words)))
+        return memory.micro_batch_tokens(with_learner(*words))
 
-    assert tokens("learner.tokens_per_micro_batch=20000") == 20000
-    assert tokens("learner.tokens_per_micro_batch=4096") == 9216
-    assert tokens("learner.tokens_per_micro_batch=none", "learner.micro_batch_size=2") == 2 * 9216
-    assert tokens("learner.context_parallel_size=2") == 9216 // 2
+    assert tokens("tokens_per_micro_batch=20000") == 20000
+    assert tokens("tokens_per_micro_batch=4096") == 9216
+    assert tokens("tokens_per_micro_batch=none", "micro_batch_size=2") == 2 * 9216
+    assert tokens("context_parallel_size=2") == 9216 // 2
 
 
 def test_recomputation_keeps_inputs_of_layers_or_leaves_out_what_is_cheap() -> None:
@@ -130,8 +125,7 @@ def test_recomputation_keeps_inputs_of_layers_or_leaves_out_what_is_cheap() -> N
     assert kept == 5 * layers * layer  # stage 0 of five has five micro batches in flight
 
     def activations(*words: str) -> int:
-        changed = with_overrides(config, [f"learner.{word}" for word in words])
-        return memory.learner_memory(QWEN2, changed, 0)["activations"]
+        return memory.learner_memory(QWEN2, with_learner(*words), 0)["activations"]
 
     inputs = tokens * 2 * 5120 // 8
     assert activations("recompute=full") == (5 * layers - 1) * inputs + layer
@@ -147,9 +141,11 @@ def test_layers_are_recomputed_in_each_virtual_stage() -> None:
     assert memory.recomputed_layers(learner, 4) == 4
 
 
-def test_an_offloaded_optimizer_makes_room_for_activations() -> None:
+def test_buckets_replace_activations_and_an_offloaded_optimizer_makes_room_for_them() -> None:
     """Beside the passes it is in memory, with the buckets of a publish."""
-    parts = {"weights": 10, memory.OFFLOADED: 6, "activations": 5, "backward": 3, "logits": 2}
+    parts = {"weights": 10, "activations": 5, "backward": 3, "logits": 2}
+    assert [memory.total_bytes(parts, buckets) for buckets in (4, 15)] == [20, 25]
+    parts[memory.OFFLOADED] = 6
     assert memory.total_bytes(parts, 1) == 10 + 5 + 3 + 2
     assert memory.total_bytes(parts, 7) == 10 + 6 + 7
 
@@ -173,12 +169,7 @@ def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
 
 def test_virtual_stages_keep_more_activations() -> None:
     """4 stages of 16 layers with v = 2 keep 16 x 4 x (1 + 3 / 8) = 88 layers on every stage."""
-    words = [
-        "learner.pipeline_parallel_size=4",
-        "learner.layers_in_last_pipeline_stage=none",
-        "learner.virtual_pipeline_parallel_size=2",
-    ]
-    config = with_overrides(study("", 64, "int8"), words)
+    config = with_learner(*FOUR_STAGES, "virtual_pipeline_parallel_size=2")
     layer = memory.layer_activation_bytes(QWEN2, config.learner, 9216, 9216)
     for stage in (0, 2):
         assert memory.learner_memory(QWEN2, config, stage)["activations"] == 88 * layer
@@ -223,12 +214,6 @@ def test_buckets_are_as_large_as_the_largest_tensor_at_least() -> None:
     assert memory.bucket_memory(QWEN2, config) == 2 * 2**31 + embedding
 
 
-def test_buckets_replace_activations_in_the_peak_of_a_rank() -> None:
-    parts = {"weights": 10, "activations": 5, "backward": 3, "logits": 2}
-    assert memory.total_bytes(parts, 4) == 20
-    assert memory.total_bytes(parts, 15) == 25
-
-
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 LEARNERS = [
     LearnerConfig(),
@@ -242,23 +227,32 @@ LEARNERS = [
     LearnerConfig(recompute="selective", offload_optimizer=True),
     LearnerConfig(tensor_parallel_size=2, dtype="float32", recompute="selective"),
 ]
+EXPERT_LEARNERS = [
+    LearnerConfig(dtype="float32"),
+    LearnerConfig(data_parallel_size=2, expert_parallel_size=2),
+    LearnerConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2),
+]
+REAL: list[tuple[Family, LearnerConfig]] = [
+    *itertools.product(("qwen2", "qwen3"), LEARNERS),
+    *itertools.product(("qwen3_moe",), EXPERT_LEARNERS),
+]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    "learner",
-    LEARNERS,
-    ids=lambda c: (
-        f"{c.dtype}-{c.tensor_parallel_size}x{c.pipeline_parallel_size}x{c.data_parallel_size}"
-        + f"-{c.recompute}{c.recompute_layers or ''}" * (c.recompute is not None)
-    ),
+    ("family", "learner"),
+    REAL,
+    ids=[
+        f"{family}-{learner.dtype}-{learner.world_size} ranks-{learner.recompute}"
+        for family, learner in REAL
+    ],
 )
 def test_a_real_learner_allocates_the_planned_bytes(
     family: Family, learner: LearnerConfig, tmp_path: Path
 ) -> None:
     """Weights and gradients match to the byte on every rank, and the optimizer over all ranks.
 
-    A rank's share of the optimizer is at most the planned one.
+    A rank's share of the optimizer is at most the planned one. Experts have a buffer of their own,
+    and other copies than the rest of the model.
 
     Activations are planned for the layers alone: the embedding, the last norm, the log-probs and
     the places of packed tokens keep up to a quarter more.
@@ -266,8 +260,7 @@ def test_a_real_learner_allocates_the_planned_bytes(
     build_tiny_model(tmp_path, family)
     architecture = Architecture.from_directory(tmp_path)
     rows, time = 3, 21
-    rollout = RolloutConfig(prompts_per_step=2, completions_per_prompt=2)
-    config = Config(learner=learner, rollout=rollout)
+    config = Config(learner=learner)
     replicas = learner.data_parallel_size
     by_rank = run_ranks(allocated, learner.world_size, tmp_path, learner, rows * replicas, time)
     # Tensor-parallel ranks compute a multiple of their number.
@@ -277,14 +270,19 @@ def test_a_real_learner_allocates_the_planned_bytes(
         # Ranks are numbered tensor, then data, then pipeline parallel.
         per_stage = learner.tensor_parallel_size * replicas
         of_stage = by_rank[stage * per_stage : (stage + 1) * per_stage]
-        numel = memory.num_rank_parameters(architecture, learner, stage)
-        state = memory.state_bytes(learner) * numel * learner.tensor_parallel_size
+        values = memory.values_by_copies(architecture, learner, stage)
+        numel = sum(per_stage * count // copies for copies, count in values.items())
+        state = memory.state_bytes(learner) * numel
         assert sum(measured["optimizer"] for measured in of_stage) == state
         for measured in of_stage:
             for part in ("weights", "gradients"):
                 assert measured[part] == planned[part], part
             share = planned[memory.OFFLOADED if learner.offload_optimizer else "optimizer"]
             assert 0.95 * share < measured["optimizer"] <= share
+            in_passes = 0 if learner.offload_optimizer else measured["optimizer"]
+            assert measured["optimizer in passes"] == in_passes
+            if architecture.num_experts:
+                continue  # they get unequally many tokens
             layers = memory.stage_layers(architecture, learner)[stage]
             whole, kept = (
                 memory.layer_activation_bytes(
@@ -300,50 +298,14 @@ def test_a_real_learner_allocates_the_planned_bytes(
                 assert abs(measured["activations"] - activations) < 0.1 * activations
             else:
                 assert 0 <= measured["activations"] - activations < 0.25 * layers * whole
-            if learner.offload_optimizer:
-                assert measured["optimizer in passes"] == 0
-            else:
-                assert measured["optimizer in passes"] == measured["optimizer"]
-
-
-@pytest.mark.parametrize(
-    "learner",
-    [
-        LearnerConfig(dtype="float32"),
-        LearnerConfig(data_parallel_size=2, expert_parallel_size=2),
-        LearnerConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2),
-    ],
-    ids=["one rank", "EP2", "EP2, each expert on two ranks"],
-)
-def test_a_real_learner_with_experts_allocates_the_planned_bytes(
-    learner: LearnerConfig, tmp_path: Path
-) -> None:
-    """Experts have a buffer of their own, and other copies than the rest of the model."""
-    build_tiny_model(tmp_path, "qwen3_moe")
-    architecture = Architecture.from_directory(tmp_path)
-    config = Config(learner=learner)
-    rows, time = 3, 21
-    by_rank = run_ranks(
-        allocated, learner.world_size, tmp_path, learner, rows * learner.data_parallel_size, time
-    )
-    planned = memory.learner_memory(architecture, config, 0)
-    for measured in by_rank:
-        assert measured["weights"] == planned["weights"]
-        assert measured["gradients"] == planned["gradients"]
-        assert 0.95 * planned["optimizer"] < measured["optimizer"] <= planned["optimizer"]
-    of_experts = 2 * 8 * 3 * 96 * 64  # layers, experts, gate and up and down
-    of_learner = memory.values_by_copies(architecture, learner, 0)
-    assert of_learner[learner.expert_data_parallel_size] >= (
-        of_experts // learner.expert_parallel_size
-    )
 
 
 def test_a_token_passes_through_the_experts_that_it_chooses() -> None:
     """Qwen3-30B-A3B has 30.5B values, of which 3.3B are active; A22B of 235B, 22B."""
     for (name, architecture), active in zip(EXPERTS.items(), (3.3e9, 22e9), strict=True):
-        assert memory.num_parameters(architecture) == PARAMETERS[name]
+        assert weight_map.num_parameters(architecture) == PARAMETERS[name]
         vocabulary = 2 * memory.num_output_weights(architecture)
-        total = memory.num_linear_weights(architecture) + vocabulary
+        total = architecture.num_linear_weights + vocabulary
         assert total == pytest.approx(active, rel=0.03)
         on_server = memory.server_weight_bytes(architecture, "int8", 1)
         experts = architecture.num_layers * 128 * 3 * architecture.hidden_size
@@ -392,12 +354,5 @@ def test_a_tied_model_has_a_second_embedding_on_its_last_stage(tmp_path: Path) -
         for stage, measured in enumerate(by_rank):
             planned = memory.learner_memory(architecture, Config(learner=learner), stage)
             assert measured["weights"] == planned["weights"]
-            numel = memory.num_rank_parameters(architecture, learner, stage)
+            numel = sum(memory.values_by_copies(architecture, learner, stage).values())
             assert 0 <= measured["weights"] - 2 * numel < 2 * 64 * 40  # the alignment
-
-
-def test_constants_copied_from_other_modules_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    assert device.logit_chunk_elements(QWEN2.vocab_size) == memory.LOGIT_CHUNK_ELEMENTS
-    assert drift.MEASURED_ROWS == memory.MEASURED_ROWS
-    assert drift.EXPERT_ROWS == memory.EXPERT_ROWS

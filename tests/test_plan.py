@@ -1,31 +1,34 @@
-"""Check which plans are refused and suggested, and what `qurl plan` prints."""
+"""Check which plans are refused and suggested, what `qurl plan` prints, and what limits a step."""
 
 from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from published import PARAMETERS
 from qurl_megatron.cli import app
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.planning import plan
-from qurl_megatron.planning.memory import GIB, GPU_BYTES
-from qurl_megatron.planning.publish_time import senders
+from qurl_megatron.planning import plan, step_time
+from qurl_megatron.planning.limits import REMEDIES, largest_part
+from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
+from qurl_megatron.planning.publish_time import stage_bytes
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes import qwen3_moe, scaling_32b
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
 
-QURL = Path(sys.executable).with_name("qurl")
 SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+
+
+def plan_of(gpus: int = 64, *words: str) -> plan.Plan:
+    return plan.plan(QWEN2, with_overrides(study("", 64, "int8"), list(words)), gpus)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,9 @@ def test_a_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
     best = plan.suggest(ARCHITECTURES[name], config, gpus)
     assert best is not None
     assert planned.total_s < 1.1 * best.total_s
-    assert planned.servers == config.rollout.servers
+    assert planned.config.rollout.servers == config.rollout.servers
+    nodes = [*itertools.chain(*smallest_plan(config, 8))]
+    assert [node.gpus for node in nodes] == [8] * (gpus // 8)  # as a job it fills whole nodes
 
 
 def test_the_page_on_slurm_has_the_words_and_nodes_of_each_layout_of_the_study() -> None:
@@ -97,12 +102,6 @@ def test_servers_have_nodes_of_their_own_where_there_is_more_than_one(
         config.rollout.servers = servers
         learner_nodes, rollout_nodes = smallest_plan(config, 8)
         assert len(learner_nodes) + len(rollout_nodes) == gpus // 8
-
-
-@pytest.mark.parametrize("gpus", LAYOUTS)
-def test_a_job_of_the_study_fills_whole_nodes(gpus: int) -> None:
-    nodes = [*itertools.chain(*smallest_plan(study("Qwen2.5-32B", gpus, "int8"), 8))]
-    assert [node.gpus for node in nodes] == [8] * (gpus // 8)
 
 
 @pytest.mark.parametrize(
@@ -162,16 +161,6 @@ def test_a_plan_for_experts_is_refused_as_the_run_would_be(words: str, message: 
         plan.plan(qwen3_moe.ARCHITECTURES["Qwen3-30B-A3B"], config, 16)
 
 
-def test_a_plan_publishes_to_the_servers_that_it_has() -> None:
-    """Sixteen more GPUs are four more servers, each of which gets its own copy of the weights."""
-    config = study("", 64, "int8")
-    few, many = (plan.plan(QWEN2, config, gpus) for gpus in (64, 80))
-    assert [few.config.rollout.servers, many.config.rollout.servers] == [6, 10]
-    more_s = many.step_s["publish"] - few.step_s["publish"]
-    fullest = max(sender.num_bytes for sender in senders(QWEN2, config))
-    assert more_s == pytest.approx(4 * fullest / 50e9)
-
-
 def test_a_refusal_suggests_a_layout_that_fits() -> None:
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), ["learner.tensor_parallel_size=2"])
     half = Workload.half(config)
@@ -182,11 +171,11 @@ def test_a_refusal_suggests_a_layout_that_fits() -> None:
 
 
 def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
-    config = study("", 64, "int8")
-    config = with_overrides(config, ["rollout.max_response_length=31744"])
+    config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
     half = Workload.half(config)
     suggested = plan.plan_or_suggest(QWEN2, config, 24, half, has_layout=False)
-    assert suggested.learner_total_bytes < GPU_BYTES
+    peak = total_bytes(suggested.learner_bytes, suggested.converter_bucket_bytes)
+    assert peak < GPU_BYTES
     assert suggested.kv_tokens >= 32768
     with pytest.raises(ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens: use more"):
         plan.plan_or_suggest(QWEN2, config, 16, half, has_layout=False)
@@ -204,7 +193,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
     planned = plan.plan(QWEN3, study("", 64, "fp8"), 64)
     assert planned.server_bytes["linear"] + planned.server_bytes["unquantized"] == weights
     assert planned.kv_tokens == pytest.approx(kv_tokens, abs=1)
-    assert planned.slots == kv_tokens // (512 + 4096)
+    assert planned.load.slots == kv_tokens // (512 + 4096)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +236,57 @@ def test_the_command_prints_a_plan_or_one_line(
         assert len(result.stderr.splitlines()) == 1 and not result.stdout
 
 
-def test_a_process_that_refuses_a_plan_ends_with_code_2_and_one_line() -> None:
-    words = [str(QURL), "plan", "Qwen2.5-32B", "--gpus", "8"]
-    process = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 2, process.stderr
-    (line,) = process.stderr.splitlines()
-    assert line.startswith("qurl: no layout of 8 GPUs fits") and not process.stdout
+@pytest.mark.parametrize("staleness", [0, 1, 8])
+def test_the_parts_add_up_to_the_step(staleness: int) -> None:
+    whole = plan_of(64, f"rollout.max_staleness={staleness}")
+    assert sum(whole.parts_s.values()) == pytest.approx(whole.total_s)
+    assert set(whole.parts_s) <= set(REMEDIES)
+
+
+def test_the_pipeline_bubble_is_that_of_its_formula() -> None:
+    """1024 sequences of 4608 tokens in micro batches of 9216 are 512, over five stages."""
+    parts = plan_of(64, "learner.tokens_per_micro_batch=9216").parts_s
+    passes = {"proximal": 2, "update": 3}  # with a reference
+    total = sum(passes.values())
+    # The proximal passes run over both minibatches of 512 micro batches.
+    fraction = (passes["proximal"] * 4 / 1024 + passes["update"] * 4 / 512) / total
+    assert parts["pipeline bubble"] / parts["passes"] == pytest.approx(fraction, rel=0.03)
+
+
+def test_gradients_are_summed_and_applied_for_each_minibatch() -> None:
+    """Two replicas of 8 x 5 ranks; the first stage has the embedding and 13 of 64 layers."""
+    words = ["learner.data_parallel_size=2", "objective.kl_coefficient=0"]
+    parts = plan_of(128, *words).parts_s
+    vocabulary = 152064 * 5120
+    numel = (13 / 64 * (PARAMETERS["Qwen2.5-32B"] - 2 * vocabulary) + vocabulary) / 8
+    summed = (1 / 2) * (4 + 2) * numel / step_time.INFINIBAND_BYTES_PER_S
+    applied = 2 * 16 * (numel / 2) / step_time.HBM_BYTES_PER_S
+    assert parts["gradients"] == pytest.approx(2 * (summed + applied), rel=0.001)
+
+
+def test_more_servers_shorten_decoding_alone_and_lengthen_the_publish() -> None:
+    few, many = plan_of(64).parts_s, plan_of(88).parts_s  # 6 and 12 servers of four GPUs
+    assert few["longest response"] == many["longest response"]
+    alone = 8192 * step_time.decode_s(QWEN2, "int8", 4, 1, 512 + 4096)
+    assert many["longest response"] == pytest.approx(alone)
+    assert many["decoding"] < 0.6 * few["decoding"]
+    fullest = max(map(sum, stage_bytes(QWEN2, plan_of().config)))
+    sent = 6 * fullest / step_time.INFINIBAND_BYTES_PER_S  # a copy to each server
+    assert many["publish"] - few["publish"] == pytest.approx(sent)
+    assert many["passes"] == few["passes"]
+
+
+def test_a_run_ahead_of_the_learner_has_the_parts_that_decide() -> None:
+    learner = {"passes", "pipeline bubble", "gradients", "publish"}
+    assert set(plan_of(64, "rollout.max_staleness=8").parts_s) == learner
+    few = ["rollout.max_staleness=1", "rollout.prompts_per_step=8"]
+    ahead, in_turn = plan_of(512, *few).parts_s, plan_of(512, *few[1:]).parts_s
+    assert set(ahead) == {"longest response", *learner}
+    assert {name: ahead[name] for name in learner} == pytest.approx(
+        {name: in_turn[name] / 2 for name in learner}
+    )
+
+
+def test_the_line_names_the_largest_part_and_what_shortens_it() -> None:
+    line = largest_part({"passes": 30.0, "publish": 60.0, "decoding": 10.0})
+    assert line == f"publish, 60 % of the step; {REMEDIES['publish']}"

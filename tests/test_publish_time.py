@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,7 +12,7 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.planning import memory
 from qurl_megatron.planning.plan import plan
-from qurl_megatron.planning.publish_time import delta_part, plan_publish, senders
+from qurl_megatron.planning.publish_time import delta_part, plan_publish, stage_bytes
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
@@ -32,7 +32,7 @@ def planned(weight_format: WeightFormat, *words: str) -> Config:
 def test_each_stage_sends_its_own_layers_and_what_lies_outside_of_them() -> None:
     """64 layers on five stages are 13, 13, 13, 13 and 12."""
     layer = LINEAR + 4 * SCALES + 2 * REST
-    sent = [sender.num_bytes for sender in senders(QWEN2, planned("int8"))]
+    sent = [dense + experts for dense, experts in stage_bytes(QWEN2, planned("int8"))]
     assert sent == [
         13 * layer + 2 * VOCABULARY,
         *[13 * layer] * 3,
@@ -42,17 +42,13 @@ def test_each_stage_sends_its_own_layers_and_what_lies_outside_of_them() -> None
 
 def test_the_senders_send_all_tensors_once() -> None:
     words = ["quantization.keep=[model.layers.3, '*.o_proj']"]
-    for weight_format in memory_formats():
+    for weight_format in get_args(WeightFormat):
         config = planned(weight_format, *words)
         total = memory.published_bytes(QWEN2, weight_format, tuple(config.quantization.keep))
-        assert sum(sender.num_bytes for sender in senders(QWEN2, config)) == total
+        assert sum(map(sum, stage_bytes(QWEN2, config))) == total
 
 
-def memory_formats() -> list[WeightFormat]:
-    return ["int8", "int4", "fp8", "fp8-tensor", "fp8-block", "bf16"]
-
-
-def test_experts_have_a_sender_for_each_expert_parallel_rank() -> None:
+def test_a_sender_of_experts_has_those_of_its_expert_parallel_rank() -> None:
     architecture = EXPERTS["Qwen3-30B-A3B"]
     config = planned("bf16")
     config.learner = dataclasses.replace(
@@ -63,15 +59,13 @@ def test_experts_have_a_sender_for_each_expert_parallel_rank() -> None:
         layers_in_last_pipeline_stage=None,
         expert_parallel_size=8,
     )
-    of_an_expert = 2 * 3 * 768 * 2048
-    experts = 48 * (128 // 8) * of_an_expert
-    first, *others = senders(architecture, config)
-    assert [each.num_bytes for each in others] == [experts] * 7
-    assert first.experts == experts
-    assert first.dense + 8 * experts == memory.published_bytes(architecture, "bf16")
+    experts = 48 * 128 * 2 * 3 * 768 * 2048
+    ((dense, of_stage),) = stage_bytes(architecture, config)
+    assert of_stage == experts
+    assert dense + experts == memory.published_bytes(architecture, "bf16")
     # Its gather is that of the dense tensors: an expert is whole on its rank.
     publish = plan_publish(architecture, config)
-    expected = first.dense / 2 / NVLINK + 6 * first.num_bytes / INFINIBAND
+    expected = dense / 2 / NVLINK + 6 * (dense + experts / 8) / INFINIBAND
     assert publish.time_s == pytest.approx(expected)
 
 

@@ -129,10 +129,8 @@ def test_every_tensor_of_a_whole_model_is_sent_once_and_whole(
                 if first.dim is None:
                     assert all(tuple(part.tensor.shape) == first.full_shape for part in parts)
                     continue
-                assert (
-                    sum(part.tensor.shape[first.dim] for part in parts)
-                    == (first.full_shape[first.dim])
-                )
+                rows_or_columns = sum(part.tensor.shape[first.dim] for part in parts)
+                assert rows_or_columns == first.full_shape[first.dim]
                 for part, following in zip(parts, parts[1:], strict=False):
                     end = part.offset[first.dim] + part.tensor.shape[first.dim]
                     assert following.offset[first.dim] == end

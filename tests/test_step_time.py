@@ -1,17 +1,27 @@
-"""Check planned times against published measurements and hand-computed numbers."""
+"""Check planned times of steps and rollouts against published and hand-computed numbers."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from published import PARAMETERS
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
+from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
+from qurl_megatron.planning.plan import plan
+from qurl_megatron.planning.rollout_time import (
+    ResponseLengths,
+    ServerLoad,
+    rollout_s,
+    server_load,
+    steady_state,
+)
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
@@ -27,18 +37,11 @@ OUTPUT = 152064 * 5120
 HBM = 3.35e12  # H100 datasheet, as are 989 and 1979 TFLOP/s below
 
 
-def rollout_s(weight_format: WeightFormat = "int8", servers: int = 4, **changes: float) -> float:
-    """Return the time of 2048 responses to 256 prompts of 512 tokens, on servers of 4 GPUs."""
-    return step_time.rollout_s(
-        QWEN2,
-        weight_format,
-        4,
-        sequences=2048 / servers,
-        prompts=256 / servers,
-        slots=int(changes.get("slots", 200)),
-        workload=Workload(512, changes.get("mean", 4096)),
-        max_response=8192,
-    )
+def load_of(servers: int = 4, slots: int = 200, mean: float = 4096) -> ServerLoad:
+    """Return the share of 2048 responses to 256 prompts of 512 tokens, on servers of 4 GPUs."""
+    config = study("", 64, "int8")
+    config.rollout.servers = servers
+    return server_load(QWEN2, config, Workload(512, mean), slots, publish_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,59 +76,48 @@ def test_token_latency_is_near_published_ones(
 
 
 def test_more_servers_or_slots_shorten_a_rollout_and_longer_responses_lengthen_it() -> None:
-    by_servers = [rollout_s(servers=servers) for servers in range(1, 65)]
+    by_servers = [rollout_s(load_of(servers=servers)) for servers in range(1, 65)]
     assert by_servers == sorted(by_servers, reverse=True)
-    by_slots = [rollout_s(slots=slots) for slots in (16, 32, 64, 128, 256)]
+    by_slots = [rollout_s(load_of(slots=slots)) for slots in (16, 32, 64, 128, 256)]
     assert by_slots == sorted(by_slots, reverse=True)
-    by_length = [rollout_s(mean=mean) for mean in (512, 1024, 4096, 6000, 8192)]
+    by_length = [rollout_s(load_of(mean=mean)) for mean in (512, 1024, 4096, 6000, 8192)]
     assert by_length == sorted(by_length)
 
 
 def test_no_rollout_is_shorter_than_its_longest_response() -> None:
     """With one sequence per server, 8192 tokens follow one another."""
     alone = 8192 * step_time.decode_s(QWEN2, "int8", 4, 1, 512 + 4096)
-    assert rollout_s(servers=2048, mean=8192) == pytest.approx(alone, rel=0.01)
+    assert rollout_s(load_of(servers=2048, mean=8192)) == pytest.approx(alone, rel=0.01)
 
 
-def without_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_time, "prefill_s", lambda *_: 0.0)
+@pytest.mark.parametrize("slots", [100, 200, 512])
+def test_a_rollout_decodes_every_token_once_and_reads_its_context(slots: int) -> None:
+    """If decoding takes a second per sequence, 512 responses of 4096 tokens take 512 x 4096 s.
 
-
-def test_a_rollout_decodes_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If decoding takes a second per sequence, 512 responses of 4096 tokens take 512 x 4096 s."""
-    without_prefill(monkeypatch)
-    monkeypatch.setattr(step_time, "decode_s", lambda *arguments: arguments[3])
-    for slots in (100, 200, 512):
-        assert rollout_s(slots=slots) == pytest.approx(512 * 4096, rel=1e-3)
-
-
-def test_a_rollout_reads_the_context_of_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache.
-
-    With a mean of half the maximum, L is uniform on [0, 8192]: the mean of L^2 is 8192^2 / 3.
+    A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache. With a mean of half
+    the maximum, L is uniform on [0, 8192]: the mean of L^2 is 8192^2 / 3.
     """
-    without_prefill(monkeypatch)
-    monkeypatch.setattr(step_time, "decode_s", lambda *arguments: arguments[4])
-    expected = 512 * (512 * 4096 + 8192**2 / 6)
-    for slots in (100, 200, 512):
-        assert rollout_s(slots=slots) == pytest.approx(expected, rel=1e-3)
+    load = dataclasses.replace(load_of(slots=slots), prompts_s=0.0)
+    decode = dataclasses.replace(load, token_s=lambda sequences, age: sequences)
+    assert rollout_s(decode) == pytest.approx(512 * 4096, rel=1e-3)
+    read = dataclasses.replace(load, token_s=lambda sequences, age: sequences * (512 + age))
+    assert rollout_s(read) == pytest.approx(512 * (512 * 4096 + 8192**2 / 6), rel=1e-3)
 
 
-def test_waiting_sequences_prolong_a_rollout_by_their_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If a token takes a second, 512 sequences in 200 slots take 312 x 4096 / 200 s more."""
-    without_prefill(monkeypatch)
-    monkeypatch.setattr(step_time, "decode_s", lambda *_: 1.0)
-    assert rollout_s(slots=512) == pytest.approx(8192)
-    assert rollout_s(slots=200) == pytest.approx(8192 + 312 * 4096 / 200)
+def test_waiting_sequences_prolong_a_rollout_by_their_turns_and_prompts_are_read_once() -> None:
+    """If a token takes a second, 512 sequences in 200 slots take 312 x 4096 / 200 s more.
+
+    A server reads 64 prompts of 512 tokens, one per group, at 2 FLOPs per weight on four GPUs.
+    """
+    prompts_s = 2 * LINEAR * 64 * 512 / (4 * 1979e12 * PRODUCT_EFFICIENCY["8-bit"])
+    for slots, waited_s in ((512, 0), (200, 312 * 4096 / 200)):
+        load = dataclasses.replace(load_of(slots=slots), token_s=lambda sequences, age: 1.0)
+        assert rollout_s(load) == pytest.approx(prompts_s + 8192 + waited_s, rel=1e-9)
 
 
-def test_prompts_are_read_once_per_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 prompts of 512 tokens at 2 FLOPs per weight on four GPUs."""
-    monkeypatch.setattr(step_time, "decode_s", lambda *_: 0.0)
-    rate = 4 * 1979e12 * PRODUCT_EFFICIENCY["8-bit"]
-    assert rollout_s() == pytest.approx(2 * LINEAR * 64 * 512 / rate)
+def test_a_token_of_a_servers_load_reads_prompts_and_responses() -> None:
+    planned_s = load_of().token_s(16, 1000)
+    assert planned_s == step_time.decode_s(QWEN2, "int8", 4, 16, 16 * 1512)
 
 
 def test_a_token_for_one_sequence_reads_the_weights_once() -> None:
@@ -175,19 +167,17 @@ def test_a_pass_takes_two_operations_per_weight_and_token() -> None:
     assert times["proximal"] == pytest.approx(layers + output, rel=1e-6)
     optimizer = 2 * 2 * 16 * PARAMETERS["Qwen2.5-32B"] / HBM
     assert times["update"] == pytest.approx(3 * layers + 4 * output + optimizer, rel=1e-6)
+    # A reference takes a pass of its own; with one minibatch it is the only one before the update.
     config.objective.kl_coefficient = 1e-3
-    with_reference = step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"]
-    assert with_reference == pytest.approx(2 * times["proximal"], rel=1e-6)
-
-
-def test_with_one_minibatch_only_a_reference_takes_a_pass_before_the_update() -> None:
-    config = learner_config(tensor_parallel_size=1, pipeline_parallel_size=1)
-    config.objective.kl_coefficient = 0
-    two = step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"]
+    assert proximal_s(config) == pytest.approx(2 * times["proximal"], rel=1e-6)
     config.optimizer.minibatches_per_step = 1
-    assert step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"] == 0 < two
-    config.objective.kl_coefficient = 1e-3
-    assert step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"] == pytest.approx(two, rel=1e-6)
+    assert proximal_s(config) == pytest.approx(times["proximal"], rel=1e-6)
+    config.objective.kl_coefficient = 0
+    assert proximal_s(config) == 0
+
+
+def proximal_s(config: Config) -> float:
+    return step_time.learner_s(QWEN2, config, WORKLOAD)["proximal"]
 
 
 def test_parallel_passes_have_all_reduces_and_a_pipeline_bubble() -> None:
@@ -243,12 +233,10 @@ def test_a_batch_reads_the_experts_that_its_sequences_choose() -> None:
     """One sequence reads 8 of 128 experts, 512 sequences all; each multiplies by its own 8."""
     architecture = EXPERTS["Qwen3-30B-A3B"]
     of_gpu = memory.server_weight_bytes(architecture, "int8", 1)
-    rate = HBM * HBM_EFFICIENCY["weights"]
-
     one = step_time.decode_s(architecture, "int8", 1, 1, 0)
     two = step_time.decode_s(architecture, "int8", 1, 2, 0)
     # The second sequence chooses experts that the first did not with probability 15/16.
-    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / rate
+    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / (HBM * HBM_EFFICIENCY["weights"])
     assert two - one == pytest.approx(further + step_time.SEQUENCE_S, rel=1e-6)
 
 
@@ -257,10 +245,92 @@ def test_tokens_go_to_their_experts_and_back_over_the_link_of_the_layout() -> No
     architecture = EXPERTS["Qwen3-30B-A3B"]
     num_bytes = 2 * 8 * (1000 / 2) * 2 * 2048
     of_eight = LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, expert_parallel_size=8)
-    seconds = step_time._all_to_all_s(architecture, of_eight, 1000)
-    assert seconds == pytest.approx(num_bytes * 7 / 8 / 450e9)
     of_two_nodes = dataclasses.replace(of_eight, data_parallel_size=8, expert_parallel_size=16)
-    seconds = step_time._all_to_all_s(architecture, of_two_nodes, 1000)
-    assert seconds == pytest.approx(num_bytes * 15 / 16 / 50e9)
     whole = dataclasses.replace(of_eight, expert_parallel_size=1)
-    assert step_time._all_to_all_s(architecture, whole, 1000) == 0
+    for learner, expected in (
+        (of_eight, num_bytes * 7 / 8 / 450e9),
+        (of_two_nodes, num_bytes * 15 / 16 / 50e9),
+        (whole, 0),
+    ):
+        seconds = step_time._all_to_all_s(architecture, learner, 1000)
+        assert seconds == pytest.approx(expected)
+
+
+# 100 responses a step, 500 tokens on average and 1000 at most, a token every 10 ms.
+LOAD = ServerLoad(
+    token_s=lambda sequences, mean_age: 0.01,
+    prompts_s=0.0,
+    pause_s=lambda running: 0.0,
+    sequences=100,
+    slots=1000,
+    lengths=ResponseLengths(500, 1000),
+)
+
+
+def test_a_slow_learner_determines_the_step() -> None:
+    """100 x 500 tokens in 40 s are 1250 a second; at 100 a second each, 12.5 sequences run."""
+    state = steady_state(LOAD, learner_s=40, max_staleness=1)
+    assert (state.step_s, state.limit) == (40, "learner")
+    assert state.running == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_the_longest_response_and_the_learner_share_the_steps_it_spans(max_staleness: int) -> None:
+    """The longest response takes 10 s and the learner 2 s."""
+    state = steady_state(LOAD, learner_s=2, max_staleness=max_staleness)
+    assert state.step_s == pytest.approx(12 / (max_staleness + 1))
+    assert state.limit == "longest response"
+
+
+def test_more_staleness_ends_at_the_learner() -> None:
+    """(10 + 2) / 6 = 2."""
+    assert steady_state(LOAD, learner_s=2, max_staleness=5).limit == "learner"
+
+
+def test_few_slots_determine_the_step() -> None:
+    """100 x 500 tokens of 10 ms in 20 slots take 25 s."""
+    state = steady_state(dataclasses.replace(LOAD, slots=20), learner_s=2, max_staleness=4)
+    assert (state.step_s, state.limit, state.running) == (pytest.approx(25), "servers", 20)
+
+
+def test_a_pause_is_time_in_which_nothing_is_decoded() -> None:
+    """Twenty running sequences pause for 3 s, prompts take 1 s."""
+    load = dataclasses.replace(
+        LOAD, slots=20, prompts_s=1.0, pause_s=lambda running: 3.0 * running / 20
+    )
+    assert steady_state(load, learner_s=2, max_staleness=4).step_s == pytest.approx(29)
+
+
+@pytest.mark.parametrize("log_deviation", [None, 0.5, 1.5])
+def test_lengths_have_their_mean_and_mean_age(log_deviation: float | None) -> None:
+    lengths = ResponseLengths(2000, 8000, log_deviation)
+    generator = random.Random(0)
+    sample = [lengths.quantile(generator.random()) for _ in range(100_000)]
+    assert max(sample) <= 8000
+    assert fmean(sample) == pytest.approx(2000, rel=0.01)
+    squares = fmean(length**2 for length in sample)
+    assert lengths.mean_age == pytest.approx(squares / (2 * 2000), rel=0.02)
+    for length in (500, 2000, 7900):
+        longer = fmean(sampled > length for sampled in sample)
+        assert lengths.fraction_longer(length) == pytest.approx(longer, abs=0.005)
+
+
+def planned_step_s(*words: str) -> float:
+    config = with_overrides(study("", 64, "int8"), list(words))
+    return plan(QWEN2, config, 64, Workload(512, 2048, log_deviation=1.0)).total_s
+
+
+def test_the_plan_of_a_stale_run_overlaps_rollout_and_learner() -> None:
+    synchronous = planned_step_s()
+    one_step_off = planned_step_s("rollout.max_staleness=1")
+    assert synchronous / 2 < one_step_off < synchronous
+
+
+def test_reading_contexts_again_takes_time_that_keeping_them_does_not() -> None:
+    few_servers = [
+        "rollout.max_staleness=4",
+        "rollout.server.max_running_requests=64",
+        "rollout.server.tensor_parallel_size=8",
+    ]
+    retract = planned_step_s(*few_servers, "rollout.pause_mode=retract")
+    assert planned_step_s(*few_servers, "rollout.pause_mode=in_place") < retract

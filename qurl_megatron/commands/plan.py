@@ -75,17 +75,12 @@ def plan(
                 f"--log-deviation {log_deviation}: must be above 0 and at most 10; around 1 for "
                 "reasoning"
             )
-        chosen = plan_or_suggest(
-            architecture,
-            config,
-            gpus,
-            Workload(
-                half.mean_prompt if mean_prompt is None else mean_prompt,
-                half.mean_response if mean_response is None else mean_response,
-                log_deviation,
-            ),
-            has_layout=has_layout,
+        workload = Workload(
+            half.mean_prompt if mean_prompt is None else mean_prompt,
+            half.mean_response if mean_response is None else mean_response,
+            log_deviation,
         )
+        chosen = plan_or_suggest(architecture, config, gpus, workload, has_layout=has_layout)
     print_plan(chosen)
 
 
@@ -108,14 +103,13 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     is_model = subject in known or Path(subject).is_dir()
     if is_model:
         overrides = [f"model={subject}", *overrides]
+        architecture = known.get(subject) or Architecture.from_directory(subject)
+        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
     elif subject not in recipe_names():
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(known)}) or recipe "
             f"({', '.join(recipe_names())})"
         )
-    if is_model:
-        architecture = known.get(subject) or Architecture.from_directory(subject)
-        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
     config = with_overrides(load_recipe(subject).recipe(), overrides)
     if not config.model:
         raise ConfigError(

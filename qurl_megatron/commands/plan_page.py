@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.planning.limits import largest_part
-from qurl_megatron.planning.memory import GIB, GPU_BYTES
+from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
 from qurl_megatron.planning.plan import Plan, layout_overrides
 from qurl_megatron.planning.publish_time import PublishPlan
 
@@ -17,31 +19,34 @@ def print_plan(plan: Plan) -> None:
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
     console.print(f"{plan.gpus} H100: {' '.join(layout_overrides(config))}", soft_wrap=True)
+    gib = f"GiB of {GPU_BYTES / GIB:.1f}"
+    of_learner = f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU"
+    of_server = (
+        f"rollout.servers={config.rollout.servers}, in {config.quantization.format}, of "
+        f"{server.tensor_parallel_size} GPUs each: memory of a GPU"
+    )
+    of_step, whole = "time of a step", "total"
+    if plan.asynchronous:
+        of_step += ": rollout beside the rest; a server "
+        of_step += f"decodes {plan.asynchronous.running:.0f} sequences at once"
+        whole = "step"
+    learner_bytes = {
+        **plan.learner_bytes,
+        "or buckets, during a publish": plan.converter_bucket_bytes,
+    }
+    most = total_bytes(plan.learner_bytes, plan.converter_bucket_bytes)
+    server_bytes = plan.server_bytes
     console.print(
-        _table(
-            f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU",
-            f"GiB of {GPU_BYTES / GIB:.1f}",
-            {
-                **_gib(plan.learner_bytes),
-                "or buckets, during a publish": plan.converter_bucket_bytes / GIB,
-            },
-            ("at most", plan.learner_total_bytes / GIB),
-        ),
-        _table(
-            f"rollout.servers={plan.servers}, in {config.quantization.format}, of "
-            f"{server.tensor_parallel_size} GPUs each: memory of a GPU",
-            f"GiB of {GPU_BYTES / GIB:.1f}",
-            _gib(plan.server_bytes),
-            ("total", sum(plan.server_bytes.values()) / GIB),
-        ),
-        _time_table(plan),
+        _table(of_learner, gib, learner_bytes, ("at most", most), GIB),
+        _table(of_server, gib, server_bytes, ("total", sum(server_bytes.values())), GIB),
+        _table(of_step, "s", plan.step_s, (whole, plan.total_s)),
     )
     console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
     console.print(
-        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.slots} sequences at once. "
-        f"{_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
-        "memory.py, step_time.py and publish.py in qurl_megatron/planning. The errors of the "
-        "estimate: docs/findings/planning.md.",
+        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
+        f"once. {_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
+        "memory.py, step_time.py, rollout_time.py and publish_time.py in qurl_megatron/planning. "
+        "The errors of the estimate: docs/findings/planning.md.",
         soft_wrap=True,
     )
 
@@ -58,26 +63,16 @@ def _describe_publish(publish: PublishPlan) -> str:
     )
 
 
-def _time_table(plan: Plan) -> Table:
-    if plan.asynchronous is None:
-        return _table("time of a step", "s", plan.step_s, ("total", plan.total_s))
-    return _table(
-        f"time of a step: rollout beside the rest; a server "
-        f"decodes {plan.asynchronous.running:.0f} sequences at once",
-        "s",
-        plan.step_s,
-        ("step", plan.total_s),
-    )
-
-
-def _table(title: str, unit: str, rows: dict[str, float], total: tuple[str, float]) -> Table:
+def _table(
+    title: str,
+    unit: str,
+    rows: Mapping[str, float],
+    total: tuple[str, float],
+    unit_size: int = 1,
+) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_footer=True)
     table.add_column("", footer=total[0])
-    table.add_column(unit, justify="right", footer=f"{total[1]:.1f}")
+    table.add_column(unit, justify="right", footer=f"{total[1] / unit_size:.1f}")
     for name, value in rows.items():
-        table.add_row(name, f"{value:.1f}")
+        table.add_row(name, f"{value / unit_size:.1f}")
     return table
-
-
-def _gib(parts: dict[str, int]) -> dict[str, float]:
-    return {name: num_bytes / GIB for name, num_bytes in parts.items()}

@@ -50,10 +50,10 @@ def train(
 
     A summary of the data is printed before anything starts.
     """
+    from qurl_megatron.config.disk import check_disk
     from qurl_megatron.device import num_gpus
     from qurl_megatron.launch import local
     from qurl_megatron.launch.prepare import check_new, prepare_new, print_data_summary
-    from qurl_megatron.planning.disk import check_disk
 
     with exit_on_bad_input():
         if dry_run:
@@ -70,10 +70,10 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
 
     The learner's layout may differ from that of the checkpoint.
     """
+    from qurl_megatron.config.disk import check_disk
     from qurl_megatron.device import num_gpus
     from qurl_megatron.launch import local
     from qurl_megatron.launch.prepare import prepare_resume, print_data_summary, warn_of_pickles
-    from qurl_megatron.planning.disk import check_disk
 
     with exit_on_bad_input():
         warn_of_pickles(run_dir)

@@ -671,3 +671,6 @@ class Config:
 HELD_OUT = "held_out"  # reserved name: evaluation on held-out problems of the run's own data
 # Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
 WARMUP_CHECK_PROBLEMS = 256
+# Rows of each shard of a quantized weight that stand for all of them where its drift is measured.
+MEASURED_ROWS = 128  # at most
+EXPERT_ROWS = 4  # at least, of an expert's weight, which is one of many

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -54,6 +53,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from qurl_megatron.config import yaml_file
+from qurl_megatron.config.disk import checkpoint_bytes
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.files import (
@@ -71,8 +71,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights
-from qurl_megatron.model.weight_map import Rule
-from qurl_megatron.planning.memory import checkpoint_bytes
+from qurl_megatron.model.weight_map import Rule, num_parameters, num_values
 from qurl_megatron.process import die_with_parent
 
 BEST = "best"
@@ -137,10 +136,9 @@ class Checkpoints:
         return from_rank_zero(lambda: self._exceeds_saved(accuracy))
 
     def _exceeds_saved(self, accuracy: float) -> bool:
-        saved = [*_accuracies(self._config.run_dir).values()]
-        if self._latest_accuracy is not None:  # its checkpoint may still be being written
-            saved.append(self._latest_accuracy)
-        return all(accuracy > other for other in saved)
+        # The checkpoint of the last save may still be being written.
+        saved = [*_accuracies(self._config.run_dir).values(), self._latest_accuracy]
+        return all(other is None or accuracy > other for other in saved)
 
     def save(self, state: RunState) -> None:
         """Wait for an earlier save, then start to save in background processes.
@@ -230,32 +228,21 @@ class Checkpoints:
     def _complete(self, partial: Path, checkpoint: Path) -> None:
         sync(partial / "megatron")
         rename_whole(partial, checkpoint)
-        with (self._config.run_dir / "checkpoints.jsonl").open("a") as file:
-            line = {
-                "step": read_state(checkpoint).step,
-                "time_write_s": _time_write_s(checkpoint),
-            }
-            file.write(json.dumps(line) + "\n")
         run_dir, settings = self._config.run_dir, self._config.checkpoint
-        best = best_checkpoint(run_dir) if settings.keep_best else None
+        # The seconds from the start of a save to its last file, by the file system's clock.
+        written = max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir())
+        time_write_s = written - (checkpoint / "state.json").stat().st_mtime
+        with (run_dir / "checkpoints.jsonl").open("a") as file:
+            line = {"step": read_state(checkpoint).step, "time_write_s": time_write_s}
+            file.write(json.dumps(line) + "\n")
+        accuracies = _accuracies(run_dir) if settings.keep_best else {}
+        best = max(accuracies, key=lambda path: accuracies[path], default=None)  # first of equals
         _link(self._directory / BEST, best)
         for old in list_checkpoints(run_dir)[: -settings.keep_last]:
             if old == best:
                 continue
             # Rename first: an interrupted removal must not leave a directory that looks complete.
             shutil.rmtree(old.rename(partial_of(old)))
-
-
-def _time_write_s(checkpoint: Path) -> float:
-    """Return the seconds from the start of a save to its last file, by the file system's clock."""
-    start = (checkpoint / "state.json").stat().st_mtime
-    return max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir()) - start
-
-
-def best_checkpoint(run_dir: Path) -> Path | None:
-    """Return the complete checkpoint of the highest accuracy, the first of equals, or None."""
-    accuracies = _accuracies(run_dir)
-    return max(accuracies, key=lambda path: accuracies[path], default=None)
 
 
 def _accuracies(run_dir: Path) -> dict[Path, float]:
@@ -306,17 +293,13 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
     # With bfloat16 the optimizer holds the float32 weights; with float32 they are the parameters.
     in_optimizer = read_config(checkpoint).learner.dtype == "bfloat16"
     prefix = "optimizer.state.fp32_param." if in_optimizer else ""
-    all_rules = weight_map.rules(architecture)
-    layered = [rule for rule in all_rules if rule.layered]
-    outside = [rule for rule in all_rules if not rule.layered]
-    groups: list[tuple[int | None, list[Rule]]] = [(None, outside)]
-    groups += [(layer, layered) for layer in range(architecture.num_layers)]
-    sizes = [sum(_bytes(rule, architecture) for rule in rules) for _, rules in groups]
-    total, done = sum(sizes), 0  # in bytes
-    for (layer, rules), num_bytes in zip(groups, sizes, strict=True):
-        yield _read(checkpoint, rules, layer, architecture, prefix)
-        done += num_bytes
-        progress(done, total)
+    rules = weight_map.rules(architecture)
+    done = 0  # values
+    for layer in (None, *range(architecture.num_layers)):
+        group = [rule for rule in rules if rule.layered == (layer is not None)]
+        yield _read(checkpoint, group, layer, architecture, prefix)
+        done += sum(num_values(part, architecture) for rule in group for part in rule.tensors)
+        progress(4 * done, 4 * num_parameters(architecture))
 
 
 def _read(
@@ -378,7 +361,3 @@ class _SlicePlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn]
-
-
-def _bytes(rule: Rule, architecture: Architecture) -> int:
-    return sum(4 * math.prod(weight_map.full_shape(part, architecture)) for part in rule.tensors)

@@ -192,13 +192,21 @@ class Architecture:
         last = self.num_layers - -(-self.num_layers // stages) * (stages - 1)
         return last if self.num_layers % stages and last > 0 else None
 
-    def forward_flops(self, length: int) -> float:
-        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
+    @property
+    def num_linear_weights(self) -> int:
+        """Weights that a token is multiplied by in all layers; of the experts, in those it chooses.
+
+        Without the output layer.
+        """
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
         mlp = 3 * self.active_intermediate_size + self.num_experts  # the router's rows
-        weights = self.hidden_size * (2 * query + key_value + mlp)
-        return self.num_layers * (2.0 * weights * length + 2.0 * query * length**2)
+        return self.num_layers * self.hidden_size * (2 * query + key_value + mlp)
+
+    def forward_flops(self, length: float) -> float:
+        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
+        attention = self.num_layers * self.num_attention_heads * self.head_dim * length**2
+        return 2.0 * self.num_linear_weights * length + 2.0 * attention
 
     def check_layout(
         self,
@@ -219,9 +227,18 @@ class Architecture:
             self._check_divides("key-value heads", self.num_key_value_heads, size)
         if not self.num_experts:
             self._check_divides("intermediate channels", self.intermediate_size, size)
-        self._check_virtual_stages(
-            pipeline_parallel_size, virtual_pipeline_parallel_size, layers_in_last_pipeline_stage
-        )
+        virtual_stages = virtual_pipeline_parallel_size
+        if virtual_stages > 1 and pipeline_parallel_size == 1:
+            raise ArchitectureError(
+                f"virtual_pipeline_parallel_size={virtual_stages} divides pipeline stages, and "
+                "pipeline_parallel_size=1 has none; leave it at 1"
+            )
+        for layers in self.stage_layers(pipeline_parallel_size, layers_in_last_pipeline_stage):
+            if layers % virtual_stages:
+                raise ArchitectureError(
+                    f"virtual_pipeline_parallel_size={virtual_stages} does not divide a stage's "
+                    f"{layers} layers; sizes that divide them: {_divisors(layers)}"
+                )
         rows = self.padded_vocab_size(size) // size
         if rows * (size - 1) >= self.vocab_size:
             raise ArchitectureError(
@@ -335,19 +352,6 @@ class Architecture:
                 f"sizes that divide them: {_divisors(number)}"
             )
 
-    def _check_virtual_stages(self, stages: int, virtual_stages: int, last: int | None) -> None:
-        if virtual_stages > 1 and stages == 1:
-            raise ArchitectureError(
-                f"virtual_pipeline_parallel_size={virtual_stages} divides pipeline stages, and "
-                "pipeline_parallel_size=1 has none; leave it at 1"
-            )
-        for layers in self.stage_layers(stages, last):
-            if layers % virtual_stages:
-                raise ArchitectureError(
-                    f"virtual_pipeline_parallel_size={virtual_stages} does not divide a stage's "
-                    f"{layers} layers; sizes that divide them: {_divisors(layers)}"
-                )
-
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
@@ -371,9 +375,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
     """Return a field that is a size; `default` stands for a missing one, None for none."""
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
+    value = default if config.get(name) is None else config[name]
     if value is None:
         raise ArchitectureError(f"{file} has no '{name}'")
     if type(value) is not int or not 0 < value < 2**31:
@@ -417,7 +419,15 @@ def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None
             f"{file}: hidden_act '{config['hidden_act']}' is not supported, only 'silu'"
         )
     layer_types = config.get("layer_types")
-    if _uses_sliding_window(config, num_layers):
+    if layer_types is not None:
+        uses_window = "sliding_attention" in layer_types
+    else:  # by the rules of transformers
+        uses_window = (
+            config.get("use_sliding_window")
+            and config.get("sliding_window") is not None
+            and (config.get("max_window_layers") or 0) < num_layers
+        )
+    if uses_window:
         raise ArchitectureError(
             f"{file}: sliding window attention is not supported; "
             "only full attention is (use_sliding_window false)"
@@ -466,17 +476,6 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
         "normalize_topk": normalize_topk,
     }
-
-
-def _uses_sliding_window(config: dict[str, Any], num_layers: int) -> bool:
-    """Return True if any layer uses the window of config.json, by the rules of transformers."""
-    if config.get("layer_types") is not None:
-        return "sliding_attention" in config["layer_types"]
-    return bool(
-        config.get("use_sliding_window")
-        and config.get("sliding_window") is not None
-        and (config.get("max_window_layers") or 0) < num_layers
-    )
 
 
 def _head_dim(

@@ -39,7 +39,6 @@ class Weights:
             ArchitectureError: a file is missing, or a tensor is missing, unknown or misshapen.
         """
         self._directory = Path(directory)
-        self._architecture = architecture
         self._file_of = self._files_by_tensor()
         self.files = sorted(set(self._file_of.values()))
         self._open = {file: self._opened(file) for file in self.files}
@@ -53,7 +52,9 @@ class Weights:
                 )
 
         expected = weight_map.hugging_face_names(architecture)
-        given = {name for name in self._file_of if not self._is_redundant(name)}
+        # Some checkpoints store tensors that others determine.
+        given = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
+        given -= {"lm_head.weight"} if architecture.tie_word_embeddings else set()
         for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -111,11 +112,6 @@ class Weights:
                 f"{path} is not a whole safetensors file ({' '.join(str(error).split())}); "
                 "download or copy it again"
             ) from None
-
-    def _is_redundant(self, name: str) -> bool:
-        """Return True for a tensor that some checkpoints store although others determine it."""
-        tied_copy = self._architecture.tie_word_embeddings and name == "lm_head.weight"
-        return tied_copy or name.endswith("rotary_emb.inv_freq")
 
     def _stored(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)
@@ -201,13 +197,9 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
     those from before the training.
     """
     for path in source.iterdir():
-        if path.is_file() and not _is_of_weights(path.name):
+        name = path.name.removesuffix(".index.json")  # an index of weights stays behind as well
+        if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, destination / path.name)
-
-
-def _is_of_weights(name: str) -> bool:
-    """Return True for a file of weights, in any format, and for an index of such files."""
-    return name.removesuffix(".index.json").endswith(_WEIGHT_SUFFIXES)
 
 
 def write_index(directory: Path, file_of: dict[str, str]) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class HuggingFaceTensor:
     """Name and symbolic shape of a full tensor in a Hugging Face checkpoint."""
 
     name: str  # with `{layer}` in place of the layer number; `{expert}` before `Rule.of_expert`
-    sizes: tuple[str, ...]  # symbolic size of each dimension, see `_size`
+    sizes: tuple[str, ...]  # symbolic size of each dimension, see `full_shape`
 
     @property
     def partition_dim(self) -> int | None:
@@ -125,7 +126,7 @@ class TensorPart:
     """The part of one full tensor that a tensor-parallel rank has."""
 
     name: str  # the full tensor's name, with its layer number
-    view: Tensor  # view of the shard; [groups, rows per group, ...] if the shard is grouped QKV
+    view: Tensor  # view of the shard, [groups, rows per group, ...]; one group unless grouped QKV
     dim: int | None  # the partition dimension; None: every rank has the full tensor
     rank_slices: list[slice] | None  # slices of the full tensor along `dim`, one per rank
     tp_rank: int
@@ -134,8 +135,7 @@ class TensorPart:
     @property
     def tensor(self) -> Tensor:
         """Values of the part, in `shape`; a copy if the part is not contiguous in the shard."""
-        is_grouped = self.view.dim() > len(self.full_shape)
-        return self.view.flatten(0, 1) if is_grouped else self.view
+        return self.view.flatten(0, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -329,30 +329,33 @@ def _find(
     return rule, int(number.group()) if number else None
 
 
-def _size(symbol: str, architecture: Architecture) -> int:
-    match symbol:
-        case "vocabulary":
-            return architecture.vocab_size
-        case "query":
-            return architecture.num_attention_heads * architecture.head_dim
-        case "key_value":
-            return architecture.num_key_value_heads * architecture.head_dim
-        case "intermediate":
-            return architecture.intermediate_size
-        case "moe_intermediate":
-            return architecture.moe_intermediate_size
-        case "experts":
-            return architecture.num_experts
-        case "hidden":
-            return architecture.hidden_size
-        case "head":
-            return architecture.head_dim
-    raise KeyError(f"unknown symbolic size '{symbol}'")
-
-
 def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tuple[int, ...]:
     """Return the shape of a full tensor."""
-    return tuple(_size(symbol, architecture) for symbol in hf_tensor.sizes)
+    sizes = {
+        "vocabulary": architecture.vocab_size,
+        "query": architecture.num_attention_heads * architecture.head_dim,
+        "key_value": architecture.num_key_value_heads * architecture.head_dim,
+        "intermediate": architecture.intermediate_size,
+        "moe_intermediate": architecture.moe_intermediate_size,
+        "experts": architecture.num_experts,
+        "hidden": architecture.hidden_size,
+        "head": architecture.head_dim,
+    }
+    return tuple(sizes[symbol] for symbol in hf_tensor.sizes)
+
+
+def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
+    """Return the number of values in a full tensor."""
+    return math.prod(full_shape(hf_tensor, architecture))
+
+
+def num_parameters(architecture: Architecture) -> int:
+    """Return the number of values in a checkpoint."""
+    return sum(
+        num_values(hf_tensor, architecture) * (architecture.num_layers if rule.layered else 1)
+        for rule in rules(architecture)
+        for hf_tensor in rule.tensors
+    )
 
 
 def rank_slices(
@@ -370,30 +373,18 @@ def rank_slices(
     if dim is None:
         return None
     size = full_shape(hf_tensor, architecture)[dim]
-    if rule.merge is Merge.GROUPED_QKV:
-        return _grouped_rank_slices(rule, hf_tensor, architecture, tp_size)
     length = -(-size // tp_size)
     ends = [min(rank * length, size) for rank in range(tp_size + 1)]
-    return [slice(start, end) for start, end in itertools.pairwise(ends)]
-
-
-def _grouped_rank_slices(
-    rule: Rule, hf_tensor: HuggingFaceTensor, architecture: Architecture, tp_size: int
-) -> list[slice]:
-    """Return `rank_slices` of q, k or v, from an equal division of the fused rows over ranks."""
-    groups = architecture.num_key_value_heads
-    rows_per_group = [full_shape(t, architecture)[0] // groups for t in rule.tensors]
-    position = rule.tensors.index(hf_tensor)
-    before = sum(rows_per_group[:position])
-    own = rows_per_group[position]
-    fused_rows_per_group = sum(rows_per_group)
-    fused_rows_per_rank = groups * fused_rows_per_group // tp_size
-
-    def own_rows_before(fused_row: int) -> int:
-        group, row_in_group = divmod(fused_row, fused_rows_per_group)
-        return group * own + min(max(row_in_group - before, 0), own)
-
-    ends = [own_rows_before(rank * fused_rows_per_rank) for rank in range(tp_size + 1)]
+    if rule.merge is Merge.GROUPED_QKV:
+        # An equal division of the fused rows: how many rows of this tensor are in front of each.
+        groups = architecture.num_key_value_heads
+        rows_per_group = [full_shape(t, architecture)[0] // groups for t in rule.tensors]
+        position = rule.tensors.index(hf_tensor)
+        before, own = sum(rows_per_group[:position]), rows_per_group[position]
+        for rank in range(tp_size + 1):
+            fused_row = rank * (groups * sum(rows_per_group) // tp_size)
+            group, row_in_group = divmod(fused_row, sum(rows_per_group))
+            ends[rank] = group * own + min(max(row_in_group - before, 0), own)
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
@@ -412,18 +403,21 @@ def part_index(
     return tuple(index)
 
 
+def _num_groups(rule: Rule, architecture: Architecture, tp_size: int) -> int:
+    """Return the groups of rows in a rank's shard, each of which has rows of every part in turn."""
+    if rule.merge is Merge.GROUPED_QKV:
+        return architecture.key_value_heads_on_rank(tp_size)
+    return 1
+
+
 def merge(rule: Rule, parts: Sequence[Tensor], architecture: Architecture, tp_size: int) -> Tensor:
     """Return the shard made of a rank's parts, with zero rows as vocabulary padding.
 
     This is the inverse of `split`.
     """
-    if rule.merge is Merge.STACKED:
-        return torch.cat(list(parts))
-    if rule.merge is Merge.GROUPED_QKV:
-        groups = architecture.key_value_heads_on_rank(tp_size)
-        rest = parts[0].shape[1:]
-        grouped = [part.reshape(groups, part.shape[0] // groups, *rest) for part in parts]
-        return torch.cat(grouped, dim=1).reshape(-1, *rest)
+    if rule.merge is not Merge.SINGLE:
+        groups = _num_groups(rule, architecture, tp_size)
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
     (part,) = parts
     if rule.tensors[0].sizes[0] == "vocabulary":
         rows = architecture.padded_vocab_size(tp_size) // tp_size
@@ -444,25 +438,15 @@ def split(
 
     This is the inverse of `merge`. The parts are views of the shard.
     """
-    slices = [rank_slices(rule, t, architecture, tp_size) for t in rule.tensors]
-    views: Sequence[Tensor]
-    if rule.merge is Merge.STACKED:
-        views = shard.chunk(len(rule.tensors))
-    elif rule.merge is Merge.GROUPED_QKV:
-        groups = architecture.key_value_heads_on_rank(tp_size)
-        rows = [_length(of_ranks[tp_rank]) // groups for of_ranks in slices if of_ranks is not None]
-        views = shard.view(groups, -1, *shard.shape[1:]).split(rows, dim=1)
-    else:
-        views = [shard]
+    groups = _num_groups(rule, architecture, tp_size)
+    rest = shard.unflatten(0, (groups, -1))  # the rows of the parts that follow
     parts = []
-    for hf_tensor, name, view, of_ranks in zip(
-        rule.tensors, rule.hugging_face_names(layer), views, slices, strict=True
-    ):
-        dim = hf_tensor.partition_dim
-        if of_ranks is not None and dim is not None and hf_tensor.sizes[0] == "vocabulary":
-            view = view.narrow(dim, 0, _length(of_ranks[tp_rank]))  # drops padding
-        shape = full_shape(hf_tensor, architecture)
-        parts.append(TensorPart(name, view, dim, of_ranks, tp_rank, shape))
+    for hf_tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
+        slices = rank_slices(rule, hf_tensor, architecture, tp_size)
+        shape, dim = full_shape(hf_tensor, architecture), hf_tensor.partition_dim
+        num_rows = _length(slices[tp_rank]) if slices is not None and dim == 0 else shape[0]
+        view, rest = rest.tensor_split([num_rows // groups], dim=1)
+        parts.append(TensorPart(name, view, dim, slices, tp_rank, shape))
     return parts
 
 

@@ -18,8 +18,8 @@ import dataclasses
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.asynchronous import SteadyState
-from qurl_megatron.planning.step_time import Workload, decode_s, learner_s
+from qurl_megatron.planning.rollout_time import ServerLoad, SteadyState
+from qurl_megatron.planning.step_time import Workload, learner_s
 
 REMEDIES = {
     "decoding": "more GPUs for servers shorten it",
@@ -35,51 +35,47 @@ _ENDLESS = 10**9
 
 
 def time_parts(
-    architecture: Architecture, config: Config, workload: Workload, step_s: dict[str, float]
+    architecture: Architecture,
+    config: Config,
+    workload: Workload,
+    load: ServerLoad,
+    step_s: dict[str, float],
+    state: SteadyState | None,
 ) -> dict[str, float]:
-    """Return the seconds of each part of a step in which everything happens in turn.
+    """Return the seconds of each part that decides the time of a step.
 
     Args:
-        step_s: seconds by phase, which the parts add up to.
+        load: a server's share of the step.
+        step_s: seconds by phase; without `state` the parts add up to them.
+        state: that of an asynchronous run; None for a synchronous one.
     """
-    rollout = config.rollout
-    token_s = decode_s(
-        architecture,
-        config.quantization.format,
-        rollout.server.tensor_parallel_size,
-        1,
-        workload.mean_prompt + rollout.max_response_length / 2,
-    )
-    longest_s = min(step_s["rollout"], rollout.max_response_length * token_s)
+    token_s = load.token_s(1, load.lengths.maximum / 2)
+    longest_s = min(step_s["rollout"], load.lengths.maximum * token_s)
     # Without sequences a learner does nothing but sum gradients and step; with endless virtual
     # stages its pipeline has no bubble.
-    empty = dataclasses.replace(config, rollout=dataclasses.replace(rollout, prompts_per_step=0))
+    without_prompts = dataclasses.replace(config.rollout, prompts_per_step=0)
+    empty = dataclasses.replace(config, rollout=without_prompts)
     gradients_s = sum(learner_s(architecture, empty, workload).values())
     endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=_ENDLESS)
     without_bubble = dataclasses.replace(config, learner=endless)
     busy_s = sum(learner_s(architecture, without_bubble, workload).values())
     learner_time_s = sum(step_s.values()) - step_s["rollout"] - step_s["publish"]
-    return {
-        "decoding": step_s["rollout"] - longest_s,
-        "longest response": longest_s,
+    learner = {
         "passes": busy_s - gradients_s,
         "pipeline bubble": learner_time_s - busy_s,
         "gradients": gradients_s,
         "publish": step_s["publish"],
     }
-
-
-def deciding_parts(
-    parts: dict[str, float], state: SteadyState, max_staleness: int
-) -> dict[str, float]:
-    """Return the seconds of the parts that decide the time of an asynchronous step."""
+    if state is None:
+        decoding_s = step_s["rollout"] - longest_s
+        return {"decoding": decoding_s, "longest response": longest_s, **learner}
     if state.limit == "servers":
         return {"decoding": state.step_s}
-    learner = {name: parts[name] for name in ("passes", "pipeline bubble", "gradients", "publish")}
     if state.limit == "learner":
         return learner
     # The longest response and the learner, one after the other, are spread over all these steps.
-    learner = {name: time_s / (max_staleness + 1) for name, time_s in learner.items()}
+    batches = config.rollout.max_staleness + 1
+    learner = {name: time_s / batches for name, time_s in learner.items()}
     return {"longest response": state.step_s - sum(learner.values()), **learner}
 
 

@@ -68,15 +68,23 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import Config, LearnerConfig, RecomputeMode, WeightFormat
+from qurl_megatron.config.schema import (
+    EXPERT_ROWS,
+    MEASURED_ROWS,
+    Config,
+    LearnerConfig,
+    RecomputeMode,
+    WeightFormat,
+)
+from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule
+from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.quantization import quantize
 
 GIB = 1024**3
@@ -84,66 +92,11 @@ GPU_BYTES = int(79.1 * GIB)  # total memory of an H100 80GB as PyTorch reports i
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
 RUNTIME_BYTES = 4 * GIB
 
-LOGIT_CHUNK_ELEMENTS = 2**26  # `device.logit_chunk_elements` on a GPU
-MEASURED_ROWS = 128  # `drift.MEASURED_ROWS`
-EXPERT_ROWS = 4  # `drift.EXPERT_ROWS`
-
 
 @functools.cache
-def _counted_rules(architecture: Architecture) -> list[tuple[Rule, int]]:
-    """Return each rule with the number of such parameters: in all layers and of all experts.
-
-    One expert's rules stand for those of all.
-    """
-    return [
-        (
-            rule,
-            (architecture.num_layers if rule.layered else 1)
-            * (architecture.num_experts if rule.of_experts else 1),
-        )
-        for rule in weight_map.rules(architecture)
-        if rule.expert in (None, 0)
-    ]
-
-
-@functools.cache
-def _numel(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
-    return math.prod(weight_map.full_shape(hf_tensor, architecture))
-
-
-def num_parameters(architecture: Architecture) -> int:
-    """Return the number of values in a checkpoint."""
-    return sum(
-        _numel(hf_tensor, architecture) * count
-        for rule, count in _counted_rules(architecture)
-        for hf_tensor in rule.tensors
-    )
-
-
-def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
-    """Return the size of a run's checkpoint on disk.
-
-    A value of the policy, and of PPO's critic, takes 4 B of float32 master and 8 B of Adam's
-    moments; a bfloat16 model is saved beside its masters.
-    """
-    per_value = 12 if config.learner.dtype == "float32" else 14
-    models = 2 if config.advantage_estimator == "gae" else 1
-    return models * per_value * num_parameters(architecture)
-
-
-@functools.cache
-def num_linear_weights(architecture: Architecture) -> int:
-    """Return the weights that a token is multiplied by in all blocks, without the output layer.
-
-    Of the experts, those that it chooses.
-    """
-    total = architecture.num_layers * architecture.num_experts * architecture.hidden_size  # routers
-    for rule, count in _counted_rules(architecture):
-        if rule.quantized:
-            if rule.of_experts:
-                count = count // architecture.num_experts * architecture.experts_per_token
-            total += sum(_numel(hf_tensor, architecture) * count for hf_tensor in rule.tensors)
-    return total
+def _rules(architecture: Architecture) -> list[Rule]:
+    """Return the rules of this architecture; those of one expert stand for all."""
+    return [rule for rule in weight_map.rules(architecture) if rule.expert in (None, 0)]
 
 
 def num_output_weights(architecture: Architecture) -> int:
@@ -167,41 +120,39 @@ def _rank_parameters(
     """
     layers = stage_layers(architecture, learner)
     last = stage == len(layers) - 1
-    tensor_parallel_size = learner.tensor_parallel_size
-    padded = architecture.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
-    vocabulary = padded * architecture.hidden_size
-    for rule, _ in _counted_rules(architecture):
+    for rule in _rules(architecture):
+        ranks, of_layer = _division(rule, architecture, learner)
         if rule.tensors[0].sizes[0] == "vocabulary":
             embedding = rule.megatron_names[0].startswith("embedding")
             # The last stage of a tied model has a copy of the embedding as its output layer.
             has_copy = architecture.tie_word_embeddings and last
             if (stage == 0 or has_copy) if embedding else last:
-                yield rule, vocabulary, 1
+                rows = architecture.padded_vocab_size(ranks) // ranks
+                yield rule, rows * architecture.hidden_size, 1
             continue
-        ranks, parameters = tensor_parallel_size, 1
-        if rule.of_experts:
-            ranks = learner.expert_tensor_parallel_size
-            parameters = architecture.num_experts // learner.expert_parallel_size
         numel = sum(
-            _numel(hf_tensor, architecture) // (1 if hf_tensor.partition_dim is None else ranks)
-            for hf_tensor in rule.tensors
+            num_values(part, architecture) // (1 if part.partition_dim is None else ranks)
+            for part in rule.tensors
         )
         if rule.layered:
-            yield rule, numel, layers[stage] * parameters
+            yield rule, numel, layers[stage] * of_layer
         elif last:  # the final norm
             yield rule, numel, 1
 
 
-def num_rank_parameters(architecture: Architecture, learner: LearnerConfig, stage: int) -> int:
-    """Return the values of all parameters on one rank of a pipeline stage."""
-    return sum(values_by_copies(architecture, learner, stage).values())
+def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) -> tuple[int, int]:
+    """Return how many ranks share a parameter, and how many such parameters each has of a layer."""
+    if rule.of_experts:
+        local_experts = architecture.num_experts // learner.expert_parallel_size
+        return learner.expert_tensor_parallel_size, local_experts
+    return learner.tensor_parallel_size, 1
 
 
 def values_by_copies(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> dict[int, int]:
     """Return the values of parameters on one rank of a stage, by the number of their copies."""
-    values = {_num_copies(learner, experts): 0 for experts in (False, True)}
+    values: Counter[int] = Counter()
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         values[_num_copies(learner, rule.of_experts)] += numel * count
     return values
@@ -224,14 +175,13 @@ def _buffer_numel(
     values per 40 million.
     """
     own_bucket = architecture.tie_word_embeddings and learner.pipeline_parallel_size > 1
-    sizes = {"embedding": 0, "experts": 0, "rest": 0}
+    sizes: Counter[tuple[bool, bool]] = Counter()
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
         is_embedding = own_bucket and rule.tensors[0].sizes[0] == "vocabulary"
-        kind = "embedding" if is_embedding else "experts" if rule.of_experts else "rest"
-        sizes[kind] += count * -(-numel // 64) * 64
+        sizes[is_embedding, rule.of_experts] += count * -(-numel // 64) * 64
     buffers = []
-    for kind, numel in sizes.items():
-        copies = _num_copies(learner, kind == "experts")
+    for (_, of_experts), numel in sizes.items():
+        copies = _num_copies(learner, of_experts)
         bucket = math.lcm(128, copies)
         buffers.append((-(-numel // bucket) * bucket, copies))
     return buffers
@@ -268,32 +218,37 @@ def published_bytes(
 
 
 @functools.cache
-def layer_bytes(
-    architecture: Architecture, weight_format: WeightFormat, keep: tuple[str, ...] = ()
-) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Return where the bytes of a published policy are; they add up to `published_bytes`.
+def published_tensors(
+    architecture: Architecture,
+    weight_format: WeightFormat,
+    tensor_parallel_size: int = 1,
+    keep: tuple[str, ...] = (),
+) -> list[tuple[Rule, int | None, int]]:
+    """Return the rule, the layer and the bytes of each tensor of a policy on one GPU of a server.
 
-    Returns:
-        For each layer, the bytes of all but its experts, and of its experts. Then the bytes in
-        front of the first layer, and behind the last.
+    A quantized tensor is in `weight_format`, with its scales, or in BF16 if `keep` names it; all
+    others are in BF16. The tensor of one expert stands for those of all, with their bytes. The
+    layer is None for tensors outside the layers.
     """
-    layers = [[0, 0] for _ in range(architecture.num_layers)]
-    outside = [0, 0]
-    for rule, count in _counted_rules(architecture):
-        for hf_tensor in rule.tensors:
-            plain = 2 * _numel(hf_tensor, architecture)
-            if not rule.layered:
-                outside[not rule.megatron_names[0].startswith("embedding")] += plain
-                continue
-            coded = plain
+    tensors = []
+    for rule in _rules(architecture):
+        count = architecture.num_experts if rule.of_experts else 1
+        for part in rule.tensors:
+            shape, dim = weight_map.full_shape(part, architecture), part.partition_dim
+            ranks = 1 if dim is None else tensor_parallel_size  # that hold shards of it
+            if dim is not None and part.sizes[dim] == "key_value":
+                # Beyond one rank per key-value head, SGLang copies whole heads.
+                ranks = min(ranks, architecture.num_key_value_heads)
+            in_bf16 = in_format = -(-2 * math.prod(shape) // ranks)
             if rule.quantized and weight_format != "bf16":
-                shape = weight_map.full_shape(hf_tensor, architecture)
-                coded = math.prod(shape) + 4 * _num_scales(shape, weight_format)
-            kept = _kept_in(hf_tensor, architecture, keep)
-            for number, layer in enumerate(layers):
-                num_bytes = plain if number in kept else coded
-                layer[rule.of_experts] += num_bytes * (count // architecture.num_layers)
-    return [(dense, experts) for dense, experts in layers], (outside[0], outside[1])
+                # A row-parallel layer has all of its per-channel scales on every rank.
+                scales_are_divided = weight_format == "fp8-block" or dim == 0
+                scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
+                in_format = math.prod(shape) // ranks + 4 * scales
+            kept = _kept_in(part, architecture, keep)
+            for layer in range(architecture.num_layers) if rule.layered else (None,):
+                tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
+    return tensors
 
 
 @functools.cache
@@ -303,34 +258,19 @@ def server_weight_bytes(
     tensor_parallel_size: int,
     keep: tuple[str, ...] = (),
 ) -> dict[str, int]:
-    """Return the bytes of weights on one GPU of a server.
+    """Return the bytes of weights on one GPU of a server, see `published_tensors`.
 
-    `linear` are the linear layers of all blocks: in `weight_format`, with their scales, or in BF16
-    if `keep` names them; `experts` are those of them that are experts'. `unquantized` is the rest.
+    `linear` are the linear layers of all blocks without experts, which are in `experts` if the
+    model has any. `unquantized` is the rest.
     """
     num_bytes = {"linear": 0, "unquantized": 0}
     if architecture.num_experts:
         num_bytes["experts"] = 0
-    for rule, count in _counted_rules(architecture):
+    for rule, _, of_tensor in published_tensors(
+        architecture, weight_format, tensor_parallel_size, keep
+    ):
         linear = "experts" if rule.of_experts else "linear"
-        for hf_tensor in rule.tensors:
-            shape = weight_map.full_shape(hf_tensor, architecture)
-            dim = hf_tensor.partition_dim
-            ranks = 1 if dim is None else tensor_parallel_size  # that hold shards of it
-            if dim is not None and hf_tensor.sizes[dim] == "key_value":
-                # Beyond one rank per key-value head, SGLang copies whole heads.
-                ranks = min(ranks, architecture.num_key_value_heads)
-            if not rule.quantized or weight_format == "bf16":
-                kind = linear if rule.quantized else "unquantized"
-                num_bytes[kind] += count * -(-2 * math.prod(shape) // ranks)
-                continue
-            # A row-parallel layer has all of its per-channel scales on every rank.
-            scales_are_divided = weight_format == "fp8-block" or dim == 0
-            scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
-            kept = len(_kept_in(hf_tensor, architecture, keep))
-            kept *= architecture.num_experts if rule.of_experts else 1
-            num_bytes[linear] += kept * -(-2 * math.prod(shape) // ranks)
-            num_bytes[linear] += (count - kept) * (math.prod(shape) // ranks + 4 * scales)
+        num_bytes[linear if rule.quantized else "unquantized"] += of_tensor
     return num_bytes
 
 
@@ -434,22 +374,20 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     """Return the bytes of weight rows and their codes that the converter keeps between passes."""
     if config.quantization.format == "bf16":
         return 0
-    learner, element = config.learner, element_bytes(config.learner)
+    element = element_bytes(config.learner)
     total = 0
-    for rule, _ in _counted_rules(architecture):
-        size, count, measured_rows = learner.tensor_parallel_size, 1, MEASURED_ROWS
+    for rule in _rules(architecture):
+        ranks, count = _division(rule, architecture, config.learner)
+        most_rows = MEASURED_ROWS
         if rule.of_experts:
-            measured_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
-            size = learner.expert_tensor_parallel_size
-            count = architecture.num_experts // learner.expert_parallel_size
-        if rule.quantized:
-            for hf_tensor in rule.tensors:
-                shape = list(weight_map.full_shape(hf_tensor, architecture))
-                if hf_tensor.partition_dim is not None:
-                    shape[hf_tensor.partition_dim] = -(-shape[hf_tensor.partition_dim] // size)
-                step = -(-shape[0] // measured_rows)
-                rows = len(range(step // 2, shape[0], step))
-                total += count * rows * shape[1] * (element + 1)
+            most_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
+        for part in rule.tensors if rule.quantized else ():
+            shape = list(weight_map.full_shape(part, architecture))
+            if part.partition_dim is not None:
+                shape[part.partition_dim] = -(-shape[part.partition_dim] // ranks)
+            step = -(-shape[0] // most_rows)
+            rows = len(range(step // 2, shape[0], step))
+            total += count * rows * shape[1] * (element + 1)
     return total * stage_layers(architecture, config.learner)[stage]
 
 
@@ -467,14 +405,12 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
             continue
         # At most: all layers in which this weight stays in BF16 may lie in other stages.
         in_bf16 = min(count, len(_kept_in(rule.tensors[0], architecture, keep)))
-        for hf_tensor in rule.tensors:
-            shape = weight_map.full_shape(hf_tensor, architecture)
+        ranks, _ = _division(rule, architecture, learner)
+        for part in rule.tensors:
+            scales = _num_scales(weight_map.full_shape(part, architecture), weight_format)
             # Ranks share the scales of channels that they share; the first has all others.
-            is_shared = quantize.block_shape(weight_format)[0] == 1 and hf_tensor.partition_dim == 0
-            size = learner.tensor_parallel_size
-            size = learner.expert_tensor_parallel_size if rule.of_experts else size
-            ranks = size if is_shared else 1
-            total += count * 4 * _num_scales(shape, weight_format) // ranks
+            is_shared = quantize.block_shape(weight_format)[0] == 1 and part.partition_dim == 0
+            total += count * 4 * scales // (ranks if is_shared else 1)
         total += numel * (count + in_bf16)
     return total
 
@@ -545,16 +481,12 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
 def bucket_memory(architecture: Architecture, config: Config) -> int:
     """Return the bytes of two buckets and the largest tensor: the converter's peak in a publish."""
     weight_format, keep = config.quantization.format, tuple(config.quantization.keep)
-
-    def element(rule: Rule, hf_tensor: HuggingFaceTensor) -> int:
-        is_quantized = rule.quantized and weight_format != "bf16"
-        return 1 if is_quantized and not _kept_in(hf_tensor, architecture, keep) else 2
-
-    largest = max(
-        _numel(hf_tensor, architecture) * element(rule, hf_tensor)
-        for rule, _ in _counted_rules(architecture)
-        for hf_tensor in rule.tensors
-    )
+    largest = 0
+    for rule in _rules(architecture):
+        for part in rule.tensors:
+            is_quantized = rule.quantized and weight_format != "bf16"
+            has_codes = is_quantized and not _kept_in(part, architecture, keep)
+            largest = max(largest, num_values(part, architecture) * (1 if has_codes else 2))
     bucket = max(config.quantization.bucket_bytes, largest)
     return 2 * min(bucket, published_bytes(architecture, weight_format, keep)) + largest
 
@@ -569,18 +501,9 @@ def with_cheapest_recomputation(architecture: Architecture, config: Config) -> C
     layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
     buckets = bucket_memory(architecture, config)
 
-    def changed(
-        recompute: RecomputeMode | None, offload: bool, number: int | None = None
-    ) -> Config:
-        return dataclasses.replace(
-            config,
-            learner=dataclasses.replace(
-                learner,
-                recompute=recompute,
-                recompute_layers=number,
-                offload_optimizer=offload,
-            ),
-        )
+    def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
+        fields = {"recompute": recompute, "recompute_layers": number, "offload_optimizer": offload}
+        return dataclasses.replace(config, learner=dataclasses.replace(learner, **fields))
 
     def fits(candidate: Config) -> bool:
         return all(
@@ -588,10 +511,10 @@ def with_cheapest_recomputation(architecture: Architecture, config: Config) -> C
             for stage in range(learner.pipeline_parallel_size)
         )
 
-    modes: tuple[RecomputeMode | None, ...] = (None, "selective")
-    for offload, recompute in itertools.product((False, True), modes):
-        if fits(changed(recompute, offload)):
-            return changed(recompute, offload)
+    for offload in (False, True):
+        for candidate in (changed(None, offload, None), changed("selective", offload, None)):
+            if fits(candidate):
+                return candidate
     number = 1 + bisect.bisect_left(
         range(1, layers), True, key=lambda number: fits(changed("full", True, number))
     )

@@ -1,6 +1,7 @@
 """Plan a run without allocating anything: check that it fits, or find the fastest layout that does.
 
-`memory` estimates bytes, `step_time` estimates seconds. Runs with a critic are refused.
+`memory` estimates bytes; `step_time`, `rollout_time` and `publish_time` estimate seconds. Runs with
+a critic are refused.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.planning.asynchronous import ServerLoad, SteadyState, steady_state
-from qurl_megatron.planning.limits import deciding_parts, time_parts
+from qurl_megatron.planning.limits import time_parts
 from qurl_megatron.planning.memory import (
     GIB,
     GPU_BYTES,
@@ -27,15 +26,16 @@ from qurl_megatron.planning.memory import (
     total_bytes,
     with_cheapest_recomputation,
 )
+from qurl_megatron.planning.nodes import fit_on_nodes, nodes_of_learner
 from qurl_megatron.planning.publish_time import PublishPlan, is_direct, plan_publish
-from qurl_megatron.planning.step_time import (
-    GPUS_PER_NODE,
-    Workload,
-    decode_s,
-    learner_s,
-    prefill_s,
+from qurl_megatron.planning.rollout_time import (
+    ServerLoad,
+    SteadyState,
     rollout_s,
+    server_load,
+    steady_state,
 )
+from qurl_megatron.planning.step_time import GPUS_PER_NODE, Workload, learner_s
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ class Plan:
     config: Config  # with the number of servers
     workload: Workload
     gpus: int  # GPUs of the learner and all servers together
-    servers: int  # rollout servers
     learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
     converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
     server_bytes: dict[str, int]  # by part, on one GPU of a server
     kv_tokens: int  # capacity of a server's KV cache
-    slots: int  # sequences that a server decodes at once
+    load: ServerLoad  # of each server
     publish: PublishPlan
     step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
     asynchronous: SteadyState | None  # None: synchronous
@@ -64,14 +63,9 @@ class Plan:
     @cached_property
     def parts_s(self) -> dict[str, float]:
         """Seconds of the parts that make up a step, see `limits`."""
-        parts = time_parts(self.architecture, self.config, self.workload, self.step_s)
-        state = self.asynchronous
-        return deciding_parts(parts, state, self.config.rollout.max_staleness) if state else parts
-
-    @property
-    def learner_total_bytes(self) -> int:
-        """Peak memory of a rank of the fullest pipeline stage, in bytes."""
-        return total_bytes(self.learner_bytes, self.converter_bucket_bytes)
+        return time_parts(
+            self.architecture, self.config, self.workload, self.load, self.step_s, self.asynchronous
+        )
 
 
 def plan(
@@ -94,75 +88,36 @@ def plan(
             is memory, the message names the part that exceeds it.
     """
     workload = workload or Workload.half(config)
-    _check_layout(architecture, config, gpus, workload)
-    server_size = config.rollout.server.tensor_parallel_size
+    _check_layout(architecture, config, gpus)
     servers = most_servers(config, gpus)
     if not servers:
         evaluation = " and the evaluation server" if config.evaluation.enabled else ""
         nodes = " on nodes of their own" if gpus > GPUS_PER_NODE else ""
         raise ConfigError(
             f"{gpus} GPUs: beside the learner's {config.learner.world_size}{nodes} there is no "
-            f"room for a rollout server of {server_size}{evaluation}"
+            f"room for a rollout server of {config.rollout.server.tensor_parallel_size}{evaluation}"
         )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
-    learner, server = config.learner, rollout.server
     if config.quantization.transport == "direct" and not is_direct(config):
         raise ConfigError(
             f"quantization.transport=direct: {gpus} GPUs are not all in one node of "
             f"{GPUS_PER_NODE}; set it to broadcast or auto"
         )
-
     buckets = bucket_memory(architecture, config)
-    by_stage = [
-        learner_memory(architecture, config, stage)
-        for stage in range(learner.pipeline_parallel_size)
-    ]
-    fullest = max(by_stage, key=lambda parts: total_bytes(parts, buckets))
-    _check_learner_fits(config, fullest, buckets, by_stage.index(fullest))
-
-    weight_format = config.quantization.format
-    keep = tuple(config.quantization.keep)
-    weights = server_weight_bytes(architecture, weight_format, server_size, keep)
-    room = int(GPU_BYTES * server.mem_fraction_static)
-    per_token = kv_bytes_per_token(architecture, server_size)
-    kv_tokens = max(0, (room - sum(weights.values())) // per_token)
-    if server.max_total_tokens is not None:
-        kv_tokens = min(kv_tokens, server.max_total_tokens)
-    if kv_tokens < rollout.max_length:
-        weights_gib = sum(weights.values()) / GIB
-        what = "the weights do" if weights_gib > room / GIB else "the KV cache does"
-        raise ConfigError(
-            f"rollout.server.tensor_parallel_size={server_size}: {what} not fit: "
-            f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
-            f"{weight_format} weights take {weights_gib:.1f} GiB and one sequence of "
-            f"{rollout.max_length} tokens {rollout.max_length * per_token / GIB:.1f} GiB"
-        )
+    learner_bytes = _fullest_stage(architecture, config, buckets)
+    server_bytes, kv_tokens = _server_memory(architecture, config)
     length = workload.mean_prompt + workload.mean_response
-    slots = min(server.max_running_requests, int(kv_tokens / length))
-    server_bytes = {
-        **weights,
-        "KV cache": kv_tokens * per_token,
-        "left for graphs and activations": GPU_BYTES - room,
-    }
+    slots = min(rollout.server.max_running_requests, int(kv_tokens / length))
     publish = plan_publish(architecture, config)
+    load = server_load(architecture, config, workload, slots, publish.time_s)
     step_s = {
-        "rollout": rollout_s(
-            architecture,
-            weight_format,
-            server_size,
-            sequences=rollout.prompts_per_step * rollout.completions_per_prompt / servers,
-            prompts=rollout.prompts_per_step / servers,
-            slots=slots,
-            workload=workload,
-            max_response=rollout.max_response_length,
-        ),
+        "rollout": rollout_s(load),
         **learner_s(architecture, config, workload),
         "publish": publish.time_s,
     }
     asynchronous = None
     if rollout.max_staleness:
-        load = server_load(architecture, config, servers, slots, workload, publish.time_s)
         learner_time_s = sum(time_s for phase, time_s in step_s.items() if phase != "rollout")
         asynchronous = steady_state(load, learner_time_s, rollout.max_staleness)
     return Plan(
@@ -170,87 +125,41 @@ def plan(
         config=config,
         workload=workload,
         gpus=gpus,
-        servers=servers,
-        learner_bytes=fullest,
+        learner_bytes=learner_bytes,
         converter_bucket_bytes=buckets,
         server_bytes=server_bytes,
         kv_tokens=kv_tokens,
-        slots=slots,
+        load=load,
         publish=publish,
         step_s=step_s,
         asynchronous=asynchronous,
     )
 
 
-def server_load(
-    architecture: Architecture,
-    config: Config,
-    servers: int,
-    slots: int,
-    workload: Workload,
-    publish_s: float,
-) -> ServerLoad:
-    """Return the share of a step of each of `servers`, which decode `slots` sequences at once."""
-    rollout = config.rollout
-    size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
-    lengths = workload.lengths(rollout.max_response_length)
-
-    def token_s(sequences: float, mean_age: float) -> float:
-        context = sequences * (workload.mean_prompt + mean_age)
-        return decode_s(architecture, weight_format, size, sequences, context)
-
-    def read_s(tokens: float) -> float:
-        return prefill_s(architecture, weight_format, size, tokens)
-
-    def pause_s(running: float) -> float:
-        read_again = rollout.pause_mode == "retract"
-        context = running * (workload.mean_prompt + lengths.mean_age)
-        return publish_s + (read_s(context) if read_again else 0.0)
-
-    prompts = rollout.prompts_per_step / servers
-    return ServerLoad(
-        token_s=token_s,
-        prompts_s=read_s(prompts * workload.mean_prompt),
-        pause_s=pause_s,
-        sequences=prompts * rollout.completions_per_prompt,
-        slots=slots,
-        lengths=lengths,
-    )
-
-
 def most_servers(config: Config, gpus: int) -> int:
-    """Return the largest number of rollout servers that fit beside the learner; 0: none does.
-
-    Nodes take servers in turn, the evaluation server last, as `launch/placement.py` deals them out.
-    """
+    """Return the largest number of rollout servers that fit beside the learner; 0: none does."""
     ranks = config.learner.world_size
     if gpus <= GPUS_PER_NODE:
         nodes, gpus_per_node = 1, gpus - ranks
     else:
-        nodes, gpus_per_node = gpus // GPUS_PER_NODE - _learner_nodes(ranks), GPUS_PER_NODE
+        nodes = gpus // GPUS_PER_NODE - nodes_of_learner(ranks, GPUS_PER_NODE)
+        gpus_per_node = GPUS_PER_NODE
     evaluation = config.evaluation
     last = [evaluation.server.tensor_parallel_size] if evaluation.enabled else []
     size = config.rollout.server.tensor_parallel_size
     for servers in range(max(0, nodes * gpus_per_node) // size, 0, -1):
-        sizes = [size] * servers + last
-        if all(sum(sizes[node::nodes]) <= gpus_per_node for node in range(nodes)):
+        if fit_on_nodes([size] * servers + last, nodes, gpus_per_node):
             return servers
     return 0
 
 
-def _learner_nodes(ranks: int) -> int:
-    return -(-ranks // GPUS_PER_NODE)
-
-
 def _divides_nodes(learner: LearnerConfig) -> bool:
     """Return True if each node has as many ranks, and whole tensor-parallel groups."""
-    ranks = learner.world_size
-    return ranks % (_learner_nodes(ranks) * learner.tensor_parallel_size) == 0
+    nodes = nodes_of_learner(learner.world_size, GPUS_PER_NODE)
+    return learner.world_size % (nodes * learner.tensor_parallel_size) == 0
 
 
-def _check_layout(
-    architecture: Architecture, config: Config, gpus: int, workload: Workload
-) -> None:
+def _check_layout(architecture: Architecture, config: Config, gpus: int) -> None:
     """Check that the layout fits the model and the number of GPUs.
 
     Raises:
@@ -258,7 +167,6 @@ def _check_layout(
     """
     learner, rollout = config.learner, config.rollout
     server_size = rollout.server.tensor_parallel_size
-    kept_layers(config.quantization.keep, architecture)  # refuses patterns that match nothing
     check_scales(config.quantization.uaq, architecture)
     check_routing(config, architecture)
     if config.advantage_estimator == "gae":
@@ -278,10 +186,8 @@ def _check_layout(
             architecture.check_blocks(server_size, groups)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
-    for name, size in (
-        ("learner", learner.tensor_parallel_size),
-        ("rollout.server", server_size),
-    ):
+    sizes = {"learner": learner.tensor_parallel_size, "rollout.server": server_size}
+    for name, size in sizes.items():
         if size > GPUS_PER_NODE or GPUS_PER_NODE % size:
             raise ConfigError(
                 f"{name}.tensor_parallel_size={size}: must divide the {GPUS_PER_NODE} GPUs of a "
@@ -294,51 +200,79 @@ def _check_layout(
             f"learner.data_parallel_size={learner.data_parallel_size}: a step's {rows} completions "
             f"are not divisible by {parts} (minibatches x data-parallel ranks)"
         )
-    if not 0 < workload.mean_response <= rollout.max_response_length:
-        raise ConfigError(
-            f"a mean response of {workload.mean_response:g} tokens: must be above 0 and at most "
-            f"rollout.max_response_length={rollout.max_response_length}"
-        )
     if gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE:
         raise ConfigError(
             f"{gpus} GPUs: a node has {GPUS_PER_NODE}, so more than one node have a multiple of it"
         )
     if not _divides_nodes(learner):
         raise ConfigError(
-            f"the learner's {learner.world_size} ranks: {_learner_nodes(learner.world_size)} nodes "
-            f"of {GPUS_PER_NODE} GPUs would not have as many each, in whole tensor-parallel groups "
-            f"of {learner.tensor_parallel_size}; take a multiple of {GPUS_PER_NODE}"
+            f"the learner's {learner.world_size} ranks: "
+            f"{nodes_of_learner(learner.world_size, GPUS_PER_NODE)} nodes of {GPUS_PER_NODE} GPUs "
+            "would not have as many each, in whole tensor-parallel groups of "
+            f"{learner.tensor_parallel_size}; take a multiple of {GPUS_PER_NODE}"
         )
 
 
-def _check_learner_fits(config: Config, parts: dict[str, int], buckets: int, stage: int) -> None:
-    """Check that a rank of this pipeline stage fits on a GPU.
+def _fullest_stage(architecture: Architecture, config: Config, buckets: int) -> dict[str, int]:
+    """Return the bytes by part on a rank of the fullest pipeline stage.
 
     Raises:
-        ConfigError: it does not. The message names the first part that exceeds the memory, with
-            the parts added up in their order.
+        ConfigError: it does not fit on a GPU. The message names the first part that exceeds the
+            memory, with the parts added up in their order.
     """
+    learner = config.learner
+    stages = range(learner.pipeline_parallel_size)
+    by_stage = [learner_memory(architecture, config, stage) for stage in stages]
+    parts = max(by_stage, key=lambda parts: total_bytes(parts, buckets))
     total = total_bytes(parts, buckets)
     if total <= GPU_BYTES:
-        return
+        return parts
     sums = itertools.accumulate(parts.values())
     excess = next(
         (name for name, sum_ in zip(parts, sums, strict=True) if sum_ > GPU_BYTES), "buckets"
     )
     verb = "do" if excess.endswith("s") else "does"
-    learner = config.learner
     sizes = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
     raise ConfigError(
         f"learner of tensor x pipeline x context x data parallel sizes "
         f"{learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
         f"{learner.context_parallel_size} x {learner.data_parallel_size}: the {excess} {verb} not "
-        f"fit: a rank of stage {stage} needs {total / GIB:.1f} of {GPU_BYTES / GIB:.1f} GiB "
-        f"({sizes})"
+        f"fit: a rank of stage {by_stage.index(parts)} needs {total / GIB:.1f} of "
+        f"{GPU_BYTES / GIB:.1f} GiB ({sizes})"
     )
 
 
+def _server_memory(architecture: Architecture, config: Config) -> tuple[dict[str, int], int]:
+    """Return the bytes by part on one GPU of a server, and the tokens in its KV cache.
+
+    Raises:
+        ConfigError: the weights and one sequence of maximum length do not fit.
+    """
+    server, longest = config.rollout.server, config.rollout.max_length
+    size, weight_format = server.tensor_parallel_size, config.quantization.format
+    weights = server_weight_bytes(
+        architecture, weight_format, size, tuple(config.quantization.keep)
+    )
+    room = int(GPU_BYTES * server.mem_fraction_static)
+    per_token = kv_bytes_per_token(architecture, size)
+    kv_tokens = max(0, (room - sum(weights.values())) // per_token)
+    if server.max_total_tokens is not None:
+        kv_tokens = min(kv_tokens, server.max_total_tokens)
+    if kv_tokens < longest:
+        weights_gib = sum(weights.values()) / GIB
+        what = "the weights do" if weights_gib > room / GIB else "the KV cache does"
+        raise ConfigError(
+            f"rollout.server.tensor_parallel_size={size}: {what} not fit: "
+            f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
+            f"{weight_format} weights take {weights_gib:.1f} GiB and one sequence of "
+            f"{longest} tokens {longest * per_token / GIB:.1f} GiB"
+        )
+    unused = {"left for graphs and activations": GPU_BYTES - room}
+    return {**weights, "KV cache": kv_tokens * per_token, **unused}, kv_tokens
+
+
 def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
-    """Yield `config` in every layout that the model admits and that may be the fastest.
+    """Yield `config` in every layout that may be the fastest; `plan` refuses some of them.
 
     Tensor-parallel groups stay within a node, and each node has as many ranks. There are up to 16
     pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks,
@@ -347,9 +281,8 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
     fits is taken.
     """
     sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
-    server_sizes = [size for size in sizes if _divides_server(architecture, size)]
-    expert_sizes = [size for size in sizes if size == 1 or architecture.num_experts % size == 0]
-    expert_sizes = expert_sizes if architecture.num_experts else [1]
+    num_experts = architecture.num_experts or 1
+    expert_sizes = [size for size in sizes if num_experts % size == 0]
     rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step
     for tensor, stages, context in itertools.product(sizes, range(1, 17), (1, 2, 4)):
@@ -379,19 +312,10 @@ def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[C
             candidate = with_cheapest_recomputation(
                 architecture, dataclasses.replace(config, learner=learner)
             )
-            for size in server_sizes:
+            for size in sizes:
                 server = dataclasses.replace(config.rollout.server, tensor_parallel_size=size)
                 rollout = dataclasses.replace(config.rollout, server=server)
                 yield dataclasses.replace(candidate, rollout=rollout)
-
-
-def _divides_server(architecture: Architecture, tensor_parallel_size: int) -> bool:
-    """Return True if a server can divide the model over this many GPUs."""
-    try:
-        architecture.check_server_layout(tensor_parallel_size)
-    except ArchitectureError:
-        return False
-    return True
 
 
 def suggest(
@@ -430,51 +354,43 @@ def plan_or_suggest(
         ConfigError: it does not fit. The message ends with a layout that does, or if there is
             none with what would help.
     """
+    refusal = ""
     if has_layout:
         try:
             return plan(architecture, config, gpus, workload)
         except ConfigError as error:
             refusal = f"{error}; "
-    else:
-        refusal = ""
     best = suggest(architecture, config, gpus, workload)
-    if best is not None and not has_layout:
-        return best
-    if best is not None:
+    if best is None:
+        raise ConfigError(
+            f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
+            f"{config.rollout.max_length} tokens: use more GPUs or shorter responses"
+        )
+    if has_layout:
         raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_overrides(best.config))}")
-    raise ConfigError(
-        f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
-        f"{config.rollout.max_length} tokens: use more GPUs or shorter responses"
-    )
+    return best
 
 
 def layout_overrides(config: Config) -> list[str]:
     """Return the layout of `config` as `field=value` overrides."""
-    learner = config.learner
-    overrides = {
-        "learner.tensor_parallel_size": learner.tensor_parallel_size,
-        "learner.pipeline_parallel_size": learner.pipeline_parallel_size,
-        "learner.data_parallel_size": learner.data_parallel_size,
-        "learner.layers_in_last_pipeline_stage": learner.layers_in_last_pipeline_stage or "none",
-        "learner.context_parallel_size": learner.context_parallel_size,
-        **(
-            {
-                "learner.expert_parallel_size": learner.expert_parallel_size,
-                "learner.expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
-            }
-            if learner.expert_parallel_size * learner.expert_tensor_parallel_size > 1
-            else {}
-        ),
-        "learner.micro_batch_size": (
-            None if learner.tokens_per_micro_batch else learner.micro_batch_size
-        ),
-        "learner.tokens_per_micro_batch": learner.tokens_per_micro_batch,
-        "learner.recompute": learner.recompute or "none",
-        "learner.recompute_layers": (
-            (learner.recompute_layers or "none") if learner.recompute == "full" else None
-        ),
+    learner, rollout = config.learner, config.rollout
+    names = [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "layers_in_last_pipeline_stage",
+        "context_parallel_size",
+    ]
+    if learner.expert_parallel_size * learner.expert_tensor_parallel_size > 1:
+        names += ["expert_parallel_size", "expert_tensor_parallel_size"]
+    names.append("tokens_per_micro_batch" if learner.tokens_per_micro_batch else "micro_batch_size")
+    names.append("recompute")
+    if learner.recompute == "full":
+        names.append("recompute_layers")
+    overrides = {f"learner.{name}": getattr(learner, name) or "none" for name in names}
+    overrides |= {
         "learner.offload_optimizer": str(learner.offload_optimizer).lower(),
-        "rollout.servers": config.rollout.servers,
-        "rollout.server.tensor_parallel_size": config.rollout.server.tensor_parallel_size,
+        "rollout.servers": rollout.servers,
+        "rollout.server.tensor_parallel_size": rollout.server.tensor_parallel_size,
     }
-    return [f"{name}={value}" for name, value in overrides.items() if value is not None]
+    return [f"{name}={value}" for name, value in overrides.items()]

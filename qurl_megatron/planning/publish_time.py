@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import layer_bytes, stage_layers
+from qurl_megatron.planning.memory import published_tensors, stage_layers
 from qurl_megatron.planning.step_time import (
     GPUS_PER_NODE,
     INFINIBAND_BYTES_PER_S,
@@ -50,19 +50,6 @@ MEASURED_LEARNING_RATE = 1e-6
 
 
 @dataclass(frozen=True)
-class Sender:
-    """What one rank gathers and sends, in bytes of all tensors."""
-
-    dense: float  # of all tensors but experts'
-    experts: float
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes that it sends to each server."""
-        return self.dense + self.experts
-
-
-@dataclass(frozen=True)
 class PublishPlan:
     """One publish to servers that hold the version before."""
 
@@ -72,19 +59,19 @@ class PublishPlan:
     time_s: float  # lower bound
 
 
-def senders(architecture: Architecture, config: Config) -> list[Sender]:
-    """Return what each sender sends in a publish of all tensors."""
-    learner, quantization = config.learner, config.quantization
-    layers, outside = layer_bytes(architecture, quantization.format, tuple(quantization.keep))
-    groups = learner.expert_parallel_size
-    found = []
-    ends = list(itertools.accumulate(stage_layers(architecture, learner), initial=0))
-    for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
-        dense = sum(num_bytes for num_bytes, _ in layers[begin:end])
-        dense += outside[0] * (stage == 0) + outside[1] * (end == ends[-1])
-        experts = sum(num_bytes for _, num_bytes in layers[begin:end]) / groups
-        found += [Sender(dense, experts), *[Sender(0, experts)] * (groups - 1)]
-    return found
+def stage_bytes(architecture: Architecture, config: Config) -> list[tuple[float, float]]:
+    """Return the bytes of each pipeline stage: of all tensors but experts', and of experts."""
+    quantization = config.quantization
+    sizes = stage_layers(architecture, config.learner)
+    stage_of = [stage for stage, layers in enumerate(sizes) for _ in range(layers)]
+    dense, experts = [0.0] * len(sizes), [0.0] * len(sizes)
+    for rule, layer, num_bytes in published_tensors(
+        architecture, quantization.format, keep=tuple(quantization.keep)
+    ):
+        is_embedding = rule.megatron_names[0].startswith("embedding")
+        stage = stage_of[layer] if layer is not None else 0 if is_embedding else -1
+        (experts if rule.of_experts else dense)[stage] += num_bytes
+    return [*zip(dense, experts, strict=True)]
 
 
 @functools.cache
@@ -105,11 +92,13 @@ def delta_part(weight_format: WeightFormat, steps: int, learning_rate: float) ->
 def plan_publish(architecture: Architecture, config: Config) -> PublishPlan:
     """Return what a publish to the servers of `config` sends, and a lower bound on its seconds."""
     learner, quantization, servers = config.learner, config.quantization, config.rollout.servers
-    sending = senders(architecture, config)
-    full_bytes = sum(sender.num_bytes for sender in sending)
+    by_stage = stage_bytes(architecture, config)
+    full_bytes = sum(dense + experts for dense, experts in by_stage)
+    # The first sender of each stage. The others have as many experts, and nothing else.
+    sending = [(dense, experts / learner.expert_parallel_size) for dense, experts in by_stage]
     size, expert_size = learner.tensor_parallel_size, learner.expert_tensor_parallel_size
     if is_direct(config):
-        rank_bytes = max(each.dense / size + each.experts / expert_size for each in sending)
+        rank_bytes = max(dense / size + experts / expert_size for dense, experts in sending)
         time_s = servers * rank_bytes / NVLINK_BYTES_PER_S
         return PublishPlan(full_bytes, full_bytes, is_direct=True, time_s=time_s)
     part = 1.0
@@ -119,14 +108,13 @@ def plan_publish(architecture: Architecture, config: Config) -> PublishPlan:
             quantization.format, optimizer.minibatches_per_step, optimizer.learning_rate
         )
 
-    def seconds(sender: Sender) -> float:
-        gathered = (size - 1) / size * sender.dense
-        gathered += (expert_size - 1) / expert_size * sender.experts
-        send_s = servers * sender.num_bytes / INFINIBAND_BYTES_PER_S
+    def seconds(dense: float, experts: float) -> float:
+        gathered = (size - 1) / size * dense + (expert_size - 1) / expert_size * experts
+        send_s = servers * (dense + experts) / INFINIBAND_BYTES_PER_S
         return gathered / NVLINK_BYTES_PER_S + send_s
 
     receive_s = full_bytes / INFINIBAND_BYTES_PER_S
-    time_s = part * max(receive_s, *map(seconds, sending))
+    time_s = part * max(receive_s, *itertools.starmap(seconds, sending))
     return PublishPlan(part * full_bytes, full_bytes, is_direct=False, time_s=time_s)
 
 

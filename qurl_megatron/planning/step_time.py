@@ -16,12 +16,8 @@ query channels, V vocabulary rows.
                those that a sequence chooses.
                HBM and peak are the datasheet's bandwidth and FLOP/s; e_w, e_f and e_kv are the
                fitted efficiencies below.
-    rollout    A server decodes `slots` sequences at a time. `lengths` has the distribution of the
-               response lengths. While sequences wait, the batch is full and its sequences have
-               their mean age. Then the last batch shrinks until its longest response ends, which is
-               integrated numerically. Prompts are read once per group, at the
-               weight format's matrix product rate. More servers have fewer sequences each, but no
-               rollout is shorter than its longest response.
+    rollout    `rollout_time.py` has its terms. Prompts are read once per group, at the matrix
+               product rate of the weight format.
     forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention,
                and 2hV per response token on the last stage, at peak x `LEARNER_MFU`; plus two
                all-reduces of eh B per layer and token over NVLink (with sequence parallelism, a
@@ -41,7 +37,7 @@ query channels, V vocabulary rows.
                number of copies of an expert for those of experts. Plus one pass
                over the rank's optimizer state, and if it is offloaded its copies to the host and
                back.
-    publish    `publish.py` has its terms.
+    publish    `publish_time.py` has its terms.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
 sampling.
@@ -53,11 +49,9 @@ from dataclasses import dataclass
 
 from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.lengths import ResponseLengths
 from qurl_megatron.planning.memory import (
     element_bytes,
     kv_bytes_per_token,
-    num_linear_weights,
     num_micro_batches,
     num_output_weights,
     recomputed_layers,
@@ -89,8 +83,6 @@ ALL_REDUCE_S = 5e-6
 # parallelism (NeMo AutoModel, performance summary of April 2026).
 LEARNER_MFU = 389e12 / PEAK_FLOPS["bf16"]
 
-_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -98,7 +90,7 @@ class Workload:
 
     mean_prompt: float
     mean_response: float
-    log_deviation: float | None = None  # of response lengths, see `lengths.ResponseLengths`
+    log_deviation: float | None = None  # of response lengths, see `rollout_time.ResponseLengths`
 
     @classmethod
     def half(cls, config: Config) -> Workload:
@@ -106,13 +98,16 @@ class Workload:
         rollout = config.rollout
         return cls(rollout.max_prompt_length / 2, rollout.max_response_length / 2)
 
-    def lengths(self, max_response: float) -> ResponseLengths:
-        """Return the distribution of response lengths up to `max_response` tokens."""
-        return ResponseLengths(self.mean_response, max_response, self.log_deviation)
+
+def _product_flops(weight_format: WeightFormat) -> float:
+    """Return the FLOP/s that a GPU of a server reaches in products with weights of this format."""
+    precision = "bf16" if weight_format == "bf16" else "8-bit"
+    return PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision]
 
 
-def _precision(weight_format: WeightFormat) -> str:
-    return "bf16" if weight_format == "bf16" else "8-bit"
+def _link_bytes_per_s(ranks: int) -> float:
+    """Return the rate of the link that connects so many ranks: in one node, or between nodes."""
+    return NVLINK_BYTES_PER_S if ranks <= GPUS_PER_NODE else INFINIBAND_BYTES_PER_S
 
 
 def _all_reduce_s(num_bytes: float, ranks: int) -> float:
@@ -134,21 +129,19 @@ def decode_s(
         context_tokens: tokens in the KV cache of all sequences together.
     """
     size = tensor_parallel_size
-    linear, output = num_linear_weights(architecture), num_output_weights(architecture)
+    linear, output = architecture.num_linear_weights, num_output_weights(architecture)
     of_gpu = server_weight_bytes(architecture, weight_format, size)
     linear_bytes: float = of_gpu["linear"]
     if architecture.num_experts:
         unchosen = 1 - architecture.experts_per_token / architecture.num_experts
         linear_bytes += of_gpu["experts"] * (1 - unchosen**sequences)
-    time_s = 0.0
-    for precision, num_bytes, weights in (
-        (_precision(weight_format), linear_bytes, linear / size),
-        ("bf16", 2 * output / size, output / size),
-    ):
-        time_s += max(
-            num_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["weights"]),
-            2 * sequences * weights / (PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision]),
-        )
+
+    def product_s(num_bytes: float, weights: float, flops: float) -> float:
+        read_s = num_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["weights"])
+        return max(read_s, 2 * sequences * weights / flops)
+
+    time_s = product_s(linear_bytes, linear / size, _product_flops(weight_format))
+    time_s += product_s(2 * output / size, output / size, _product_flops("bf16"))
     kv_bytes = context_tokens * kv_bytes_per_token(architecture, size)
     time_s += kv_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["kv"])
     time_s += architecture.num_layers * LAYER_S + sequences * SEQUENCE_S
@@ -166,49 +159,8 @@ def prefill_s(
     tokens: float,
 ) -> float:
     """Return the seconds in which one server reads prompts of `tokens` in all."""
-    precision = _precision(weight_format)
-    rate = PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision] * tensor_parallel_size
-    return 2 * num_linear_weights(architecture) * tokens / rate
-
-
-def rollout_s(
-    architecture: Architecture,
-    weight_format: WeightFormat,
-    tensor_parallel_size: int,
-    *,
-    sequences: float,
-    prompts: float,
-    slots: int,
-    workload: Workload,
-    max_response: int,
-) -> float:
-    """Return the seconds in which one server samples all its responses.
-
-    Args:
-        sequences: responses that this server samples.
-        prompts: prompts that this server reads, one for each group of responses.
-        slots: sequences that it decodes at once.
-        workload: lengths.
-        max_response: maximum response length in tokens, which the longest response reaches.
-    """
-
-    def token_s(num_running: float, response_tokens: float) -> float:
-        context = num_running * (workload.mean_prompt + response_tokens)
-        return decode_s(architecture, weight_format, tensor_parallel_size, num_running, context)
-
-    lengths = workload.lengths(max_response)
-    batch = min(sequences, slots)
-    time_s = prefill_s(
-        architecture, weight_format, tensor_parallel_size, prompts * workload.mean_prompt
-    )
-    if sequences > slots:
-        turns = (sequences - slots) * lengths.mean / slots
-        time_s += turns * token_s(batch, lengths.mean_age)
-    for step in range(_INTEGRATION_STEPS):
-        length = (step + 0.5) / _INTEGRATION_STEPS * max_response
-        running = batch * lengths.fraction_longer(length)
-        time_s += max_response / _INTEGRATION_STEPS * token_s(running, length)
-    return time_s
+    rate = _product_flops(weight_format) * tensor_parallel_size
+    return 2 * architecture.num_linear_weights * tokens / rate
 
 
 def _forward_s(
@@ -222,23 +174,19 @@ def _forward_s(
     learner, rollout = config.learner, config.rollout
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     length = workload.mean_prompt + workload.mean_response
-    query = architecture.num_attention_heads * architecture.head_dim
-    attention = 2 * length**2 * query * architecture.num_layers
     rate = learner.world_size * PEAK_FLOPS["bf16"] * LEARNER_MFU
-    layers_s = sequences * (2 * num_linear_weights(architecture) * length + attention) / rate
+    layers_s = sequences * architecture.forward_flops(length) / rate
     # Each tensor-parallel group has the layers of its stage and the sequences of its replica.
     tokens = sequences * length / (learner.data_parallel_size * learner.context_parallel_size)
     layers = architecture.num_layers / learner.pipeline_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
     layers_s += 2 * layers * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size)
     # Every context-parallel rank passes on the keys and values of all the others.
-    channels = 2 * architecture.num_key_value_heads * architecture.head_dim
-    channels //= min(learner.tensor_parallel_size, architecture.num_key_value_heads)
-    in_one_node = learner.tensor_parallel_size * learner.context_parallel_size <= GPUS_PER_NODE
+    heads = architecture.key_value_heads_on_rank(learner.tensor_parallel_size)
+    channels = 2 * heads * architecture.head_dim
     ring_bytes = (learner.context_parallel_size - 1) * element_bytes(learner) * channels * tokens
-    layers_s += (
-        layers * ring_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
-    )
+    ranks = learner.tensor_parallel_size * learner.context_parallel_size
+    layers_s += layers * ring_bytes / _link_bytes_per_s(ranks)
     layers_s += layers * _all_to_all_s(architecture, learner, tokens)
     output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
     return layers_s, output / (rate / learner.pipeline_parallel_size)
@@ -250,25 +198,15 @@ def _all_to_all_s(architecture: Architecture, learner: LearnerConfig, tokens: fl
     `tokens` are those of a tensor-parallel group.
     """
     size = learner.expert_parallel_size
-    in_one_node = size * learner.expert_tensor_parallel_size <= GPUS_PER_NODE
     copies = architecture.experts_per_token * tokens / learner.tensor_parallel_size
     num_bytes = 2 * copies * element_bytes(learner) * architecture.hidden_size * (size - 1) / size
-    return num_bytes / (NVLINK_BYTES_PER_S if in_one_node else INFINIBAND_BYTES_PER_S)
-
-
-def _swiglu_s(architecture: Architecture, config: Config, workload: Workload) -> float:
-    """Return the seconds in which a rank computes one layer's SwiGLU for a step."""
-    learner, rollout = config.learner, config.rollout
-    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    tokens = sequences * (workload.mean_prompt + workload.mean_response)
-    tokens /= learner.data_parallel_size * learner.context_parallel_size
-    values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
-    return element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
+    return num_bytes / _link_bytes_per_s(size * learner.expert_tensor_parallel_size)
 
 
 def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
     """Return the seconds of the learner's phases, `proximal` and `update`."""
     learner = config.learner
+    length = workload.mean_prompt + workload.mean_response
     minibatches = config.optimizer.minibatches_per_step
     layers_s, output_s = _forward_s(architecture, config, workload)
     stages = learner.pipeline_parallel_size
@@ -276,13 +214,17 @@ def learner_s(architecture: Architecture, config: Config, workload: Workload) ->
     layer_s = layers_s * stages / architecture.num_layers
     again_s = layer_s
     if learner.recompute == "selective":
-        again_s = _swiglu_s(architecture, config, workload)
+        tokens = config.rollout.prompts_per_step * config.rollout.completions_per_prompt * length
+        tokens /= learner.data_parallel_size * learner.context_parallel_size
+        # SwiGLU reads two values and writes one.
+        values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
+        again_s = element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
 
     def passes_s(by_stage: list[float], micro_batches: int) -> float:
         virtual = learner.virtual_pipeline_parallel_size
         return max(by_stage) * (1 + (stages - 1) / (micro_batches * virtual))
 
-    micro_batches = num_micro_batches(config, workload.mean_prompt + workload.mean_response)
+    micro_batches = num_micro_batches(config, length)
     forward = [layers * layer_s for layers in by_stage]
     update = [
         3 * layers * layer_s + recomputed_layers(learner, layers) * again_s for layers in by_stage

@@ -22,11 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qurl_megatron.config.schema import MEASURED_ROWS
 from qurl_megatron.quantization import checksum, quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
 
-MEASURED_ROWS = 128  # maximum for each shard of a weight
-EXPERT_ROWS = 4  # minimum for each shard of an expert's weight, which is one of many
 BATCH_ELEMENTS = 2**20  # that are compared together at most: 4 MiB in float32
 _TINY = 1e-300  # keeps 0 / 0 at 0
 

@@ -22,7 +22,7 @@ from qurl_megatron.learner import checkpoint as checkpoints
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights, stored_dtype, write_index
-from qurl_megatron.planning.memory import num_parameters
+from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.quantization import uaq
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.config.schema import EXPERT_ROWS, MEASURED_ROWS, WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
@@ -56,7 +56,7 @@ from qurl_megatron.quantization.checksum import Part
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 from qurl_megatron.weight_sync.conversion import Conversion, Measures
 from qurl_megatron.weight_sync.direct import ParameterWriter, ServerParameters
-from qurl_megatron.weight_sync.drift import EXPERT_ROWS, MEASURED_ROWS, DriftMeter
+from qurl_megatron.weight_sync.drift import DriftMeter
 from qurl_megatron.weight_sync.gather import (
     DeltaGatherer,
     Gatherer,

@@ -8,7 +8,18 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import free_bytes, gigabytes, list_checkpoints
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import stored_dtype
-from qurl_megatron.planning.memory import checkpoint_bytes, num_parameters
+from qurl_megatron.model.weight_map import num_parameters
+
+
+def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
+    """Return the size of a run's checkpoint on disk.
+
+    A value of the policy, and of PPO's critic, takes 4 B of float32 master and 8 B of Adam's
+    moments; a bfloat16 model is saved beside its masters.
+    """
+    per_value = 12 if config.learner.dtype == "float32" else 14
+    models = 2 if config.advantage_estimator == "gae" else 1
+    return models * per_value * num_parameters(architecture)
 
 
 def check_disk(config: Config) -> str:

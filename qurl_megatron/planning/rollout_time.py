@@ -1,0 +1,215 @@
+"""Estimate the time of rollouts, before the learner's turn or while it trains.
+
+In turn (`rollout_s`), a server decodes `slots` sequences at a time. While sequences wait, the batch
+is full and its sequences have their mean age. Then the last batch shrinks until its longest
+response ends, which is integrated numerically. More servers have fewer sequences each, but no
+rollout is shorter than its longest response.
+
+At the same time (`steady_state`, with `max_staleness` > 0), the prompts of a batch are issued
+`max_staleness` publishes before the learner trains on them, so up to `max_staleness` + 1 batches
+are in flight. In the steady state a step takes the longest of:
+
+    learner    proximal + update + publish: the learner never waits for the servers
+    servers    the time in which a server, with as many sequences running as fit, reads the prompts
+               and decodes the tokens of its share of a batch; plus the pause of a publish
+    longest response
+               (response + learner) / (`max_staleness` + 1), where `response` is the time of one
+               response of maximum length: a batch is complete when its longest response is
+
+The number of running sequences follows from Little's law: a step adds `sequences` of them, and each
+runs for its own length. A publish pauses the servers; with `pause_mode=retract` they then read the
+context of every running sequence again.
+
+`benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+from typing import Literal
+
+from qurl_megatron.config.schema import Config
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.step_time import Workload, decode_s, prefill_s
+
+Limit = Literal["learner", "servers", "longest response"]
+
+_NORMAL = NormalDist()
+_BISECTIONS = 30
+_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
+
+
+@dataclass(frozen=True)
+class ResponseLengths:
+    """Response lengths in tokens, with a given mean, of which the longest reach `maximum`.
+
+    Without `log_deviation`, P(length > x) = 1 - (x / maximum)^k with k = mean / (maximum - mean).
+    A mean of half the maximum is then a uniform distribution. With it, lengths are lognormal and
+    truncated at the maximum, as a server truncates them.
+    """
+
+    mean: float
+    maximum: float
+    log_deviation: float | None = None  # standard deviation of log(length); None: not lognormal
+
+    def quantile(self, fraction: float) -> float:
+        """Return the length that `fraction` of the responses do not exceed."""
+        if self.mean >= self.maximum:
+            return self.maximum
+        if self.log_deviation is None:
+            return self.maximum * fraction ** ((self.maximum - self.mean) / self.mean)
+        logarithm = self._log_median + self.log_deviation * _NORMAL.inv_cdf(fraction)
+        return min(math.exp(logarithm), self.maximum)
+
+    def fraction_longer(self, length: float) -> float:
+        """Return the fraction of responses longer than `length`, which is below the maximum."""
+        if self.mean >= self.maximum or length <= 0:
+            return 1.0
+        if self.log_deviation is None:
+            return 1 - (length / self.maximum) ** (self.mean / (self.maximum - self.mean))
+        return 1 - _NORMAL.cdf((math.log(length) - self._log_median) / self.log_deviation)
+
+    @property
+    def mean_age(self) -> float:
+        """Mean number of tokens that a running response has: E[length^2] / (2 E[length])."""
+        if self.mean >= self.maximum:
+            return self.maximum / 2
+        if self.log_deviation is None:
+            exponent = self.mean / (self.maximum - self.mean)
+            return self.maximum / 2 * (exponent + 1) / (exponent + 2)
+        return self._moment(self._log_median, 2) / (2 * self.mean)
+
+    @cached_property
+    def _log_median(self) -> float:
+        """The mean of log(length) before truncation, found by bisection of the truncated mean."""
+        low, high = math.log(self.mean), math.log(self.maximum) + 10 * (self.log_deviation or 0)
+        low -= 10 * (self.log_deviation or 0)
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._moment(middle, 1) > self.mean else (middle, high)
+        return (low + high) / 2
+
+    def _moment(self, log_median: float, power: int) -> float:
+        """Return E[min(X, maximum)^power] of a lognormal X."""
+        deviation = self.log_deviation or 0.0
+        edge = (math.log(self.maximum) - log_median) / deviation
+        below = math.exp(power * log_median + (power * deviation) ** 2 / 2)
+        below *= _NORMAL.cdf(edge - power * deviation)
+        return below + self.maximum**power * (1 - _NORMAL.cdf(edge))
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """One server's share of a step."""
+
+    token_s: Callable[[float, float], float]  # seconds per token, by sequences and their mean age
+    prompts_s: float  # seconds to read the prompts
+    pause_s: Callable[[float], float]  # seconds of a publish, by the number of running sequences
+    sequences: float  # responses per step
+    slots: int  # sequences decoded at once
+    lengths: ResponseLengths
+
+
+def server_load(
+    architecture: Architecture, config: Config, workload: Workload, slots: int, publish_s: float
+) -> ServerLoad:
+    """Return the share of a step of each rollout server, which decodes `slots` sequences at once.
+
+    `publish_s` is the time of a publish, in seconds.
+    """
+    rollout = config.rollout
+    size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
+    longest = rollout.max_response_length
+    lengths = ResponseLengths(workload.mean_response, longest, workload.log_deviation)
+
+    def token_s(sequences: float, mean_age: float) -> float:
+        context = sequences * (workload.mean_prompt + mean_age)
+        return decode_s(architecture, weight_format, size, sequences, context)
+
+    def pause_s(running: float) -> float:
+        if rollout.pause_mode != "retract":
+            return publish_s
+        context = running * (workload.mean_prompt + lengths.mean_age)
+        return publish_s + prefill_s(architecture, weight_format, size, context)
+
+    prompt_tokens = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
+    return ServerLoad(
+        token_s=token_s,
+        prompts_s=prefill_s(architecture, weight_format, size, prompt_tokens),
+        pause_s=pause_s,
+        sequences=rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers,
+        slots=slots,
+        lengths=lengths,
+    )
+
+
+def rollout_s(load: ServerLoad) -> float:
+    """Return the seconds in which a server that does nothing else samples all its responses."""
+    longest, batch = load.lengths.maximum, min(load.sequences, load.slots)
+    time_s = load.prompts_s
+    if load.sequences > load.slots:
+        turns = (load.sequences - load.slots) * load.lengths.mean / load.slots
+        time_s += turns * load.token_s(batch, load.lengths.mean_age)
+    for step in range(_INTEGRATION_STEPS):
+        length = (step + 0.5) / _INTEGRATION_STEPS * longest
+        running = batch * load.lengths.fraction_longer(length)
+        time_s += longest / _INTEGRATION_STEPS * load.token_s(running, length)
+    return time_s
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """The steady state of servers that sample while the learner trains."""
+
+    step_s: float
+    limit: Limit  # what determines the time of a step
+    running: float  # mean number of sequences that a server decodes at once
+
+
+def steady_state(load: ServerLoad, learner_s: float, max_staleness: int) -> SteadyState:
+    """Return the steady state with `max_staleness` of at least 1.
+
+    `learner_s` is the time of the learner's phases, in seconds, including the publish.
+    """
+    batches = max_staleness + 1
+    most = min(load.slots, batches * load.sequences)
+    servers_s = load.prompts_s + _decode_s(load, most) / most + load.pause_s(most)
+    shortest_s = max(learner_s, servers_s)
+    running = _running(load, shortest_s, most)
+    if batches * shortest_s >= _longest_s(load, shortest_s, running) + learner_s:
+        return SteadyState(shortest_s, "learner" if learner_s >= servers_s else "servers", running)
+    # In a longer step fewer sequences run at once, which makes each faster: one root.
+    low, high = shortest_s, _longest_s(load, shortest_s, running) + learner_s
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        running = _running(load, middle, most)
+        is_enough = batches * middle >= _longest_s(load, middle, running) + learner_s
+        low, high = (low, middle) if is_enough else (middle, high)
+    return SteadyState(high, "longest response", _running(load, high, most))
+
+
+def _decode_s(load: ServerLoad, running: float) -> float:
+    """Return the seconds of a step's tokens one after the other, while `running` sequences run."""
+    tokens = load.sequences * load.lengths.mean
+    return tokens * load.token_s(running, load.lengths.mean_age)
+
+
+def _longest_s(load: ServerLoad, step_s: float, running: float) -> float:
+    """Return the seconds of a response of maximum length, including the pauses in it."""
+    decoding = (step_s - load.prompts_s - load.pause_s(running)) / step_s
+    return load.lengths.maximum * load.token_s(running, load.lengths.mean_age) / decoding
+
+
+def _running(load: ServerLoad, step_s: float, most: float) -> float:
+    """Return how many sequences run at once, at most `most`, if a step takes `step_s`."""
+    low, high = 0.0, float(most)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        available_s = step_s - load.prompts_s - load.pause_s(middle)
+        is_enough = middle * available_s >= _decode_s(load, middle)
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
