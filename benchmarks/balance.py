@@ -44,13 +44,8 @@ import httpx
 from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.server import (
-    CONNECTIONS,
-    Server,
-    preloaded_sglang,
-    start_server,
-    wait_ready,
-)
+from qurl_megatron.rollout.preload import preloaded_sglang
+from qurl_megatron.rollout.server import CONNECTIONS, Server, ServerPlan, wait_ready
 
 SEEDS = 10
 CAPACITY = 256
@@ -232,15 +227,14 @@ def compare_real_servers(rounds: int) -> None:
             config = ServerConfig(
                 mem_fraction_static=0.3, max_total_tokens=16384, max_running_requests=capacity
             )
-            servers[index] = start_server(
+            servers[index] = ServerPlan(
                 model,
                 config,
                 "bf16",
                 context_length=512,
                 log_file=Path(directory) / f"server_{index}.log",
                 seed=index,
-                preload=preload,
-            )
+            ).start(preload)
             stack.callback(servers[index].stop)
         wait_ready(list(servers.values()), timeout_s=400)
         fleets = {

@@ -23,9 +23,9 @@ from statistics import median
 import psutil
 
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.preload import Preload
 from qurl_megatron.recipes import quickstart
-from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
+from qurl_megatron.rollout.preload import Preload, preloaded_sglang
+from qurl_megatron.rollout.server import ServerPlan, wait_ready
 
 CONFIG = ServerConfig(mem_fraction_static=0.3, max_total_tokens=4096)
 
@@ -40,15 +40,9 @@ def start(model: Path, directory: Path, preload: Preload | None) -> tuple[float,
     """Start a server and stop it once it answers; return CPU-seconds and wall seconds."""
     this_process = psutil.Process()
     before_s, begun_s = cpu_s(this_process), time.perf_counter()
-    server = start_server(
-        model,
-        CONFIG,
-        "int8",
-        context_length=64,
-        log_file=directory / "server.log",
-        seed=0,
-        preload=preload,
-    )
+    server = ServerPlan(
+        model, CONFIG, "int8", context_length=64, log_file=directory / "server.log", seed=0
+    ).start(preload)
     try:
         wait_ready([server], timeout_s=600)
         return cpu_s(this_process) - before_s, time.perf_counter() - begun_s

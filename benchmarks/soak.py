@@ -83,7 +83,8 @@ from qurl_megatron.loop.producer import Producer, ScoredGroup  # noqa: E402
 from qurl_megatron.process import trim_heap  # noqa: E402
 from qurl_megatron.rollout.control import ServerControl  # noqa: E402
 from qurl_megatron.rollout.fleet import AdmissionNeeded  # noqa: E402
-from qurl_megatron.rollout.server import Server, ServerFailed, preloaded_sglang  # noqa: E402
+from qurl_megatron.rollout.preload import preloaded_sglang  # noqa: E402
+from qurl_megatron.rollout.server import Server, ServerFailed  # noqa: E402
 from qurl_megatron.weight_sync.publish import Published  # noqa: E402
 
 FAULTS = ["kill", "kill all", "stop", "queue", "weights"]

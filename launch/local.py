@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -25,17 +24,22 @@ from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.launch.servers import Servers
 from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
 from qurl_megatron.launch.status import how_to_resume
-from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
-from qurl_megatron.process import die_with_parent, ending_signals, free_port, tail
-from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang, wait_ready
+from qurl_megatron.process import ending_signals, free_port, tail
+from qurl_megatron.rollout.preload import (
+    Preload,
+    PreloadFailed,
+    Process,
+    Program,
+    preloaded_sglang,
+    start,
+)
+from qurl_megatron.rollout.server import ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
 GOOD_CODES = (None, 0, STOPPED_EARLY)  # exit codes of a rank: still running, done, stopped early
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
 STOP_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
-
-Rank = subprocess.Popen[bytes] | ForkedProcess
 
 
 def run(config: Config) -> int:
@@ -68,7 +72,7 @@ def _run(config: Config) -> int:
     with exit_on_bad_input():
         save_servers_at(config)
     attempt = Attempt.create(config)
-    ranks: list[Rank] = []
+    ranks: list[Process] = []
     roster = config.run_dir / "servers.json"
     with (
         preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload,
@@ -78,7 +82,8 @@ def _run(config: Config) -> int:
             _start_servers(attempt, servers, received, preload)
             servers.save()
             if not received:
-                _start_ranks(attempt, ranks, preload)
+                for program in _rank_programs(attempt):
+                    ranks.append(start(program, preload))
             return _watch(ranks, servers, attempt, received)
         except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
@@ -118,8 +123,8 @@ def _start_servers(
         used |= set(gpus)
 
 
-def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -> None:
-    config = attempt.config
+def _rank_programs(attempt: Attempt) -> list[Program]:
+    config, run_dir = attempt.config, str(attempt.config.run_dir)
     world_size = config.learner.world_size
     shared = {
         "WORLD_SIZE": str(world_size),
@@ -127,46 +132,23 @@ def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(config.learner.threads_per_rank),
     }
-    for rank in range(world_size):
-        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if preload:
-            ranks.append(
-                preload.start(
-                    f"{LEARNER}:main",
-                    [str(config.run_dir)],
-                    title=f"{LEARNER} {config.run_dir}",
-                    environment=environment,
-                    log_file=attempt.rank_log(rank),
-                    inherits_stdout=rank == 0,  # rank 0 shows the run's progress
-                    ignored_signals=[signal.SIGUSR1],  # as in `_before_rank`
-                )
-            )
-            continue
-        with attempt.rank_log(rank).open("wb") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", LEARNER, str(config.run_dir)],
-                    env={**os.environ, **environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else log,  # rank 0 shows the run's progress
-                    stderr=log,
-                    start_new_session=True,  # only the launcher receives Ctrl-C
-                    preexec_fn=_before_rank,
-                )
-            )
-
-
-def _before_rank() -> None:
-    """Set up a rank's process before its program starts.
-
-    It ignores SIGUSR1, which would kill it while it cannot handle it yet.
-    """
-    die_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return [
+        Program(
+            command=[LEARNER, run_dir],
+            function=f"{LEARNER}:main",
+            arguments=[run_dir],
+            title=f"{LEARNER} {run_dir}",
+            log_file=attempt.rank_log(rank),
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            inherits_stdout=rank == 0,  # rank 0 shows the run's progress
+            ignored_signals=[signal.SIGUSR1],  # would kill a rank that cannot handle it yet
+        )
+        for rank in range(world_size)
+    ]
 
 
 def _watch(
-    ranks: list[Rank],
+    ranks: list[Process],
     servers: Servers,
     attempt: Attempt,
     received: list[int],
@@ -212,19 +194,23 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _stop_ranks(ranks: list[Rank]) -> None:
+def _stop_ranks(ranks: list[Process]) -> None:
     # A request is lost that comes while Python calls what ignores exceptions, such as logging's
     # functions after a fork.
     for _ in range(STOP_REQUESTS):
         for rank in ranks:
-            rank.terminate()
+            rank.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + REMIND_S
-        for rank in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(max(0.0, deadline - time.monotonic()))
+        while _running(ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     for rank in ranks:
-        rank.kill()
-        rank.wait()
+        rank.send_signal(signal.SIGKILL)
         # The process group holds the children that a killed rank leaves behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
+    while _running(ranks):
+        time.sleep(POLL_S)
+
+
+def _running(ranks: list[Process]) -> bool:
+    return None in [rank.poll() for rank in ranks]

@@ -13,19 +13,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import ServerSpec
-from qurl_megatron.preload import Preload
 from qurl_megatron.process import tail
+from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, Server, answers
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_S = 3600.0
-ASK_S = 1.0  # between two questions to a starting server whether it answers
 
 
 class RestartLimit:
@@ -45,26 +44,20 @@ class RestartLimit:
 
 
 @dataclass
-class _Member:
-    """One server of a set: its present process, or its last one while it waits for a restart."""
+class _Slot:
+    """The place of one server: its present process, or its last one until it is started again."""
 
     spec: ServerSpec
     gpus: Sequence[int]
     server: Server
     limit: RestartLimit = field(default_factory=RestartLimit)
-    restarts: int = 0
     is_ready: bool = False  # this process has answered
     waits: bool = False  # for its restart
-    started_at: float = 0.0  # clock of time.monotonic
-    asked_at: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
         return f"{self.spec.set_name}_{self.spec.index}"
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return incarnation(self.spec.set_name, self.spec.index, self.server)
 
 
 class Servers:
@@ -79,27 +72,24 @@ class Servers:
         api_key: str | None = None,
         preload: Preload | None = None,
     ) -> None:
-        """Start none yet. `roster` is the file to write; for the rest see `start_server`."""
+        """Start none yet. `roster` is the file to write; for the rest see `ServerPlan`."""
         self._attempt = attempt
         self._roster = roster
         self._host = host
         self._api_key = api_key
         self._preload = preload
-        self._members: list[_Member] = []
+        self._slots: list[_Slot] = []
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
         """Start a server for the first time; it becomes ready in the background."""
-        restarts = self._attempt.num_starts(spec)  # by a process that was in this one's place
-        member = _Member(spec, gpus, self._start(spec, gpus), restarts=restarts)
-        member.started_at = time.monotonic()
-        self._members.append(member)
-        return member.server
+        self._slots.append(_Slot(spec, gpus, self._start(spec, gpus)))
+        return self._slots[-1].server
 
     def save(self) -> None:
         """Write the roster."""
         servers: dict[str, dict[int, Server]] = {}
-        for member in self._members:
-            servers.setdefault(member.spec.set_name, {})[member.spec.index] = member.server
+        for slot in self._slots:
+            servers.setdefault(slot.spec.set_name, {})[slot.spec.index] = slot.server
         save_roster(self._roster, servers)
 
     def check(self) -> None:
@@ -109,82 +99,79 @@ class Servers:
             ServerFailed: a server died during its first start, or did not come up in time.
             PreloadFailed: the process that servers are forked from died.
         """
-        before = [member.server for member in self._members]
+        before = [slot.server for slot in self._slots]
         reported = reported_lost(self._attempt.logs)
-        for member in list(self._members):
-            if not member.waits and (failure := self._failure(member, reported)):
-                self._end(member, failure)
-        for member in self._members:
-            if member.waits and not self._shares_gpu_with_a_start(member):
-                member.server = self._start(member.spec, member.gpus)
-                member.restarts += 1
-                member.waits, member.started_at = False, time.monotonic()
-        if before != [member.server for member in self._members]:
+        for slot in list(self._slots):
+            if not slot.waits and (failure := self._failure(slot, reported)):
+                self._end(slot, failure)
+        for slot in self._slots:
+            if slot.waits and not self._shares_gpu_with_a_start(slot):
+                slot.server = self._start(slot.spec, slot.gpus)
+                slot.waits, slot.started_at = False, time.monotonic()
+        if before != [slot.server for slot in self._slots]:
             self.save()
 
     def close(self) -> None:
         """End every server."""
-        for member in self._members:
-            member.server.stop()
+        for slot in self._slots:
+            slot.server.stop()
 
     def _start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
-        return self._attempt.start(
-            spec, host=self._host, api_key=self._api_key, gpus=gpus, preload=self._preload
-        )
+        plan = self._attempt.server_plan(spec)
+        plan = replace(plan, host=self._host, api_key=self._api_key, gpus=gpus)
+        return plan.start(self._preload)
 
-    def _failure(self, member: _Member, reported: set[Incarnation]) -> str:
+    def _num_restarts(self, slot: _Slot) -> int:
+        """Return how often a server was restarted, also by a process in this one's place."""
+        return self._attempt.num_starts(slot.spec) - 1
+
+    def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""
-        server, now = member.server, time.monotonic()
+        server, age_s = slot.server, time.monotonic() - slot.started_at
         if not server.alive():
-            starting = "" if member.is_ready else "while starting "
+            starting = "" if slot.is_ready else "while starting "
             return f"died {starting}({how_it_ended(self._exit_code(server.pid))})"
-        if member.incarnation in reported:
+        if incarnation(slot.spec.set_name, slot.spec.index, server) in reported:
             return "does not answer the learner"
-        if member.is_ready or now < member.asked_at + ASK_S:
-            return ""
-        member.asked_at = now
-        timeout_s = member.spec.server.start_timeout_s
-        if answers(server):
-            member.is_ready = True
-            if member.restarts:
-                waited_s = now - member.started_at
-                print(f"qurl: server {member.name} answers again, {waited_s:.0f} s after its start")
-        elif now > member.started_at + timeout_s:
-            return f"did not come up in {timeout_s:.0f} s"
-        return ""
+        timeout_s = slot.spec.server.start_timeout_s
+        if not slot.is_ready and answers(server):
+            slot.is_ready = True
+            if self._num_restarts(slot):
+                print(f"qurl: server {slot.name} answers again, {age_s:.0f} s after its start")
+        return "" if slot.is_ready or age_s < timeout_s else f"did not come up in {timeout_s:.0f} s"
 
-    def _end(self, member: _Member, failure: str) -> None:
+    def _end(self, slot: _Slot, failure: str) -> None:
         """End a failed server, and mark it for a restart or give it up."""
-        server = member.server
+        server, restarts = slot.server, self._num_restarts(slot)
         server.stop()
-        if not member.is_ready and not member.restarts:
+        if not slot.is_ready and not restarts:
             raise server.failed(failure)
-        member.is_ready = False
-        if member.limit.allows():
-            member.waits = True
+        slot.is_ready = False
+        slot.waits = slot.limit.allows()
+        if slot.waits:
             print(
-                f"qurl: server {member.name} {failure}; restarting ({member.restarts + 1}); "
+                f"qurl: server {slot.name} {failure}; restarting ({restarts + 1}); "
                 f"log {server.log_file}",
                 flush=True,
             )
         else:
-            self._members.remove(member)
+            self._slots.remove(slot)
             print(
-                f"qurl: server {member.name} {failure}; not restarting it, after {MAX_RESTARTS} "
+                f"qurl: server {slot.name} {failure}; not restarting it, after {MAX_RESTARTS} "
                 f"restarts within {RESTART_WINDOW_S / 60:.0f} minutes; {server.log_file} ends:\n"
                 f"{tail(Path(server.log_file))}",
                 flush=True,
             )
 
-    def _shares_gpu_with_a_start(self, member: _Member) -> bool:
+    def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:
         """Return True if another server is starting on one of a server's GPUs.
 
         Each takes a fraction of the memory it finds free, so one starts after the other.
         """
         return any(
-            set(member.gpus) & set(other.gpus)
-            for other in self._members
-            if other is not member and not other.waits and not other.is_ready
+            set(slot.gpus) & set(other.gpus)
+            for other in self._slots
+            if other is not slot and not other.waits and not other.is_ready
         )
 
     def _exit_code(self, pid: int) -> int | None:

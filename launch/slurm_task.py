@@ -92,8 +92,8 @@ def rollout(logs: Path) -> int:
     from qurl_megatron.launch.attempt import Attempt
     from qurl_megatron.launch.placement import server_specs
     from qurl_megatron.launch.servers import Servers
-    from qurl_megatron.preload import PreloadFailed
-    from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang
+    from qurl_megatron.rollout.preload import PreloadFailed, preloaded_sglang
+    from qurl_megatron.rollout.server import ServerFailed
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)

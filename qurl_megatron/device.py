@@ -1,7 +1,8 @@
 """The devices, backends and ranks of this process.
 
-Only this module asks which devices there are. Code that handles a tensor looks at that tensor
-instead; `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli` and
+In this process, only this module asks torch which devices there are; in a server's processes
+`sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
+tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli` and
 `launch`, this is also the only module that reads environment variables.
 """
 

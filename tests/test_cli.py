@@ -21,7 +21,7 @@ from qurl_megatron.data.problems import DataError
 from qurl_megatron.evaluation import evaluate
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.prepare import check_new, prepare_new, prepare_resume, warn_of_pickles
-from qurl_megatron.preload import PreloadFailed
+from qurl_megatron.rollout.preload import PreloadFailed
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
 from tiny import build_tiny_model

@@ -8,15 +8,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.preload import Preload, PreloadFailed
 from qurl_megatron.process import start_ticks
-from qurl_megatron.rollout.server import start_server
+from qurl_megatron.rollout.preload import (
+    Preload,
+    PreloadFailed,
+    Process,
+    Program,
+    preloaded,
+    start,
+)
+from qurl_megatron.rollout.server import ServerPlan
+from waiting import wait_until
 
 FUNCTIONS = """
 import os, signal, sys, threading, time
@@ -38,6 +47,9 @@ def sleep():
 
 def start_thread():
     threading.Thread(target=sleep, daemon=True).start()
+
+if __name__ == "__main__":
+    describe(sys.argv[1])
 """
 READY_MADE = "import os\npid = os.getpid()\n"
 
@@ -56,29 +68,52 @@ def environment_with(modules: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "SHARED": "of-all"}
 
 
+def parent_of(modules: Path, preparation: str = "functions") -> AbstractContextManager[Preload]:
+    return preloaded([preparation], environment_with(modules), modules / "parent.log")
+
+
 @pytest.fixture(scope="module")
 def preload(modules: Path) -> Iterator[Preload]:
-    with Preload(["functions"], environment_with(modules), modules / "parent.log") as parent:
+    with parent_of(modules) as parent:
         yield parent
 
 
-def test_a_child_has_its_own_session_environment_log_signals_and_exit_code(
-    preload: Preload, tmp_path: Path
+def program(function: str, log_file: Path) -> Program:
+    return Program([], f"functions:{function}", [], "its title", log_file)
+
+
+def wait(child: Process) -> int:
+    """Return the exit code of a child that ends soon."""
+    assert wait_until(lambda: child.poll() is not None)
+    assert child.returncode is not None
+    return child.returncode
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
+    modules: Path,
+    preload: Preload,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_forked: bool,
 ) -> None:
-    child = preload.start(
+    for name, value in environment_with(modules).items():
+        monkeypatch.setenv(name, value)
+    describing = Program(
+        ["functions", "first"],
         "functions:describe",
         ["first"],
-        title="a title of its own",
+        "its title",
+        tmp_path / "log",
         environment={"COLOUR": "green"},
-        log_file=tmp_path / "child.log",
         ignored_signals=[signal.SIGUSR1],
         blocked_signals=[signal.SIGUSR2],
     )
-    assert child.wait(30) == 7
-    assert set((tmp_path / "child.log").read_text().splitlines()) == {
+    assert wait(start(describing, preload if is_forked else None)) == 7
+    assert set((tmp_path / "log").read_text().splitlines()) == {
         "first green of-all True",
         "written to standard error",
-        "imported before the fork: True",
+        f"imported before the fork: {is_forked}",
         "USR1 ignored: True",
         "blocked: ['SIGUSR2']",
     }
@@ -88,24 +123,20 @@ def test_a_child_that_raises_ends_with_code_1_and_its_traceback_in_the_log(
     preload: Preload, tmp_path: Path
 ) -> None:
     log = tmp_path / "child.log"
-    child = preload.start("functions:fail", [], title="fails", environment={}, log_file=log)
-    assert child.wait(30) == 1
+    assert wait(preload.start(program("fail", log))) == 1
     assert log.read_text().endswith("ValueError: this is why\n")
 
 
-def test_a_running_child_is_waited_for_signalled_and_shown_by_its_title(
+def test_a_running_child_is_signalled_and_shown_by_its_title(
     preload: Preload, tmp_path: Path
 ) -> None:
-    child = preload.start(
-        "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "child.log"
-    )
+    child = preload.start(program("sleep", tmp_path / "child.log"))
     process = psutil.Process(child.pid)
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(0.5)
-    assert child.poll() is None and process.cmdline()[0] == "sleeps"
-    child.terminate()
-    assert child.wait(30) == -signal.SIGTERM
-    child.kill()  # the process has ended, so no other is signalled
+    assert not wait_until(lambda: child.poll() is not None, 0.5)
+    assert process.cmdline()[0] == "its title"
+    child.send_signal(signal.SIGTERM)
+    assert wait(child) == -signal.SIGTERM
+    child.send_signal(signal.SIGKILL)  # the process has ended, so no other is signalled
     assert not process.is_running()
 
 
@@ -113,23 +144,16 @@ def test_the_exit_code_of_a_child_is_known_as_soon_as_it_has_ended(
     preload: Preload, tmp_path: Path
 ) -> None:
     for _ in range(5):
-        child = preload.start(
-            "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "child.log"
-        )
+        child = preload.start(program("sleep", tmp_path / "child.log"))
         os.kill(child.pid, signal.SIGKILL)
         while start_ticks(child.pid) is not None:
             pass
         assert child.poll() == -signal.SIGKILL
 
 
-def test_closing_the_parent_ends_every_child(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions"], environment_with(modules), tmp_path / "parent.log") as parent:
-        children = [
-            parent.start(
-                "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
-            )
-            for _ in range(2)
-        ]
+def test_the_end_of_the_context_ends_every_child(modules: Path, tmp_path: Path) -> None:
+    with parent_of(modules) as parent:
+        children = [parent.start(program("sleep", tmp_path / "log")) for _ in range(2)]
         processes = [psutil.Process(child.pid) for child in children]
     assert psutil.wait_procs(processes, timeout=30)[1] == []
 
@@ -138,14 +162,13 @@ def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
     modules: Path, tmp_path: Path
 ) -> None:
     starter = (
-        "import sys, time\n"
+        "import time\n"
         "from pathlib import Path\n"
-        "from qurl_megatron.preload import Preload\n"
-        f"parent = Preload(['functions'], {environment_with(modules)!r}, Path('parent.log'))\n"
-        "child = parent.start('functions:sleep', [], title='sleeps', environment={},\n"
-        "    log_file=Path('child.log'))\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
+        "from qurl_megatron.rollout.preload import Program, preloaded\n"
+        f"with preloaded(['functions'], {environment_with(modules)!r}, Path('log')) as parent:\n"
+        "    program = Program([], 'functions:sleep', [], 'sleeps', Path('child.log'))\n"
+        "    print(parent.start(program).pid, flush=True)\n"
+        "    time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -161,36 +184,30 @@ def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
 
 
 def test_a_child_has_ended_when_its_parent_is_killed(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions"], environment_with(modules), tmp_path / "parent.log") as parent:
-        child = parent.start(
-            "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
-        )
+    with parent_of(modules) as parent:
+        child = parent.start(program("sleep", tmp_path / "log"))
         process = psutil.Process(child.pid)
         psutil.Process(process.ppid()).kill()
-        assert child.wait(30) == -signal.SIGKILL
+        assert wait(child) == -signal.SIGKILL
         assert psutil.wait_procs([process], timeout=30)[1] == []
 
 
 def test_a_parent_with_threads_does_not_fork(modules: Path, tmp_path: Path) -> None:
-    log = tmp_path / "parent.log"
-    with Preload(["functions:start_thread"], environment_with(modules), log) as parent:
+    with parent_of(modules, "functions:start_thread") as parent:
         with pytest.raises(PreloadFailed, match="2 threads run; a fork would lose all but one"):
-            parent.start("functions:sleep", [], title="", environment={}, log_file=tmp_path / "c")
+            parent.start(program("sleep", tmp_path / "log"))
 
 
-def test_a_parent_that_cannot_import_is_reported_with_its_log(
-    modules: Path, tmp_path: Path
-) -> None:
-    log = tmp_path / "parent.log"
-    with Preload(["no_such_module"], environment_with(modules), log) as parent:
+def test_a_parent_that_cannot_import_is_reported_with_its_log(modules: Path) -> None:
+    with parent_of(modules, "no_such_module") as parent:
         with pytest.raises(
-            PreloadFailed, match=f"(?s){log} ends:.*No module named 'no_such_module"
+            PreloadFailed, match="(?s)parent.log ends:.*No module named 'no_such_module"
         ):
             parent.wait_ready()
 
 
-def test_waiting_for_a_parent_can_be_cancelled(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions:sleep"], environment_with(modules), tmp_path / "log") as parent:
+def test_waiting_for_a_parent_can_be_cancelled(modules: Path) -> None:
+    with parent_of(modules, "functions:sleep") as parent:
         parent.wait_ready(given_up=lambda: True)  # it would wait for 600 s otherwise
 
 
@@ -198,18 +215,12 @@ def test_a_server_that_cannot_be_forked_leaves_no_files(
     modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Preload(["functions"], environment_with(modules), modules / "dying.log") as parent:
+    before = psutil.Process().children()
+    with parent_of(modules) as parent:
         parent.wait_ready()
-        parent._process.kill()
-        parent._process.wait()
-        with pytest.raises(PreloadFailed, match="the preload process died; .*dying.log ends"):
-            start_server(
-                tmp_path,
-                ServerConfig(),
-                "int8",
-                context_length=64,
-                log_file=modules / "server.log",
-                seed=0,
-                preload=parent,
-            )
+        (process,) = set(psutil.Process().children()) - set(before)
+        process.kill()
+        plan = ServerPlan(tmp_path, ServerConfig(), "int8", 64, modules / "server.log", seed=0)
+        with pytest.raises(PreloadFailed, match="the preload process died; .*parent.log ends"):
+            plan.start(parent)
     assert list(tmp_path.iterdir()) == []

@@ -10,20 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.yaml_file import save
-from qurl_megatron.launch import attempt, servers, status
+from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.servers import MAX_RESTARTS, Servers, how_it_ended
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.roster import read_roster, report_lost
-from qurl_megatron.rollout.server import Server, ServerFailed
+from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
 
 TIMEOUT_S = 20.0
 
@@ -39,10 +38,10 @@ class Machine:
         self.pids: list[int] = []
         self.answering: set[str] = set()  # URLs
 
-    def start_server(self, *_: object, log_file: Path, seed: int, **options: Any) -> Server:
-        log_file.write_text(f"the log of {log_file.name}\n")
+    def start(self, plan: ServerPlan, preload: None) -> Server:
+        plan.log_file.write_text(f"the log of {plan.log_file.name}\n")
         pid = subprocess.Popen(["sleep", "1000"]).pid
-        self.seeds.append(seed)
+        self.seeds.append(plan.seed)
         self.pids.append(pid)
         scratch = self.config.run_dir / f"scratch{pid}"
         scratch.mkdir()
@@ -52,8 +51,8 @@ class Machine:
             pid=pid,
             start_ticks=start_ticks(pid),
             tensor_parallel_size=1,
-            gpus=list(options["gpus"]),
-            log_file=str(log_file),
+            gpus=list(plan.gpus or []),
+            log_file=str(plan.log_file),
             scratch_dir=str(scratch),
         )
 
@@ -74,9 +73,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     config.run_dir.mkdir()
     save(config, config.run_dir / "config.yaml")
     machine = Machine(config)
-    monkeypatch.setattr(attempt, "start_server", machine.start_server)
+    monkeypatch.setattr(ServerPlan, "start", lambda plan, preload: machine.start(plan, preload))
     monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
-    monkeypatch.setattr(servers, "ASK_S", 0.0)
     yield machine
     for pid in machine.pids:
         assert start_ticks(pid) is None, "a server was left running"

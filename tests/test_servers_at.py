@@ -39,13 +39,12 @@ from qurl_megatron.launch.servers_at import (
     save_servers_at,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.preload import PreloadFailed
 from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
-from qurl_megatron.rollout.server import ServerFailed, answers, start_server
+from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers
 from tiny import build_tiny_model
 
 
@@ -282,16 +281,8 @@ def test_no_proxy_is_asked_for_a_server(
 def test_a_server_asks_no_proxy_when_it_asks_itself(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, str] = {}
-
-    def start(*_: object, environment: dict[str, str], **__: object) -> None:
-        given.update(environment)
-        raise PreloadFailed("not started")
-
-    preload: Any = SimpleNamespace(wait_ready=lambda: None, start=start)
-    settings = {"context_length": 10, "log_file": tmp_path / "log", "seed": 0}
-    with pytest.raises(PreloadFailed):
-        start_server(model_dir, ServerConfig(), "int8", preload=preload, **settings)  # type: ignore[arg-type]
+    plan = ServerPlan(model_dir, ServerConfig(), "int8", 10, tmp_path / "log", seed=0)
+    given = plan.environment()
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, given[name])
         assert proxy_bypass("127.0.0.1")
@@ -387,7 +378,7 @@ def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
 
     preload = SimpleNamespace(wait_ready=lambda: None, start=start)
     monkeypatch.setattr(serve, "preloaded_sglang", lambda _: nullcontext(preload))
-    monkeypatch.setattr(serve, "wait_ready", send_signal)
+    monkeypatch.setattr("qurl_megatron.rollout.server.wait_ready", send_signal)
     # The kernel sends it when a terminal closes, and then the shell, while the server is ended.
     monkeypatch.setattr(psutil, "wait_procs", send_signal)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -64,7 +64,7 @@ def serve(
 @contextmanager
 def exit_on_failed_server() -> Iterator[None]:
     """Turn the failure of a server into one message on stderr and exit code 1."""
-    from qurl_megatron.preload import PreloadFailed
+    from qurl_megatron.rollout.preload import PreloadFailed
     from qurl_megatron.rollout.server import ServerFailed
 
     try:

@@ -10,8 +10,7 @@ import pytest
 
 from e2e.running import FORKED, Command, Start
 from qurl_megatron.launch.local import LEARNER
-from qurl_megatron.preload import Preload
-from qurl_megatron.rollout.server import preloaded_sglang
+from qurl_megatron.rollout.preload import Preload, preloaded_sglang
 
 
 @pytest.fixture(scope="session")

@@ -28,11 +28,11 @@ from qurl_megatron.launch import servers
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher

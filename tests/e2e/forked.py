@@ -11,13 +11,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from qurl_megatron import device, preload
+from qurl_megatron import device
 from qurl_megatron.process import end_only_with_parent
-from qurl_megatron.rollout import server
+from qurl_megatron.rollout import preload
 
 
 def import_commands() -> None:
@@ -32,66 +32,48 @@ def import_commands() -> None:
 def main(directory: str, *words: str) -> None:
     """Run `qurl` with these words in a directory; the process ends with the command's code."""
     os.chdir(directory)
-    parent = _Parent()
+    # The command's own `Preload` is forked here, before the command starts any thread.
+    ours, theirs = Pipe()
+    command, parent = os.getpid(), os.fork()
+    if parent == 0:
+        ours.close()
+        os.setsid()
+        end_only_with_parent()
+        if os.getppid() == command:  # it lived longer than until end_only_with_parent
+            serve_command(theirs)
+        os._exit(0)
+    theirs.close()
+
+    @contextlib.contextmanager
+    def preloaded(
+        preparations: Sequence[str], environment: Mapping[str, str], log_file: Path
+    ) -> Iterator[preload.Preload]:
+        """Yield the handle of the process, which has done the preparations."""
+        ours.send((dict(environment), log_file))
+        try:
+            yield preload.Preload(ours, log_file)
+        finally:
+            os.kill(parent, signal.SIGKILL)
+
+    preload.preloaded = preloaded
     sys.argv = ["qurl", *words]
-    server.Preload = parent.preload  # type: ignore
     from qurl_megatron.cli import main
 
     try:
         main()
     finally:
-        parent.end()
+        ours.close()
+        os.waitpid(parent, 0)
 
 
-class _Parent:
-    """The process of a command's `Preload`, forked before the command starts any thread."""
-
-    def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        command = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._connection.close()
-            os.setsid()
-            end_only_with_parent()
-            if os.getppid() == command:  # it lived longer than until end_only_with_parent
-                self._run(theirs)
-            os._exit(0)
-        theirs.close()
-
-    @staticmethod
-    def _run(connection: Connection) -> None:
-        """Wait for what the command's `Preload` asks for, then serve it."""
-        try:
-            environment, log_file = connection.recv()
-        except EOFError:  # the command has ended without it
-            return
-        log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 2)
-        os.close(log)
-        device.extend_environment(environment)
-        preload.serve(connection)
-
-    def preload(
-        self, preparations: Sequence[str], environment: Mapping[str, str], log_file: Path
-    ) -> preload.Preload:
-        """Return the handle of this process, which has done the preparations."""
-        self._connection.send((dict(environment), str(log_file)))
-        handle = preload.Preload.__new__(preload.Preload)
-        handle._log_file = log_file
-        handle._ready = False
-        handle._connection = self._connection
-        handle._process = self  # type: ignore
-        return handle
-
-    def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        os.waitpid(self._pid, 0)
-
-    def end(self) -> None:
-        """Wait for the end of this process if no `Preload` has had it."""
-        self._connection.close()
-        with contextlib.suppress(ChildProcessError):
-            self.wait()
+def serve_command(connection: Connection) -> None:
+    """Wait for what the command asks of its `Preload`, then fork for it."""
+    try:
+        environment, log_file = connection.recv()
+    except EOFError:  # the command has ended without it
+        return
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 2)
+    os.close(log)
+    device.extend_environment(environment)
+    preload.fork_for(connection)

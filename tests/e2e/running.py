@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.launch.local import LEARNER
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.preload import ForkedProcess, Preload
+from qurl_megatron.rollout.preload import Preload, Process, Program
 from qurl_megatron.rollout.roster import read_roster
 
 QURL = Path(sys.executable).with_name("qurl")
@@ -49,16 +50,18 @@ class Command:
     def __init__(self, directory: Path, *words: object, preload: Preload | None = None) -> None:
         self.run_dir = directory / "runs" / "run"
         self.output = directory / "output"
-        self.process: subprocess.Popen[bytes] | ForkedProcess
+        self.process: Process
         arguments = [str(word) for word in words]
         self.output.write_bytes(b"")  # without what an earlier command in this directory printed
         if preload:
             self.process = preload.start(
-                f"{FORKED}:main",
-                [str(directory), *arguments],
-                title="qurl",
-                environment={},
-                log_file=self.output,
+                Program(
+                    command=[],
+                    function=f"{FORKED}:main",
+                    arguments=[str(directory), *arguments],
+                    title="qurl",
+                    log_file=self.output,
+                )
             )
         else:
             with self.output.open("wb") as output:
@@ -99,8 +102,8 @@ class Command:
     def end(self) -> None:
         """Ask the command to end if it still runs."""
         if self.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
+            self.process.send_signal(signal.SIGTERM)
+            self.exit_code()
 
     def survivors(self) -> list[psutil.Process]:
         """Return the processes of the command that still exist."""

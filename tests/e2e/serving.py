@@ -18,13 +18,13 @@ from transformers import AutoTokenizer
 from e2e.reference import Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, start_server, wait_ready
+from qurl_megatron.rollout.preload import Preload
+from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.link import PublishError, verify
 from qurl_megatron.weight_sync.shared_memory import GROUP_SUFFIX, describe
@@ -155,7 +155,7 @@ def launched(
         mem_fraction_static=0.3,
         max_total_tokens=8192,
     )
-    server = start_server(
+    server = ServerPlan(
         model_dirs[0],
         config,
         weight_format,
@@ -163,8 +163,7 @@ def launched(
         log_file=directory / "server.log",
         seed=0,
         records_routing=records_routing,
-        preload=preload,
-    )
+    ).start(preload)
     try:
         yield server, model_dirs
     finally:

@@ -25,9 +25,9 @@ from e2e.deployment import (
     wait_until,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
+from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.channel import Channel, Connection

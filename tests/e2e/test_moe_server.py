@@ -24,11 +24,11 @@ from e2e.serving import (
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.rollout.server import start_server, wait_ready
+from qurl_megatron.rollout.preload import Preload
+from qurl_megatron.rollout.server import ServerPlan, wait_ready
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -179,7 +179,7 @@ def test_two_groups_of_ranks_load_a_quantized_directory(
         pytest.skip("two ranks need a GPU each; this machine has one")
     model, written = build_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "int8"
     quantize_directory(model, written, "int8", lambda *_: None)
-    server = start_server(
+    server = ServerPlan(
         written,
         ServerConfig(
             tensor_parallel_size=2,
@@ -192,8 +192,7 @@ def test_two_groups_of_ranks_load_a_quantized_directory(
         log_file=tmp_path / "server.log",
         seed=0,
         loads=True,
-        preload=preload,
-    )
+    ).start(preload)
     try:
         wait_ready([server], START_TIMEOUT_S)
         with closing(ServerControl(server, "retract")) as control:

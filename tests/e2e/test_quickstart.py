@@ -23,9 +23,9 @@ from e2e.running import SMALL, Command, Start, curve_steps
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.preload import Preload
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
+from qurl_megatron.rollout.preload import Preload
 
 
 @dataclass(frozen=True)

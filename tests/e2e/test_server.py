@@ -27,10 +27,10 @@ from e2e.serving import (
     launched,
 )
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import FleetTooSmall
-from qurl_megatron.rollout.server import ServerFailed, start_server, wait_ready
+from qurl_megatron.rollout.preload import Preload
+from qurl_megatron.rollout.server import ServerFailed, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.link import verify
 from tiny import EOS_TOKEN_ID, quantized
 
@@ -251,15 +251,14 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
 def test_a_server_that_cannot_start_is_reported_with_its_log(
     tmp_path: Path, preload: Preload | None
 ) -> None:
-    server = start_server(
+    server = ServerPlan(
         tmp_path / "no-such-model",
         ServerConfig(),
         "int8",
         context_length=64,
         log_file=tmp_path / "server.log",
         seed=0,
-        preload=preload,
-    )
+    ).start(preload)
     try:
         with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):
             wait_ready([server], START_TIMEOUT_S)

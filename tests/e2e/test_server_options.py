@@ -12,10 +12,10 @@ from e2e.reference import NEARER, Reference
 from e2e.serving import PROMPTS, START_TIMEOUT_S, Sender
 from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.config.values import OptionValue
-from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import start_server, wait_ready
+from qurl_megatron.rollout.preload import Preload
+from qurl_megatron.rollout.server import ServerPlan, wait_ready
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -25,15 +25,14 @@ def test_a_server_can_keep_keys_and_values_in_fp8(tmp_path: Path, preload: Prelo
     model_dir = build_tiny_model(tmp_path / "model")
     weights = quantized(model_dir, "int8")
     options: dict[str, OptionValue] = {"kv_cache_dtype": "fp8_e4m3"}
-    server = start_server(
+    server = ServerPlan(
         model_dir,
         ServerConfig(mem_fraction_static=0.3, max_total_tokens=8192, options=options),
         "int8",
         context_length=128,
         log_file=tmp_path / "server.log",
         seed=0,
-        preload=preload,
-    )
+    ).start(preload)
     try:
         wait_ready([server], START_TIMEOUT_S)
         with closing(Sender(server)) as sender:

@@ -18,11 +18,11 @@ from e2e.running import QUICK, Command, metrics_of
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch.servers_at import read_key
-from qurl_megatron.preload import Preload
 from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.elsewhere import check_servers, remote_server
+from qurl_megatron.rollout.preload import Preload
 
 KEY = "the-key-of-the-test"
 SLOW = 4e6  # bytes per second, at which deltas are coded

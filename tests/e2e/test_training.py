@@ -16,7 +16,7 @@ from e2e.running import COMPLETIONS, PER_STEP, QUICK, SMALL, Command, Start, met
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.preload import Preload
+from qurl_megatron.rollout.preload import Preload
 from tiny import build_tiny_model
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
