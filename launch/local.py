@@ -25,14 +25,7 @@ from qurl_megatron.launch.servers import Servers
 from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
 from qurl_megatron.launch.status import how_to_resume
 from qurl_megatron.process import ending_signals, free_port, tail
-from qurl_megatron.rollout.preload import (
-    Preload,
-    PreloadFailed,
-    Process,
-    Program,
-    preloaded_sglang,
-    start,
-)
+from qurl_megatron.rollout.preload import PreloadFailed, Process, Program, preloaded_sglang, start
 from qurl_megatron.rollout.server import ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
@@ -79,12 +72,12 @@ def _run(config: Config) -> int:
         closing(Servers(attempt, roster, preload=preload)) as servers,
     ):
         try:
-            _start_servers(attempt, servers, received, preload)
+            _start_servers(servers, received)
             servers.save()
             if not received:
                 for program in _rank_programs(attempt):
                     ranks.append(start(program, preload))
-            return _watch(ranks, servers, attempt, received)
+            return _watch(ranks, servers, received)
         except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
             return 1
@@ -93,12 +86,7 @@ def _run(config: Config) -> int:
             release_servers_at(config)
 
 
-def _start_servers(
-    attempt: Attempt,
-    servers: Servers,
-    received: list[int],
-    preload: Preload | None,
-) -> None:
+def _start_servers(servers: Servers, received: list[int]) -> None:
     """Start the run's servers, which the caller ends on a failure.
 
     Servers start at the same time, except on a GPU they share. There one starts after the other,
@@ -108,9 +96,9 @@ def _start_servers(
         ServerFailed: a server that others had to wait for did not start.
         PreloadFailed: SGLang could not be imported.
     """
-    config = attempt.config
-    if preload:
-        preload.wait_ready(lambda: bool(received))
+    config = servers.attempt.config
+    if servers.preload:
+        servers.preload.wait_ready(lambda: bool(received))
     if received:
         return
     placed = place_servers(config, device.num_gpus())
@@ -147,12 +135,7 @@ def _rank_programs(attempt: Attempt) -> list[Program]:
     ]
 
 
-def _watch(
-    ranks: list[Process],
-    servers: Servers,
-    attempt: Attempt,
-    received: list[int],
-) -> int:
+def _watch(ranks: list[Process], servers: Servers, received: list[int]) -> int:
     """Keep the servers running until all ranks are done, one dies or a signal ends the run.
 
     Return the exit code.
@@ -174,7 +157,7 @@ def _watch(
         codes = [rank.poll() for rank in ranks]
         failed = next((n for n, code in enumerate(codes) if code not in GOOD_CODES), None)
         if failed is not None:
-            log = attempt.rank_log(failed)
+            log = servers.attempt.rank_log(failed)
             print(
                 f"\nqurl: learner rank {failed} ended with code {codes[failed]}; the end of {log}:"
                 f"\n{tail(log)}",

@@ -27,20 +27,20 @@ MAX_RESTARTS = 3
 RESTART_WINDOW_S = 3600.0
 
 
+@dataclass
 class RestartLimit:
     """Allows at most MAX_RESTARTS restarts of one thing within RESTART_WINDOW_S."""
 
-    def __init__(self) -> None:
-        self._times: list[float] = []
+    times: list[float] = field(default_factory=list)  # of restarts, by time.monotonic
 
     def allows(self) -> bool:
         """Count a restart and return True, or return False if it would be one too many."""
         now = time.monotonic()
-        self._times = [then for then in self._times if now - then < RESTART_WINDOW_S]
-        if len(self._times) >= MAX_RESTARTS:
-            return False
-        self._times.append(now)
-        return True
+        self.times = [then for then in self.times if now - then < RESTART_WINDOW_S]
+        is_allowed = len(self.times) < MAX_RESTARTS
+        if is_allowed:
+            self.times.append(now)
+        return is_allowed
 
 
 @dataclass
@@ -60,25 +60,16 @@ class _Slot:
         return f"{self.spec.set_name}_{self.spec.index}"
 
 
+@dataclass
 class Servers:
-    """The servers of an attempt that this process starts, restarts and ends."""
+    """The servers of an attempt that this process starts, restarts and ends; at first none."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        roster: Path,
-        *,
-        host: str = LOOPBACK,
-        api_key: str | None = None,
-        preload: Preload | None = None,
-    ) -> None:
-        """Start none yet. `roster` is the file to write; for the rest see `ServerPlan`."""
-        self._attempt = attempt
-        self._roster = roster
-        self._host = host
-        self._api_key = api_key
-        self._preload = preload
-        self._slots: list[_Slot] = []
+    attempt: Attempt
+    roster: Path  # the file to write
+    host: str = LOOPBACK  # for this and the next see `ServerPlan`
+    api_key: str | None = None
+    preload: Preload | None = None
+    _slots: list[_Slot] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
         """Start a server for the first time; it becomes ready in the background."""
@@ -90,7 +81,7 @@ class Servers:
         servers: dict[str, dict[int, Server]] = {}
         for slot in self._slots:
             servers.setdefault(slot.spec.set_name, {})[slot.spec.index] = slot.server
-        save_roster(self._roster, servers)
+        save_roster(self.roster, servers)
 
     def check(self) -> None:
         """Restart the servers that have died or hang, and write the roster; call it often.
@@ -100,7 +91,7 @@ class Servers:
             PreloadFailed: the process that servers are forked from died.
         """
         before = [slot.server for slot in self._slots]
-        reported = reported_lost(self._attempt.logs)
+        reported = reported_lost(self.attempt.logs)
         for slot in list(self._slots):
             if not slot.waits and (failure := self._failure(slot, reported)):
                 self._end(slot, failure)
@@ -117,13 +108,13 @@ class Servers:
             slot.server.stop()
 
     def _start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
-        plan = self._attempt.server_plan(spec)
-        plan = replace(plan, host=self._host, api_key=self._api_key, gpus=gpus)
-        return plan.start(self._preload)
+        plan = self.attempt.server_plan(spec)
+        plan = replace(plan, host=self.host, api_key=self.api_key, gpus=gpus)
+        return plan.start(self.preload)
 
     def _num_restarts(self, slot: _Slot) -> int:
         """Return how often a server was restarted, also by a process in this one's place."""
-        return self._attempt.num_starts(slot.spec) - 1
+        return self.attempt.num_starts(slot.spec) - 1
 
     def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""
@@ -149,19 +140,15 @@ class Servers:
         slot.is_ready = False
         slot.waits = slot.limit.allows()
         if slot.waits:
-            print(
-                f"qurl: server {slot.name} {failure}; restarting ({restarts + 1}); "
-                f"log {server.log_file}",
-                flush=True,
-            )
+            outcome = f"restarting ({restarts + 1}); log {server.log_file}"
         else:
             self._slots.remove(slot)
-            print(
-                f"qurl: server {slot.name} {failure}; not restarting it, after {MAX_RESTARTS} "
-                f"restarts within {RESTART_WINDOW_S / 60:.0f} minutes; {server.log_file} ends:\n"
-                f"{tail(Path(server.log_file))}",
-                flush=True,
+            outcome = (
+                f"not restarting it, after {MAX_RESTARTS} restarts within "
+                f"{RESTART_WINDOW_S / 60:.0f} minutes; {server.log_file} ends:\n"
+                f"{tail(Path(server.log_file))}"
             )
+        print(f"qurl: server {slot.name} {failure}; {outcome}", flush=True)
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:
         """Return True if another server is starting on one of a server's GPUs.
@@ -176,8 +163,8 @@ class Servers:
 
     def _exit_code(self, pid: int) -> int | None:
         """Return the exit code of a server's process that has ended; None if it is not known."""
-        if self._preload:
-            return self._preload.signal(pid, 0)
+        if self.preload:
+            return self.preload.signal(pid, 0)
         try:
             return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])
         except ChildProcessError:  # the subprocess module has collected the code

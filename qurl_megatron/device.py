@@ -131,16 +131,11 @@ def extend_environment(additions: Mapping[str, str]) -> None:
     os.environ.update(additions)
 
 
-def limit_threads(threads: int) -> None:
-    """Limit the CPU threads of this process's tensor operations."""
-    torch.set_num_threads(threads)
-
-
-def initialize_distributed(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+def initialize_distributed() -> None:
     """Create the default process group of all learner ranks.
 
     Several ranks meet at MASTER_ADDR:MASTER_PORT; a single rank needs no address. A collective that
-    waits longer than `timeout_s` ends the process.
+    waits longer than `COLLECTIVE_TIMEOUT_S` ends the process.
 
     Raises:
         RuntimeError: there are several ranks, but the address is not set.
@@ -169,7 +164,7 @@ def initialize_distributed(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         communication_backend(),
         rank=rank(),
         world_size=world_size(),
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         **arguments,
     )
 

@@ -151,13 +151,6 @@ def test_the_exit_code_of_a_child_is_known_as_soon_as_it_has_ended(
         assert child.poll() == -signal.SIGKILL
 
 
-def test_the_end_of_the_context_ends_every_child(modules: Path, tmp_path: Path) -> None:
-    with parent_of(modules) as parent:
-        children = [parent.start(program("sleep", tmp_path / "log")) for _ in range(2)]
-        processes = [psutil.Process(child.pid) for child in children]
-    assert psutil.wait_procs(processes, timeout=30)[1] == []
-
-
 def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
     modules: Path, tmp_path: Path
 ) -> None:

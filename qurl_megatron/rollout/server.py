@@ -320,12 +320,14 @@ def answers(server: Server) -> bool:
 def connect(server: Server, timeout_s: float) -> httpx.Client:
     """Return a client of one server.
 
-    It has a transport of its own, and so asks no proxy that a variable such as HTTP_PROXY names. A
-    proxy cannot reach loopback, and would read what is sent there.
+    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
+    would read what is sent there.
     """
     return httpx.Client(
         base_url=server.url,
         headers=server.headers,
         timeout=timeout_s,
-        transport=httpx.HTTPTransport(limits=CONNECTIONS, verify=certificates()),
+        limits=CONNECTIONS,
+        verify=certificates(),
+        trust_env=False,
     )

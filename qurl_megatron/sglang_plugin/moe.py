@@ -50,7 +50,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.linear = linear
         self.quant_config = linear.quant_config
         self.has_blocks = hasattr(linear.quant_config, "weight_block_size")
-        self.scale_suffix = "weight_scale_inv" if self.has_blocks else "weight_scale"
+        self.scale_suffix = linear.scale_name
 
     def create_weights(
         self,

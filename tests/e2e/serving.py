@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from e2e.reference import Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
+from qurl_megatron.config.values import OptionValue
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
@@ -142,6 +143,7 @@ def launched(
     tensor_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     records_routing: bool = False,
+    options: Mapping[str, OptionValue] = {},
     **model: Any,
 ) -> Iterator[tuple[Server, list[Path]]]:
     """Start a server; yield it before it is ready, with two models of its shape."""
@@ -154,13 +156,14 @@ def launched(
         threads=1,
         mem_fraction_static=0.3,
         max_total_tokens=8192,
+        options=dict(options),
     )
     server = ServerPlan(
         model_dirs[0],
         config,
         weight_format,
-        context_length=CONTEXT_LENGTH,
-        log_file=directory / "server.log",
+        CONTEXT_LENGTH,
+        directory / "server.log",
         seed=0,
         records_routing=records_routing,
     ).start(preload)
