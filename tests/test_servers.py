@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -144,7 +145,10 @@ def test_a_stopped_server_that_the_learner_reports_is_killed_and_replaced(
 def test_a_server_that_keeps_dying_is_given_up_with_the_end_of_its_log(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    counts = partial(status.server_counts, machine.config.run_dir)
+    assert counts() == ""
     with closing(start(machine)) as started:
+        assert counts() == ", servers 2 of 2, restarts 0"
         machine.answer(0)
         machine.answer(1)
         started.check()
@@ -154,6 +158,7 @@ def test_a_server_that_keeps_dying_is_given_up_with_the_end_of_its_log(
             check_until(started, lambda dying=dying: machine.listed(0) != dying)  # type: ignore[misc]
         os.kill(machine.listed(0).pid, signal.SIGKILL)
         check_until(started, lambda: list(read_roster(machine.roster)["rollout"]) == [1])
+        assert counts() == ", servers 1 of 2, restarts 3"
     said = capsys.readouterr().out
     assert "server rollout_0 died while starting (killed by signal 9); restarting (3)" in said
     assert "not restarting it, after 3 restarts within 60 minutes" in said
@@ -222,26 +227,6 @@ def test_a_starter_in_place_of_a_dead_one_continues_its_logs_and_seeds(machine: 
         starting = machine.listed(0)
         os.kill(starting.pid, signal.SIGKILL)
         check_until(again, lambda: machine.listed(0) != starting)
-
-
-def test_status_counts_the_servers_that_are_left_and_the_restarts(machine: Machine) -> None:
-    run_dir = machine.config.run_dir
-    assert status.server_counts(run_dir) == ""
-    with closing(start(machine)) as started:
-        assert status.server_counts(run_dir) == ", servers 2 of 2, restarts 0"
-        machine.answer(0)
-        machine.answer(1)
-        started.check()
-        for _ in range(MAX_RESTARTS + 1):
-            dying = machine.listed(0)
-            os.kill(dying.pid, signal.SIGKILL)
-            check_until(started, lambda dying=dying: rostered(machine, 0) != dying)  # type: ignore[misc]
-        assert status.server_counts(run_dir) == ", servers 1 of 2, restarts 3"
-
-
-def rostered(machine: Machine, index: int) -> Server | None:
-    """Return a rollout server as the roster has it, or None if it was given up."""
-    return read_roster(machine.roster)["rollout"].get(index)
 
 
 def test_an_exit_code_is_described() -> None:
