@@ -44,7 +44,6 @@ import httpx
 from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.preload import preloaded_sglang
 from qurl_megatron.rollout.server import CONNECTIONS, Server, ServerPlan, wait_ready
 
 SEEDS = 10
@@ -217,7 +216,6 @@ def compare_real_servers(rounds: int) -> None:
     """Print the seconds of both policies, in turn."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        preloaded_sglang(Path(directory) / "preload.log") as preload,
         contextlib.ExitStack() as stack,
     ):
         model = Path(directory) / "model"
@@ -234,7 +232,7 @@ def compare_real_servers(rounds: int) -> None:
                 context_length=512,
                 log_file=Path(directory) / f"server_{index}.log",
                 seed=index,
-            ).start(preload)
+            ).start()
             stack.callback(servers[index].stop)
         wait_ready(list(servers.values()), timeout_s=400)
         fleets = {

@@ -14,9 +14,12 @@ import signal
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.owner import claim
@@ -24,8 +27,8 @@ from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.launch.servers import Servers
 from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
 from qurl_megatron.launch.status import how_to_resume
-from qurl_megatron.process import ending_signals, free_port, tail
-from qurl_megatron.rollout.preload import PreloadFailed, Process, Program, preloaded_sglang, start
+from qurl_megatron.process import NO_THREADS, ending_signals, free_port, tail
+from qurl_megatron.rollout.preload import PreloadFailed, Program, Started, preload, start
 from qurl_megatron.rollout.server import ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
@@ -35,8 +38,27 @@ REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to
 STOP_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
 
 
-def run(config: Config) -> int:
-    """Run `config`, whose directory holds its config.yaml, and return an exit code.
+def run(config: Config) -> NoReturn:
+    """Turn this process into the launcher of `config`, whose directory holds its config.yaml.
+
+    The launcher is a fresh program, without the threads of what has prepared the run. Until it
+    handles signals they wait.
+    """
+    environment = {} if device.num_gpus() else NO_THREADS
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals() | {signal.SIGUSR1})
+    words = [sys.executable, "-m", __name__, str(config.run_dir)]
+    os.execve(sys.executable, words, {**os.environ, **environment})
+
+
+def main(run_dir: str) -> None:
+    """Launch a run: `python -m qurl_megatron.launch.local RUN_DIR`."""
+    sys.exit(launch(load(Path(run_dir) / "config.yaml")))
+
+
+def launch(config: Config) -> int:
+    """Launch `config` and return an exit code once its run has ended.
 
     The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP,
     and 75 when SIGUSR1 asked it to stop early, or too few servers are left: it has then saved a
@@ -49,34 +71,45 @@ def run(config: Config) -> int:
     code = 1
     with owner:
         try:
-            code = _run(config)
+            code = _launch(config)
         finally:
             if code:
                 _tell(how_to_resume(config.run_dir))
     return code
 
 
-def _run(config: Config) -> int:
-    # The handler only records: an exception while a process starts would lose that process.
+def _launch(config: Config) -> int:
     received: list[int] = []
-    for number in ending_signals() | {signal.SIGUSR1}:
-        signal.signal(number, lambda number, _: received.append(number))
+    is_importing = False
+
+    def receive(number: int, _: object) -> None:
+        nonlocal is_importing
+        received.append(number)
+        if is_importing and number != signal.SIGUSR1:
+            is_importing = False  # later, an exception might lose a process that is being started
+            raise SystemExit
+
+    handled = ending_signals() | {signal.SIGUSR1}
+    for number in handled:
+        signal.signal(number, receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     print(f"run directory {config.run_dir}", flush=True)
     with exit_on_bad_input():
         save_servers_at(config)
     attempt = Attempt.create(config)
-    ranks: list[Process] = []
-    roster = config.run_dir / "servers.json"
-    with (
-        preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload,
-        closing(Servers(attempt, roster, preload=preload)) as servers,
-    ):
+    ranks: list[Started] = []
+    with closing(Servers(attempt, config.run_dir / "servers.json")) as servers:
         try:
-            _start_servers(servers, received)
+            with contextlib.suppress(SystemExit):
+                is_importing = True
+                preload(attempt.logs / "preload.log", LEARNER)
+                is_importing = False
+            if not received:
+                _start_servers(servers, received)
             servers.save()
             if not received:
                 for program in _rank_programs(attempt):
-                    ranks.append(start(program, preload))
+                    ranks.append(start(program))
             return _watch(ranks, servers, received)
         except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
@@ -94,13 +127,8 @@ def _start_servers(servers: Servers, received: list[int]) -> None:
 
     Raises:
         ServerFailed: a server that others had to wait for did not start.
-        PreloadFailed: SGLang could not be imported.
     """
     config = servers.attempt.config
-    if servers.preload:
-        servers.preload.wait_ready(lambda: bool(received))
-    if received:
-        return
     placed = place_servers(config, device.num_gpus())
     used = set(range(config.learner.world_size))
     for spec in server_specs(config):
@@ -122,9 +150,8 @@ def _rank_programs(attempt: Attempt) -> list[Program]:
     }
     return [
         Program(
-            command=[LEARNER, run_dir],
-            function=f"{LEARNER}:main",
-            arguments=[run_dir],
+            LEARNER,
+            [run_dir],
             title=f"{LEARNER} {run_dir}",
             log_file=attempt.rank_log(rank),
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -135,7 +162,7 @@ def _rank_programs(attempt: Attempt) -> list[Program]:
     ]
 
 
-def _watch(ranks: list[Process], servers: Servers, received: list[int]) -> int:
+def _watch(ranks: list[Started], servers: Servers, received: list[int]) -> int:
     """Keep the servers running until all ranks are done, one dies or a signal ends the run.
 
     Return the exit code.
@@ -177,7 +204,7 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _stop_ranks(ranks: list[Process]) -> None:
+def _stop_ranks(ranks: list[Started]) -> None:
     # A request is lost that comes while Python calls what ignores exceptions, such as logging's
     # functions after a fork.
     for _ in range(STOP_REQUESTS):
@@ -195,5 +222,9 @@ def _stop_ranks(ranks: list[Process]) -> None:
         time.sleep(POLL_S)
 
 
-def _running(ranks: list[Process]) -> bool:
+def _running(ranks: list[Started]) -> bool:
     return None in [rank.poll() for rank in ranks]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

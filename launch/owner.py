@@ -49,6 +49,7 @@ def claim(run_dir: Path) -> TextIO:
     file.truncate(0)
     file.write(json.dumps(record) + "\n")
     file.flush()
+    os.register_at_fork(after_in_child=file.close)  # or a fork would have the lock too
     return file
 
 

@@ -23,7 +23,6 @@ from qurl_megatron.launch.servers_at import read_key
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import ending_signals, exit_on, free_port
 from qurl_megatron.rollout.options import check_options
-from qurl_megatron.rollout.preload import preloaded_sglang
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, ServerPlan
 
 EVERYWHERE = ("0.0.0.0", "::")
@@ -76,7 +75,6 @@ def run(config: ServeConfig) -> int:
     Raises:
         ConfigError, ArchitectureError: an input is wrong; the server is not started.
         ServerFailed: the server did not start.
-        PreloadFailed: SGLang could not be imported.
     """
     key = read_key(config.key_file, "key_file")
     _check(config)
@@ -98,10 +96,7 @@ def run(config: ServeConfig) -> int:
         api_key=key,
     )
     print(f"starting a server of {config.model} in {config.format}, log {log_file}", flush=True)
-    with (
-        preloaded_sglang(log_file.with_suffix(".preload.log")) as preload,
-        plan.running(preload) as server,
-    ):
+    with plan.running() as server:
         url = server.url
         if config.host in EVERYWHERE:
             url = f"http://{socket.gethostname()}:{plan.port}"

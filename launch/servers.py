@@ -10,7 +10,6 @@ written again. There are two limits:
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.process import tail
-from qurl_megatron.rollout.preload import Preload
+from qurl_megatron.rollout.preload import exit_code
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, Server, answers
 
@@ -68,7 +67,6 @@ class Servers:
     roster: Path  # the file to write
     host: str = LOOPBACK  # for this and the next see `ServerPlan`
     api_key: str | None = None
-    preload: Preload | None = None
     _slots: list[_Slot] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
@@ -88,7 +86,6 @@ class Servers:
 
         Raises:
             ServerFailed: a server died during its first start, or did not come up in time.
-            PreloadFailed: the process that servers are forked from died.
         """
         before = [slot.server for slot in self._slots]
         reported = reported_lost(self.attempt.logs)
@@ -109,8 +106,7 @@ class Servers:
 
     def _start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
         plan = self.attempt.server_plan(spec)
-        plan = replace(plan, host=self.host, api_key=self.api_key, gpus=gpus)
-        return plan.start(self.preload)
+        return replace(plan, host=self.host, api_key=self.api_key, gpus=gpus).start()
 
     def _num_restarts(self, slot: _Slot) -> int:
         """Return how often a server was restarted, also by a process in this one's place."""
@@ -121,7 +117,7 @@ class Servers:
         server, age_s = slot.server, time.monotonic() - slot.started_at
         if not server.alive():
             starting = "" if slot.is_ready else "while starting "
-            return f"died {starting}({how_it_ended(self._exit_code(server.pid))})"
+            return f"died {starting}({how_it_ended(exit_code(server.pid))})"
         if incarnation(slot.spec.set_name, slot.spec.index, server) in reported:
             return "does not answer the learner"
         timeout_s = slot.spec.server.start_timeout_s
@@ -160,15 +156,6 @@ class Servers:
             for other in self._slots
             if other is not slot and not other.waits and not other.is_ready
         )
-
-    def _exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a server's process that has ended; None if it is not known."""
-        if self.preload:
-            return self.preload.signal(pid, 0)
-        try:
-            return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])
-        except ChildProcessError:  # the subprocess module has collected the code
-            return None
 
 
 def how_it_ended(code: int | None) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.process import end_only_with_parent
+from qurl_megatron.process import die_with_parent
 from qurl_megatron.weight_sync.channel import Channel, Rendezvous
 from qurl_megatron.weight_sync.link import Link
 from waiting import wait_until
@@ -24,7 +24,7 @@ def join_and_hang(rendezvous: Rendezvous) -> None:
     """Be a server that joins a channel and receives nothing."""
     from sglang.srt.utils import init_custom_process_group
 
-    end_only_with_parent()
+    die_with_parent()
     name = rendezvous.channel(0)
     store = dist.PrefixStore(name, rendezvous.join())
     init_custom_process_group("gloo", store=store, world_size=2, rank=1, group_name=name)

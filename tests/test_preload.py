@@ -1,4 +1,4 @@
-"""A process that imports once and forks: its children, their environment and their end."""
+"""Programs in processes of their own, fresh ones and forks: their environment and their end."""
 
 from __future__ import annotations
 
@@ -6,214 +6,157 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.process import start_ticks
-from qurl_megatron.rollout.preload import (
-    Preload,
-    PreloadFailed,
-    Process,
-    Program,
-    preloaded,
-    start,
-)
-from qurl_megatron.rollout.server import ServerPlan
-from waiting import wait_until
-
-FUNCTIONS = """
+# What starts programs here is a process of its own, because a fork needs one without threads.
+STARTER = """
 import os, signal, sys, threading, time
-import ready_made
+from pathlib import Path
+from qurl_megatron.rollout import cpu_server, preload
 
-def describe(name):
-    print(name, os.environ["COLOUR"], os.environ["SHARED"], os.getsid(0) == os.getpid())
+def start(name, **fields):
+    program = preload.Program("programs", [name], "its title", Path(name + ".log"), **fields)
+    return preload.start(program)
+
+def wait(started):
+    while started.poll() is None:
+        time.sleep(0.01)
+    return started.poll()
+
+cpu_server.import_sglang = lambda: None
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a launcher handles it
+if "preload" in sys.argv:
+    preload.preload(Path("preload.log"), "programs")
+"""
+PROGRAMS = """
+import atexit, os, signal, sys, time
+imported_by = os.getpid()
+
+def main(name):
+    if name == "sleep":
+        time.sleep(600)
+    if name == "fail":
+        raise ValueError("this is why")
+    atexit.register(print, "at its end")
+    print(os.environ["COLOUR"], os.getsid(0) == os.getpid(), sys.stdin.read() == "")
     print("written to standard error", file=sys.stderr)
-    print("imported before the fork:", ready_made.pid == os.getppid())
+    print("imported before the fork:", imported_by == os.getppid())
     print("USR1 ignored:", signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
+    print("TERM by default:", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     print("blocked:", [number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])])
     sys.exit(7)
 
-def fail():
-    raise ValueError("this is why")
-
-def sleep():
-    time.sleep(600)
-
-def start_thread():
-    threading.Thread(target=sleep, daemon=True).start()
-
 if __name__ == "__main__":
-    describe(sys.argv[1])
+    main(*sys.argv[1:])
 """
-READY_MADE = "import os\npid = os.getpid()\n"
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the modules that children of these tests call."""
-    directory = tmp_path_factory.mktemp("modules")
-    (directory / "functions.py").write_text(FUNCTIONS)
-    (directory / "ready_made.py").write_text(READY_MADE)
-    return directory
+class Starter:
+    """A process that starts programs, with its own directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "programs.py").write_text(PROGRAMS)
+
+    def begin(self, code: str, *words: str) -> subprocess.Popen[str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(self.directory), *sys.path])}
+        return subprocess.Popen(
+            [sys.executable, "-c", STARTER + code, *words],
+            cwd=self.directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, *words: str) -> list[str]:
+        """Return the lines that the starter prints."""
+        process = self.begin(code, *words)
+        shown, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        return shown.splitlines()
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
 
 
-def environment_with(modules: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path, "SHARED": "of-all"}
+@pytest.fixture
+def starter(tmp_path: Path) -> Starter:
+    return Starter(tmp_path)
 
 
-def parent_of(modules: Path, preparation: str = "functions") -> AbstractContextManager[Preload]:
-    return preloaded([preparation], environment_with(modules), modules / "parent.log")
+@pytest.fixture(params=["preload", "fresh"])
+def how(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-@pytest.fixture(scope="module")
-def preload(modules: Path) -> Iterator[Preload]:
-    with parent_of(modules) as parent:
-        yield parent
+DESCRIBE = """
+signals = {"ignored_signals": [signal.SIGUSR1], "blocked_signals": [signal.SIGUSR2]}
+started = start("describe", environment={"COLOUR": "green"}, **signals)
+print(wait(started), preload.exit_code(started.pid))
+"""
 
 
-def program(function: str, log_file: Path) -> Program:
-    return Program([], f"functions:{function}", [], "its title", log_file)
-
-
-def wait(child: Process) -> int:
-    """Return the exit code of a child that ends soon."""
-    assert wait_until(lambda: child.poll() is not None)
-    assert child.returncode is not None
-    return child.returncode
-
-
-@pytest.mark.parametrize("is_forked", [True, False])
 def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
-    modules: Path,
-    preload: Preload,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_forked: bool,
+    starter: Starter, how: str
 ) -> None:
-    for name, value in environment_with(modules).items():
-        monkeypatch.setenv(name, value)
-    describing = Program(
-        ["functions", "first"],
-        "functions:describe",
-        ["first"],
-        "its title",
-        tmp_path / "log",
-        environment={"COLOUR": "green"},
-        ignored_signals=[signal.SIGUSR1],
-        blocked_signals=[signal.SIGUSR2],
-    )
-    assert wait(start(describing, preload if is_forked else None)) == 7
-    assert set((tmp_path / "log").read_text().splitlines()) == {
-        "first green of-all True",
+    assert starter.run(DESCRIBE, how) == ["7 7"]
+    assert set(starter.log("describe").splitlines()) == {
+        "green True True",
         "written to standard error",
-        f"imported before the fork: {is_forked}",
+        f"imported before the fork: {how == 'preload'}",
         "USR1 ignored: True",
+        "TERM by default: True",
         "blocked: ['SIGUSR2']",
+        "at its end",
     }
 
 
-def test_a_child_that_raises_ends_with_code_1_and_its_traceback_in_the_log(
-    preload: Preload, tmp_path: Path
+def test_a_process_with_threads_starts_fresh_ones(starter: Starter) -> None:
+    """A fork would lose its threads."""
+    begin_thread = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    assert starter.run(begin_thread + DESCRIBE, "preload") == ["7 7"]
+    assert "imported before the fork: False" in starter.log("describe")
+
+
+def test_a_program_that_raises_ends_with_code_1_and_its_traceback_in_the_log(
+    starter: Starter, how: str
 ) -> None:
-    log = tmp_path / "child.log"
-    assert wait(preload.start(program("fail", log))) == 1
-    assert log.read_text().endswith("ValueError: this is why\n")
+    assert starter.run("print(wait(start('fail')))", how) == ["1"]
+    assert starter.log("fail").endswith("ValueError: this is why\n")
 
 
-def test_a_running_child_is_signalled_and_shown_by_its_title(
-    preload: Preload, tmp_path: Path
-) -> None:
-    child = preload.start(program("sleep", tmp_path / "child.log"))
-    process = psutil.Process(child.pid)
-    assert not wait_until(lambda: child.poll() is not None, 0.5)
-    assert process.cmdline()[0] == "its title"
-    child.send_signal(signal.SIGTERM)
-    assert wait(child) == -signal.SIGTERM
-    child.send_signal(signal.SIGKILL)  # the process has ended, so no other is signalled
-    assert not process.is_running()
+def test_a_running_program_is_signalled_and_an_ended_one_is_not(starter: Starter, how: str) -> None:
+    code = """
+sleeping = start("sleep")
+time.sleep(0.5)
+print(sleeping.poll(), Path(f"/proc/{sleeping.pid}/cmdline").read_text().split(chr(0))[0])
+sleeping.send_signal(signal.SIGKILL)
+print(wait(sleeping))
+os.kill = None
+sleeping.send_signal(signal.SIGKILL)
+"""
+    title = "its title" if how == "preload" else sys.executable
+    assert starter.run(code, how) == [f"None {title}", f"-{signal.SIGKILL:d}"]
 
 
-def test_the_exit_code_of_a_child_is_known_as_soon_as_it_has_ended(
-    preload: Preload, tmp_path: Path
-) -> None:
-    for _ in range(5):
-        child = preload.start(program("sleep", tmp_path / "child.log"))
-        os.kill(child.pid, signal.SIGKILL)
-        while start_ticks(child.pid) is not None:
-            pass
-        assert child.poll() == -signal.SIGKILL
-
-
-def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
-    modules: Path, tmp_path: Path
-) -> None:
-    starter = (
-        "import time\n"
-        "from pathlib import Path\n"
-        "from qurl_megatron.rollout.preload import Program, preloaded\n"
-        f"with preloaded(['functions'], {environment_with(modules)!r}, Path('log')) as parent:\n"
-        "    program = Program([], 'functions:sleep', [], 'sleeps', Path('child.log'))\n"
-        "    print(parent.start(program).pid, flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", starter], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    )
+def test_the_kernel_ends_the_programs_of_a_killed_starter(starter: Starter, how: str) -> None:
+    process = starter.begin("print(start('sleep').pid, flush=True); time.sleep(600)", how)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
-    tree = [child, psutil.Process(child.ppid())]
     process.kill()
-    process.wait()
-    process.stdout.close()
-    assert psutil.wait_procs(tree, timeout=30)[1] == []
+    process.communicate()
+    assert psutil.wait_procs([child], timeout=30)[1] == []
 
 
-def test_a_child_has_ended_when_its_parent_is_killed(modules: Path, tmp_path: Path) -> None:
-    with parent_of(modules) as parent:
-        child = parent.start(program("sleep", tmp_path / "log"))
-        process = psutil.Process(child.pid)
-        psutil.Process(process.ppid()).kill()
-        assert wait(child) == -signal.SIGKILL
-        assert psutil.wait_procs([process], timeout=30)[1] == []
-
-
-def test_a_parent_with_threads_does_not_fork(modules: Path, tmp_path: Path) -> None:
-    with parent_of(modules, "functions:start_thread") as parent:
-        with pytest.raises(PreloadFailed, match="2 threads run; a fork would lose all but one"):
-            parent.start(program("sleep", tmp_path / "log"))
-
-
-def test_a_parent_that_cannot_import_is_reported_with_its_log(modules: Path) -> None:
-    with parent_of(modules, "no_such_module") as parent:
-        with pytest.raises(
-            PreloadFailed, match="(?s)parent.log ends:.*No module named 'no_such_module"
-        ):
-            parent.wait_ready()
-
-
-def test_waiting_for_a_parent_can_be_cancelled(modules: Path) -> None:
-    with parent_of(modules, "functions:sleep") as parent:
-        parent.wait_ready(given_up=lambda: True)  # it would wait for 600 s otherwise
-
-
-def test_a_server_that_cannot_be_forked_leaves_no_files(
-    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = psutil.Process().children()
-    with parent_of(modules) as parent:
-        parent.wait_ready()
-        (process,) = set(psutil.Process().children()) - set(before)
-        process.kill()
-        plan = ServerPlan(tmp_path, ServerConfig(), "int8", 64, modules / "server.log", seed=0)
-        with pytest.raises(PreloadFailed, match="the preload process died; .*parent.log ends"):
-            plan.start(parent)
-    assert list(tmp_path.iterdir()) == []
+def test_an_import_that_fails_is_reported_with_its_log(starter: Starter) -> None:
+    code = """
+try:
+    preload.preload(Path("preload.log"), "no_such_module")
+except preload.PreloadFailed as failure:
+    print(failure)
+"""
+    shown = starter.run(code)
+    assert "No module named 'no_such_module'" in shown[0] and shown[0].endswith("preload.log ends:")

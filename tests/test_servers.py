@@ -36,14 +36,15 @@ class Machine:
         self.attempt = Attempt.create(config)
         self.roster = config.run_dir / "servers.json"
         self.seeds: list[int] = []
-        self.pids: list[int] = []
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.answering: set[str] = set()  # URLs
 
-    def start(self, plan: ServerPlan, preload: None) -> Server:
+    def start(self, plan: ServerPlan) -> Server:
         plan.log_file.write_text(f"the log of {plan.log_file.name}\n")
-        pid = subprocess.Popen(["sleep", "1000"]).pid
+        process = subprocess.Popen(["sleep", "1000"])
+        pid = process.pid
         self.seeds.append(plan.seed)
-        self.pids.append(pid)
+        self.processes[pid] = process
         scratch = self.config.run_dir / f"scratch{pid}"
         scratch.mkdir()
         return Server(
@@ -74,10 +75,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     config.run_dir.mkdir()
     save(config, config.run_dir / "config.yaml")
     machine = Machine(config)
-    monkeypatch.setattr(ServerPlan, "start", lambda plan, preload: machine.start(plan, preload))
+    monkeypatch.setattr(ServerPlan, "start", lambda plan: machine.start(plan))
+    monkeypatch.setattr(servers, "exit_code", lambda pid: machine.processes[pid].poll())
     monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
     yield machine
-    for pid in machine.pids:
+    for pid in machine.processes:
         assert start_ticks(pid) is None, "a server was left running"
 
 

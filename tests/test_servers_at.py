@@ -16,9 +16,8 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import proxy_bypass
 
@@ -39,7 +38,7 @@ from qurl_megatron.launch.servers_at import (
     save_servers_at,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout import elsewhere
+from qurl_megatron.rollout import elsewhere, preload
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
@@ -327,7 +326,7 @@ def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
 def test_a_log_that_cannot_be_written_is_refused_before_anything_starts(
     model_dir: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "preloaded_sglang", None)  # is not called
+    monkeypatch.setattr(preload, "start", None)  # is not called
     for log_file in ("", str(key_file.parent), f"{key_file}/server.log"):
         words = [f"key_file={key_file}", "max_length=100", f"log_file={log_file}"]
         with pytest.raises(OSError, match="directory|exists"):
@@ -368,7 +367,7 @@ def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+    def start(_: object) -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen(["sleep", "60"]))
         return started[0]
 
@@ -376,8 +375,7 @@ def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
         assert len(list(tmp_path.glob("qurl-server-*/key.yaml"))) == 1
         os.kill(os.getpid(), number)
 
-    preload = SimpleNamespace(wait_ready=lambda: None, start=start)
-    monkeypatch.setattr(serve, "preloaded_sglang", lambda _: nullcontext(preload))
+    monkeypatch.setattr(preload, "start", start)
     monkeypatch.setattr("qurl_megatron.rollout.server.wait_ready", send_signal)
     # The kernel sends it when a terminal closes, and then the shell, while the server is ended.
     monkeypatch.setattr(psutil, "wait_procs", send_signal)

@@ -41,7 +41,6 @@ from qurl_megatron.report.console import hours_minutes
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.options import check_options
-from qurl_megatron.rollout.preload import preloaded_sglang
 from qurl_megatron.rollout.server import ServerPlan
 
 
@@ -51,7 +50,6 @@ def run(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
         ServerFailed: the server died.
-        PreloadFailed: SGLang could not be imported.
     """
     output = Path(config.output)
     _check_fields(config)
@@ -137,7 +135,7 @@ def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[
         seed=config.seed,
         loads=True,
     )
-    with preloaded_sglang(output / "preload.log") as preload, plan.running(preload) as server:
+    with plan.running() as server:
         waited = f"{time.monotonic() - start:.0f} s"
         console.print(f"the server is up after {waited}: {server.url}", markup=False)
         with contextlib.closing(Fleet("evaluation", {0: server}, loaded=True)) as fleet:

@@ -1,19 +1,18 @@
-"""Processes that share their imports: one process imports, and forks a child for each request.
+"""Start programs in processes of their own: fresh ones, or forks of this one.
 
-Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. A fork of a
-process that has imported it starts at once. In all else a child is like a fresh process: it has its
-own session, environment, log file and exit code, and the kernel kills it with its parent.
+Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. So a launcher
+imports it once, and what it starts is then a fork of it, which begins at once. In all else a fork
+is like a fresh process: it has its own session, environment, log file and exit code, and the kernel
+kills it with its parent.
 
-A fork copies the calling thread only, so the parent must have no other thread; `_answer` checks it.
-On a machine with a GPU nothing is forked: a CUDA context does not survive a fork.
-
-The standard library's forkserver does less: its children have the session and environment of their
-starter and outlive the process that forked them, nobody can stop waiting for its imports, and an
-import that fails is silent.
+A fork copies the calling thread only, so a process with several threads starts fresh ones. On a
+machine with a GPU nothing is forked: a CUDA context does not survive a fork.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -22,39 +21,30 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
 
 from setproctitle import setproctitle
 
 from qurl_megatron import device
-from qurl_megatron.process import die_with_parent, end_only_with_parent, tail
-
-CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
-POLL_S = 0.05
-# numpy and pyarrow start threads when they are imported, unless these variables forbid it.
-NO_THREADS = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-}
+from qurl_megatron.process import die_with_parent, tail
+from qurl_megatron.rollout import cpu_server
 
 
 class PreloadFailed(RuntimeError):
-    """The parent process died; the text ends with the last lines of its log."""
+    """What programs share could not be imported; the text ends with the last lines of the log."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What runs in a process of its own: a fresh one, or a fork of a `Preload`."""
+    """A module that runs in a process of its own, as `python -m MODULE ARGUMENTS`.
 
-    command: Sequence[str]  # a module and its arguments, for a fresh process
-    function: str  # module:function that does the same in a fork
-    arguments: Sequence[str]  # of the function
+    A fork calls its function `main` with the arguments instead.
+    """
+
+    module: str
+    arguments: Sequence[str]
     title: str  # of a fork, shown by ps
     log_file: Path  # receives standard error, and standard output unless it is inherited
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the starter's
@@ -70,260 +60,112 @@ class Program:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
 
 
-def start(program: Program, preload: Preload | None) -> Process:
-    """Start a program as a fork of `preload`, or in a fresh process; it dies with its parent.
+@dataclass(frozen=True)
+class Started:
+    """A process that `start` has started."""
 
-    Raises:
-        PreloadFailed: the preload process died.
-    """
-    with program.log_file.open("wb") as log:
-        if preload:
-            return preload.start(program)
-        return subprocess.Popen(
-            [sys.executable, "-m", *program.command],
-            env=device.child_environment(program.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=None if program.inherits_stdout else log,
-            stderr=log,
-            start_new_session=True,  # only the starter handles Ctrl-C
-            preexec_fn=program.begin,
-        )
-
-
-@dataclass
-class Preload:
-    """The handle of a parent process, with which its starter requests children."""
-
-    connection: Connection
-    log_file: Path  # of the parent
-    is_ready: bool = False  # the parent has done its preparations
-
-    def wait_ready(self, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the preparations are done, or `given_up()` returns True.
-
-        Raises:
-            PreloadFailed: the parent died.
-        """
-        while not self.is_ready and not given_up():
-            try:
-                self.is_ready = self.connection.poll(POLL_S) and self.connection.recv()
-            except (EOFError, OSError):
-                raise self._failed() from None
-
-    def start(self, program: Program) -> ForkedProcess:
-        """Fork a child that runs a program, once the parent has done its preparations.
-
-        Raises:
-            PreloadFailed: the parent died.
-        """
-        return ForkedProcess(self, self._ask(program))
-
-    def signal(self, pid: int, number: int) -> int | None:
-        """Send a signal to a child that still runs; return the exit code of one that has ended.
-
-        Number 0 sends no signal. The code is negative for a process that a signal ended.
-        """
-        try:
-            return self._ask((pid, number))
-        except PreloadFailed:
-            return -signal.SIGKILL  # the kernel has killed the children with their parent
-
-    def _ask(self, question: Program | tuple[int, int]) -> Any:
-        self.wait_ready()
-        try:
-            self.connection.send(question)
-            return self.connection.recv()
-        except (EOFError, OSError):
-            raise self._failed() from None
-
-    def _failed(self) -> PreloadFailed:
-        return PreloadFailed(
-            f"the preload process died; {self.log_file} ends:\n{tail(self.log_file)}"
-        )
-
-
-@dataclass
-class ForkedProcess:
-    """A child of a `Preload`, with the part of subprocess.Popen's interface that launchers use."""
-
-    preload: Preload
     pid: int
-    returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        self.send_signal(0)
-        return self.returncode
+    poll: Callable[[], int | None]
+    """Return the exit code, negative for a signal, or None while the process runs."""
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
-        if self.returncode is None:
-            self.returncode = self.preload.signal(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
-Process = subprocess.Popen[bytes] | ForkedProcess
-"""A program that `start` has started."""
+_has_preloaded = False  # programs are forks of this process
+_started: dict[int, Started] = {}  # by process id
 
 
-@contextmanager
-def preloaded(
-    preparations: Sequence[str], environment: Mapping[str, str], log_file: Path
-) -> Iterator[Preload]:
-    """Yield the handle of a parent that imports each `module`, or calls each `module:function`.
+def start(program: Program) -> Started:
+    """Start a program, which dies with this process."""
+    with program.log_file.open("wb") as log:
+        if _has_preloaded and len(os.listdir("/proc/self/task")) == 1:
+            fork = multiprocessing.get_context("fork").Process(
+                target=run_in_fork, args=(program, os.getpid())
+            )
+            fork.start()
+            assert fork.pid is not None
+            started = Started(fork.pid, lambda: fork.exitcode)
+        else:
+            fresh = subprocess.Popen(
+                [sys.executable, "-m", program.module, *program.arguments],
+                env=device.child_environment(program.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=None if program.inherits_stdout else log,
+                stderr=log,
+                start_new_session=True,  # only the starter handles Ctrl-C
+                preexec_fn=program.begin,
+            )
+            started = Started(fresh.pid, fresh.poll)
+    _started[started.pid] = started
+    return started
 
-    The end of the context kills it, and with it every child. `environment` is added to this
-    process's environment, for the parent and all its children.
+
+def exit_code(pid: int) -> int | None:
+    """Return the exit code of a program that this process has started and that has ended."""
+    return _started[pid].poll()
+
+
+def preload(log_file: Path, *modules: str) -> None:
+    """Import SGLang and modules, of which programs are forks from now on; not on a GPU.
+
+    What the imports write to standard error goes to the log.
+
+    Raises:
+        PreloadFailed: an import failed.
     """
-    ours, theirs = Pipe()
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), *preparations],
-            env=device.child_environment({**NO_THREADS, **environment}),
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # only the starter handles Ctrl-C
-            preexec_fn=end_only_with_parent,
-        )
-    theirs.close()
-    try:
-        yield Preload(ours, log_file)
-    finally:
-        ours.close()
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Preload | None]:
-    """Yield a process that has imported SGLang, to fork servers from; None on a machine with a GPU.
-
-    `also` lists further preparations of that process; see `preloaded`.
-    """
+    global _has_preloaded
     if device.accelerator() == "cuda":
-        yield None
         return
-    preparations = [f"{__name__}:import_sglang", *also]
-    with preloaded(preparations, {"SGLANG_PLATFORM": CPU_PLATFORM}, log_file) as preload:
-        yield preload
+    device.extend_environment({"SGLANG_PLATFORM": cpu_server.PLATFORM})
+    try:
+        with _errors_to(log_file):
+            cpu_server.import_sglang()
+            for module in modules:
+                import_module(module)
+    except Exception as error:
+        raise PreloadFailed(f"{error!r}; {log_file} ends:\n{tail(log_file)}") from error
+    gc.freeze()  # a collection would write to, and so copy, every page that forks share
+    _has_preloaded = True
 
 
-# What follows runs in the parent, and in the children that it turns into.
+@contextlib.contextmanager
+def _errors_to(log_file: Path) -> Iterator[None]:
+    kept = os.dup(2)
+    with log_file.open("wb") as log:
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
-def main() -> None:
-    """Run the parent: `python -m qurl_megatron.rollout.preload CONNECTION MODULE:FUNCTION...`."""
-    connection = Connection(int(sys.argv[1]))
-    for preparation in sys.argv[2:]:
-        _call(preparation)
-    fork_for(connection)
-
-
-def fork_for(connection: Connection) -> None:
-    """Fork the children that the other side of the connection requests, until it is closed.
-
-    A child returns too, when its function does.
-    """
-    connection.send(True)
-    program = _answer(connection)
-    connection.close()
-    if program is not None:
-        _become(program)
-        _call(program.function, *program.arguments)
-
-
-def _answer(connection: Connection) -> Program | None:
-    """Answer requests in the parent until the starter is gone; return a program in its child."""
-    gc.freeze()  # a collection would write to, and so copy, every page that children share
-    exit_codes: dict[int, int | None] = {}  # one per child; None while it runs
-    while True:
-        try:
-            question = connection.recv() if connection.poll(POLL_S) else None
-        except (EOFError, OSError):
-            return None
-        while None in exit_codes.values():  # no child that has ended stays a zombie
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            exit_codes[pid] = os.waitstatus_to_exitcode(status)
-        if isinstance(question, tuple):
-            pid, number = question
-            if exit_codes[pid] is None:  # not reaped, so no other process can have its pid
-                os.kill(pid, number)
-            connection.send(exit_codes[pid])
-        elif question:
-            threads = os.listdir("/proc/self/task")
-            if len(threads) > 1:
-                raise RuntimeError(f"{len(threads)} threads run; a fork would lose all but one")
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                question.begin()
-                if os.getppid() != parent:  # it died before `begin`
-                    os._exit(1)
-                return question
-            exit_codes[pid] = None
-            connection.send(pid)
-
-
-def _become(program: Program) -> None:
-    """Turn a fresh fork into the process that a program asks for."""
+def run_in_fork(program: Program, parent: int) -> None:
+    """Turn this process, a fresh fork of process `parent`, into that of a program, and run it."""
     os.setsid()
-    log = os.open(program.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # as the starter handles it
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    program.begin()
+    if os.getppid() != parent:  # it died before `begin`
+        os._exit(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(program.log_file, os.O_WRONLY)
+    os.dup2(nothing, 0)
     os.dup2(log, 2)
     if not program.inherits_stdout:
         os.dup2(log, 1)
+    os.close(nothing)
     os.close(log)
     device.extend_environment(program.environment)
     tempfile.tempdir = None  # TMPDIR may have changed
-    sys.argv = [program.function, *program.arguments]
+    sys.argv = [program.module, *program.arguments]
     setproctitle(program.title)
-
-
-def _call(path: str, *arguments: str) -> None:
-    """Import `module`, and for `module:function` call the function."""
-    module, _, name = path.partition(":")
-    imported = import_module(module)
-    if name:
-        getattr(imported, name)(*arguments)
-
-
-def import_sglang() -> None:
-    """Load this package's plugin, then import the modules that a server's three processes use."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()  # first: it replaces functions that other modules import by name
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401
-
-
-def serve_sglang(threads: str, *options: str) -> None:
-    """Run a server with options of `sglang.launch_server` until it is killed.
-
-    `threads` is the number of CPU threads of each of its ranks. OMP_NUM_THREADS cannot set it,
-    because OpenMP has read that variable in the parent.
-    """
-    import torch
-    from sglang.launch_server import run_server
-    from sglang.srt.entrypoints import engine
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    torch.set_num_threads(int(threads))
-    original = engine._set_envs_and_config
-
-    def fork_after(server_args: object) -> None:
-        original(server_args)  # asks multiprocessing to spawn
-        multiprocessing.set_start_method("fork", force=True)
-
-    engine._set_envs_and_config = fork_after
     try:
-        run_server(prepare_server_args(list(options)))
+        import_module(program.module).main(*program.arguments)
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-
-
-if __name__ == "__main__":
-    main()
+        atexit._run_exitfuncs()  # multiprocessing ends a fork without them

@@ -36,10 +36,10 @@ from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import LAUNCHER_SIGNALS, free_port, start_ticks, tail
+from qurl_megatron.process import LAUNCHER_SIGNALS, NO_THREADS, free_port, start_ticks, tail
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
+from qurl_megatron.rollout import cpu_server, preload
 from qurl_megatron.rollout.options import command_line
-from qurl_megatron.rollout.preload import CPU_PLATFORM, Preload, PreloadFailed, Program, start
 from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
@@ -148,17 +148,14 @@ class ServerPlan:
     # Consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
     gpus: Sequence[int] | None = None
 
-    def start(self, preload: Preload | None = None) -> Server:
+    def start(self) -> Server:
         """Start the server in the background and return at once; `wait_ready` waits for it.
 
-        It dies with the calling process. With `preload`, from `preloaded_sglang`, it is a fork of
-        that process.
+        It dies with the calling process.
         """
         host, num_ranks = self.host, self.config.tensor_parallel_size
         if host != LOOPBACK and not self.api_key:
             raise ValueError(f"host {host}: a server that others can reach needs an api_key")
-        if preload:
-            preload.wait_ready()
         gpus = self.gpus
         if gpus is None:
             gpus = range(min(num_ranks, device.num_gpus()))
@@ -171,20 +168,16 @@ class ServerPlan:
             key_file.write_text(f"api-key: {json.dumps(self.api_key)}\n")
             options["config"] = key_file
         words = command_line({**options, **self.config.options})
-        program = Program(
-            command=["sglang.launch_server", *words],
-            function="qurl_megatron.rollout.preload:serve_sglang",
-            arguments=[str(self.config.threads), *words],
+        on_cpu = device.accelerator() == "cpu"
+        program = preload.Program(
+            cpu_server.__name__ if on_cpu else "sglang.launch_server",
+            [str(self.config.threads), *words] if on_cpu else words,
             title=f"sglang::server {host}:{self.port}",
             log_file=self.log_file,
             environment={**self.environment(), "TMPDIR": scratch_dir},
             blocked_signals=LAUNCHER_SIGNALS,
         )
-        try:
-            pid = start(program, preload).pid
-        except PreloadFailed:
-            shutil.rmtree(scratch_dir)
-            raise
+        pid = preload.start(program).pid
         return Server(
             url=f"http://{f'[{host}]' if ':' in host else host}:{self.port}",
             machine=socket.gethostname(),
@@ -198,14 +191,13 @@ class ServerPlan:
         )
 
     @contextmanager
-    def running(self, preload: Preload | None) -> Iterator[Server]:
-        """Yield a server once it answers, and end it afterwards.
+    def running(self) -> Iterator[Server]:
+        """Yield the server once it answers, and end it afterwards.
 
         Raises:
             ServerFailed: it did not start.
-            PreloadFailed: SGLang could not be imported.
         """
-        server = self.start(preload)
+        server = self.start()
         try:
             wait_ready([server], self.config.start_timeout_s)
             yield server
@@ -267,8 +259,7 @@ class ServerPlan:
             # Its process groups are on this machine too, and need not listen elsewhere.
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.accelerator() == "cpu":
-            variables["SGLANG_PLATFORM"] = CPU_PLATFORM
-            variables["OMP_NUM_THREADS"] = str(self.config.threads)
+            variables |= {**NO_THREADS, "SGLANG_PLATFORM": cpu_server.PLATFORM}
             num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
             if num_ranks > 1:  # SGLang requires one core for each rank
                 bindings = "|".join(str(rank % cores) for rank in range(num_ranks))

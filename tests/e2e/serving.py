@@ -24,7 +24,6 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.link import PublishError, verify
@@ -139,7 +138,6 @@ class Deployment:
 def launched(
     directory: Path,
     weight_format: WeightFormat,
-    preload: Preload | None,
     tensor_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     records_routing: bool = False,
@@ -166,7 +164,7 @@ def launched(
         directory / "server.log",
         seed=0,
         records_routing=records_routing,
-    ).start(preload)
+    ).start()
     try:
         yield server, model_dirs
     finally:

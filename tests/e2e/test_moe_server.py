@@ -26,7 +26,6 @@ from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.server import ServerPlan
 from tiny import build_tiny_model, quantized
 
@@ -96,7 +95,6 @@ def skip_without_gpus(size: int) -> None:
 def experts(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    preload: Preload | None,
 ) -> Iterator[Experts]:
     own, directory = request.param, tmp_path_factory.mktemp(request.param)
     size, groups, dimensions = SERVERS[own]
@@ -106,7 +104,6 @@ def experts(
         launched(
             directory,
             own,
-            preload,
             size,
             groups,
             records_routing=True,
@@ -158,9 +155,7 @@ def test_the_server_returns_the_checksum_of_every_experts_tensors(experts: Exper
     assert_checksums_match_the_held_tensors(deployment, corrupted)
 
 
-def test_two_groups_of_ranks_load_a_quantized_directory(
-    tmp_path: Path, preload: Preload | None
-) -> None:
+def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
     """SGLang reads the files itself, and its loaders divide every expert."""
     skip_without_gpus(2)
     model, written = build_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "int8"
@@ -168,7 +163,7 @@ def test_two_groups_of_ranks_load_a_quantized_directory(
     sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "max_total_tokens": 1024}
     config = ServerConfig(mem_fraction_static=0.3, **sizes)
     plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
-    with plan.running(preload) as server, closing(ServerControl(server)) as control:
+    with plan.running() as server, closing(ServerControl(server)) as control:
         held = combine(control.checksums())
     stored = load_file(written / "model.safetensors")
     assert held == {name: checksum(tensor) for name, tensor in stored.items()}

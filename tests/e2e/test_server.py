@@ -28,7 +28,6 @@ from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import FleetTooSmall
-from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.server import ServerFailed, ServerPlan
 from qurl_megatron.weight_sync.link import verify
 from tiny import EOS_TOKEN_ID, quantized
@@ -50,27 +49,22 @@ CORRUPTED = ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
 def deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    preload: Preload | None,
 ) -> Iterator[Deployment]:
     own, directory = request.param, tmp_path_factory.mktemp(request.param)
     with (
-        launched(directory, own, preload, tied=True, **FORMATS[own]) as server,
+        launched(directory, own, tied=True, **FORMATS[own]) as server,
         joined(*server, own) as deployment,
     ):
         yield deployment
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[Deployment]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Start an INT8 server on two tensor-parallel ranks that share one key-value head."""
     if torch.cuda.device_count() == 1:
         pytest.skip("two ranks need a GPU each; this machine has one")
     with (
-        launched(
-            tmp_path_factory.mktemp("tp2"), "int8", preload, 2, num_key_value_heads=1
-        ) as server,
+        launched(tmp_path_factory.mktemp("tp2"), "int8", 2, num_key_value_heads=1) as server,
         joined(*server, "int8") as deployment,
     ):
         yield deployment
@@ -187,10 +181,10 @@ def test_logprobs_use_the_temperature_and_the_full_vocabulary_for_any_top_p(
     assert right < mean_difference(rows, reference, temperature=1.0) / (NEARER / 2)
 
 
-def test_a_server_can_keep_keys_and_values_in_fp8(tmp_path: Path, preload: Preload | None) -> None:
+def test_a_server_can_keep_keys_and_values_in_fp8(tmp_path: Path) -> None:
     options: dict[str, OptionValue] = {"kv_cache_dtype": "fp8_e4m3"}
     with (
-        launched(tmp_path, "int8", preload, options=options) as server,
+        launched(tmp_path, "int8", options=options) as server,
         joined(*server, "int8") as deployment,
     ):
         model_dir, weights = deployment.model_dirs[0], deployment.weights[0]
@@ -232,12 +226,10 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     assert not psutil.wait_procs(tree, timeout=10)[1]
 
 
-def test_a_server_that_cannot_start_is_reported_with_its_log(
-    tmp_path: Path, preload: Preload | None
-) -> None:
+def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
     plan = ServerPlan(
         tmp_path / "no-such-model", ServerConfig(), "int8", 64, tmp_path / "server.log", seed=0
     )
     with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):
-        with plan.running(preload):
+        with plan.running():
             pass

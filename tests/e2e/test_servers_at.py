@@ -22,7 +22,6 @@ from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.elsewhere import check_servers, remote_server
-from qurl_megatron.rollout.preload import Preload
 
 KEY = "the-key-of-the-test"
 SLOW = 4e6  # bytes per second, at which deltas are coded
@@ -48,9 +47,7 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[Elsewhere]:
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     directory = tmp_path_factory.mktemp("elsewhere")
     model = directory / "model"
     quickstart.build_model(model, 0)
@@ -66,7 +63,7 @@ def elsewhere(
     def start() -> Command:
         place = directory / str(len(commands))
         place.mkdir()
-        commands.append(Command(place, "serve", model, *settings, preload=preload))
+        commands.append(Command(place, "serve", model, *settings))
         commands[-1].wait_for("ready: rollout.servers_at=")
         return commands[-1]
 
@@ -108,7 +105,7 @@ def test_another_key_model_format_or_length_is_refused_on_one_line(elsewhere: El
 
 
 def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started_again(
-    elsewhere: Elsewhere, tmp_path: Path, preload: Preload | None
+    elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
     link = elsewhere.link
     words = [*QUICK, f"model={elsewhere.model}", "rollout.servers=0", "quantization.publish=delta"]
@@ -119,7 +116,6 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     refused = Command(
         tmp_path,
         *("train", *words, "rollout.servers_key_file=wrong"),
-        preload=preload,
     )
     assert refused.exit_code() == 2
     (line,) = refused.text().splitlines()
@@ -127,7 +123,7 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     assert not (tmp_path / "runs").exists()
 
     words.append(f"rollout.servers_key_file={elsewhere.key_file}")
-    run = Command(tmp_path, "train", *words, preload=preload)
+    run = Command(tmp_path, "train", *words)
     try:
         run.wait_for(rf"step +2/{STEPS}")
         with pytest.raises(ConfigError, match=f"serves the run {run.run_dir.name}-"):

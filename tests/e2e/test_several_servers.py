@@ -29,7 +29,6 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.roster import read_roster, save_roster
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S
@@ -59,7 +58,6 @@ class Deployment:
 def deployment(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch_module: pytest.MonkeyPatch,
-    preload: Preload | None,
 ) -> Iterator[Deployment]:
     monkeypatch_module.setenv("GLOO_SOCKET_IFNAME", "lo")
     directory = tmp_path_factory.mktemp("two")
@@ -79,7 +77,7 @@ def deployment(
                 seed=index,
                 host=ADDRESS,
                 api_key="a key of the run",
-            ).start(preload)
+            ).start()
             stack.callback(server.stop)
             servers.append(server)
         learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())

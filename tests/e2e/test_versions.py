@@ -24,7 +24,6 @@ from qurl_megatron.config.values import OptionValue
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.preload import Preload
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
@@ -121,7 +120,6 @@ SERVERS: dict[str, tuple[int, dict[str, OptionValue]]] = {  # name -> ranks, opt
 def deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    preload: Preload | None,
 ) -> Iterator[Deployment]:
     ranks, options = SERVERS[request.param]
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
@@ -139,7 +137,7 @@ def deployment(
             context_length=CONTEXT_LENGTH,
             log_file=directory / "server.log",
             seed=0,
-        ).start(preload)
+        ).start()
         stack.callback(server.stop)
         learner = Learner(model_dir, LearnerConfig(dtype="float32"), OptimizerConfig())
         stack.enter_context(closing(learner))
