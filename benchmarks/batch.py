@@ -129,7 +129,7 @@ def _run(rank: int, sizes: tuple[int, int], arguments: argparse.Namespace, port:
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         }
     )
-    torch.set_num_threads(1)
+    device.limit_threads(1)
     device.initialize_distributed()
     layout = LearnerConfig(
         tensor_parallel_size=sizes[0],

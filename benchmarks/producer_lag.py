@@ -24,7 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 
-import torch
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
@@ -79,7 +78,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     print(", ".join(f"{n} {version(n)}" for n in ("torch", "megatron-core", "sglang", "httpx")))
     device.extend_environment({"GLOO_SOCKET_IFNAME": "lo"})
-    torch.set_num_threads(1)
+    device.limit_threads(1)
     with ExitStack() as stack:
         lags = train(arguments, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
     print("learner     s/step  sleeps  median ms   p99 ms   max ms")

@@ -240,7 +240,7 @@ def run_rank(rank: int, size: int, port: int, arguments: argparse.Namespace, res
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     from megatron.core import parallel_state
 
-    torch.set_num_threads(1)
+    device.limit_threads(1)
     device.initialize_distributed()
     with megatron_runtime():
         parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)

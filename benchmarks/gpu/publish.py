@@ -82,7 +82,7 @@ def initialize_single_rank() -> None:
     """Initialize torch.distributed and Megatron in this process, as the only learner rank."""
     from megatron.core import parallel_state
 
-    torch.set_num_threads(1)
+    device.limit_threads(1)
     device.initialize_distributed()
     with megatron_runtime():
         parallel_state.initialize_model_parallel(1, create_gloo_process_groups=False)
