@@ -41,8 +41,8 @@ STOP_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
 def run(config: Config) -> NoReturn:
     """Turn this process into the launcher of `config`, whose directory holds its config.yaml.
 
-    The launcher is a fresh program, without the threads of what has prepared the run. Until it
-    handles signals they wait.
+    The launcher is a fresh program: it has none of the threads that prepared the run, which forks
+    would lose. Signals wait until it handles them.
     """
     environment = {} if device.num_gpus() else NO_THREADS
     sys.stdout.flush()

@@ -159,4 +159,5 @@ except preload.PreloadFailed as failure:
     print(failure)
 """
     shown = starter.run(code)
-    assert "No module named 'no_such_module'" in shown[0] and shown[0].endswith("preload.log ends:")
+    assert shown[0] == "an import failed; preload.log ends:"
+    assert shown[-1] == "ModuleNotFoundError: No module named 'no_such_module'"

@@ -20,6 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -104,8 +106,14 @@ def start(program: Program) -> Started:
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a program that this process has started and that has ended."""
-    return _started[pid].poll()
+    """Return the exit code of a program that this process has started and that has ended.
+
+    Its last thread may end a moment after its main thread. None: it has not, after a second.
+    """
+    deadline = time.monotonic() + 1.0
+    while (code := _started[pid].poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return code
 
 
 def preload(log_file: Path, *modules: str) -> None:
@@ -120,13 +128,14 @@ def preload(log_file: Path, *modules: str) -> None:
     if device.accelerator() == "cuda":
         return
     device.extend_environment({"SGLANG_PLATFORM": cpu_server.PLATFORM})
-    try:
-        with _errors_to(log_file):
+    with _errors_to(log_file):
+        try:
             cpu_server.import_sglang()
             for module in modules:
                 import_module(module)
-    except Exception as error:
-        raise PreloadFailed(f"{error!r}; {log_file} ends:\n{tail(log_file)}") from error
+        except Exception:
+            traceback.print_exc()
+            raise PreloadFailed(f"an import failed; {log_file} ends:\n{tail(log_file)}") from None
     gc.freeze()  # a collection would write to, and so copy, every page that forks share
     _has_preloaded = True
 
@@ -161,10 +170,10 @@ def run_in_fork(program: Program, parent: int) -> None:
         os.dup2(log, 1)
     os.close(nothing)
     os.close(log)
+    setproctitle(program.title)  # it finds its place by the environment, so before that changes
     device.extend_environment(program.environment)
     tempfile.tempdir = None  # TMPDIR may have changed
     sys.argv = [program.module, *program.arguments]
-    setproctitle(program.title)
     try:
         import_module(program.module).main(*program.arguments)
     finally:

@@ -101,8 +101,13 @@ class Command:
             self.exit_code()
 
     def survivors(self) -> list[psutil.Process]:
-        """Return the processes of the command that still exist."""
-        return [process for process in self.started if process.is_running()]
+        """Return the processes of the command that still run."""
+        running = []
+        for process in self.started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE and process.is_running():
+                    running.append(process)
+        return running
 
     def find(self, word: str) -> psutil.Process:
         """Return the oldest process of this command with `word` in its name or command line."""
