@@ -89,7 +89,7 @@ def rollout(logs: Path) -> int:
     signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
     from qurl_megatron.process import NO_THREADS
 
-    if not granted_gpus():
+    if installed_gpus() is None:
         os.environ.update(NO_THREADS)  # before what starts threads is imported
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
