@@ -36,13 +36,14 @@ class CpuPlatform(CpuSRTPlatform):
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
         from qurl_megatron.sglang_plugin.linear import apply_unquantized
-        from qurl_megatron.sglang_plugin.moe import RoutingTable, apply_unquantized_experts
+        from qurl_megatron.sglang_plugin.moe import apply_unquantized_experts
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = apply_unquantized
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
-        base.BaseHostCache = RoutingTable
+        # The table of each token's experts: SGLang pins its memory, which needs a GPU.
+        base.BaseHostCache = lambda *sizes, name: base.BaseDeviceCache(*sizes, "cpu", name)
         pynccl.NCCLLibrary = refuse_nccl
 
     def empty_cache(self) -> None:
