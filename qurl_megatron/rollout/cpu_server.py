@@ -6,6 +6,7 @@ with these options.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -31,6 +32,7 @@ def main(threads: str, *options: str) -> None:
     because OpenMP has read that variable before the fork.
     """
     import_sglang()
+    gc.freeze()  # a collection would write to, and so copy, every page that its processes share
     import torch
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import engine
