@@ -44,13 +44,7 @@ import httpx
 from qurl_megatron.config.schema import ServerConfig
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.server import (
-    CONNECTIONS,
-    Server,
-    preloaded_sglang,
-    start_server,
-    wait_ready,
-)
+from qurl_megatron.rollout.server import CONNECTIONS, Server, ServerPlan, wait_ready
 
 SEEDS = 10
 CAPACITY = 256
@@ -222,7 +216,6 @@ def compare_real_servers(rounds: int) -> None:
     """Print the seconds of both policies, in turn."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        preloaded_sglang(Path(directory) / "preload.log") as preload,
         contextlib.ExitStack() as stack,
     ):
         model = Path(directory) / "model"
@@ -232,15 +225,14 @@ def compare_real_servers(rounds: int) -> None:
             config = ServerConfig(
                 mem_fraction_static=0.3, max_total_tokens=16384, max_running_requests=capacity
             )
-            servers[index] = start_server(
+            servers[index] = ServerPlan(
                 model,
                 config,
                 "bf16",
                 context_length=512,
                 log_file=Path(directory) / f"server_{index}.log",
                 seed=index,
-                preload=preload,
-            )
+            ).start()
             stack.callback(servers[index].stop)
         wait_ready(list(servers.values()), timeout_s=400)
         fleets = {

@@ -39,7 +39,7 @@ from qurl_megatron.loop.producer import Producer
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
+from qurl_megatron.rollout.server import ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 
 SLEEP_S = 0.01
@@ -100,16 +100,14 @@ def train(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> L
     config.steps, config.learner.tensor_parallel_size = arguments.steps, 1
     config.rollout.max_staleness = 1
     config.rollout.max_response_length = arguments.response
-    preload = stack.enter_context(preloaded_sglang(directory / "preload.log"))
-    server = start_server(
+    server = ServerPlan(
         model,
         ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=65536),
         config.quantization.format,
         context_length=config.rollout.max_length,
         log_file=directory / "server.log",
         seed=0,
-        preload=preload,
-    )
+    ).start()
     stack.callback(server.stop)
     learner = stack.enter_context(closing(Learner(model, config.learner, config.optimizer)))
     checkpoints = stack.enter_context(closing(Checkpoints(config, learner)))

@@ -23,9 +23,9 @@ from statistics import median
 import psutil
 
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.preload import Preload
 from qurl_megatron.recipes import quickstart
-from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
+from qurl_megatron.rollout.preload import preload
+from qurl_megatron.rollout.server import ServerPlan, wait_ready
 
 CONFIG = ServerConfig(mem_fraction_static=0.3, max_total_tokens=4096)
 
@@ -36,19 +36,13 @@ def cpu_s(root: psutil.Process) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in tree)
 
 
-def start(model: Path, directory: Path, preload: Preload | None) -> tuple[float, float]:
+def start(model: Path, directory: Path) -> tuple[float, float]:
     """Start a server and stop it once it answers; return CPU-seconds and wall seconds."""
     this_process = psutil.Process()
     before_s, begun_s = cpu_s(this_process), time.perf_counter()
-    server = start_server(
-        model,
-        CONFIG,
-        "int8",
-        context_length=64,
-        log_file=directory / "server.log",
-        seed=0,
-        preload=preload,
-    )
+    server = ServerPlan(
+        model, CONFIG, "int8", context_length=64, log_file=directory / "server.log", seed=0
+    ).start()
     try:
         wait_ready([server], timeout_s=600)
         return cpu_s(this_process) - before_s, time.perf_counter() - begun_s
@@ -71,19 +65,17 @@ def main() -> None:
         directory = Path(scratch)
         quickstart.build_model(directory / "model", seed=0)
         for _ in range(rounds):
-            measured["imported"].append(start(directory / "model", directory, None))
+            measured["imported"].append(start(directory / "model", directory))
             begun_s, before_s = time.perf_counter(), cpu_s(psutil.Process())
-            with preloaded_sglang(directory / "preload.log") as preload:
-                assert preload, "this machine has a GPU; nothing is forked there"
-                preload.wait_ready()
-                import_s = time.perf_counter() - begun_s
-                import_cpu_s = cpu_s(psutil.Process()) - before_s
-                for name in ("first fork", "next fork"):
-                    server_cpu_s, wall_s = start(directory / "model", directory, preload)
-                    first = name == "first fork"
-                    measured[name].append(
-                        (server_cpu_s + import_cpu_s * first, wall_s + import_s * first)
-                    )
+            preload(directory / "preload.log")
+            import_s = time.perf_counter() - begun_s
+            import_cpu_s = cpu_s(psutil.Process()) - before_s
+            for name in ("first fork", "next fork"):
+                server_cpu_s, wall_s = start(directory / "model", directory)
+                first = name == "first fork"
+                measured[name].append(
+                    (server_cpu_s + import_cpu_s * first, wall_s + import_s * first)
+                )
     print(
         f"{'':12}{'CPU-seconds':>22}{'wall seconds':>22}   median (least to most), {rounds} rounds"
     )

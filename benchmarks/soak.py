@@ -83,7 +83,7 @@ from qurl_megatron.loop.producer import Producer  # noqa: E402
 from qurl_megatron.process import trim_heap  # noqa: E402
 from qurl_megatron.rollout.control import ServerControl  # noqa: E402
 from qurl_megatron.rollout.fleet import AdmissionNeeded  # noqa: E402
-from qurl_megatron.rollout.server import Server, ServerFailed, preloaded_sglang  # noqa: E402
+from qurl_megatron.rollout.server import Server, ServerFailed  # noqa: E402
 from qurl_megatron.weight_sync.publish import Published  # noqa: E402
 
 FAULTS = ["kill", "kill all", "stop", "queue", "weights"]
@@ -524,8 +524,7 @@ def main() -> None:
         scratch.mkdir()
         tempfile.tempdir = str(scratch)  # of this process and of the servers
         with ExitStack() as stack:
-            preload = stack.enter_context(preloaded_sglang(directory / "preload.log"))
-            deployment = Deployment(directory, preload, stack)
+            deployment = Deployment(directory, stack)
             outcome = Soak(
                 deployment,
                 publishes=arguments.publishes,

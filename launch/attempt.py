@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.placement import ServerSpec
-from qurl_megatron.preload import Preload
-from qurl_megatron.rollout.server import LOOPBACK, Server, start_server
+from qurl_megatron.rollout.server import ServerPlan
 
 SEED_STRIDE = 100_003  # between the seeds of two servers, or of a server in two attempts
 RESTART_SEED_STRIDE = 1_009  # between the seeds of a server's starts in one attempt
@@ -43,33 +41,21 @@ class Attempt:
         """Return the log file of a learner rank."""
         return self.logs / f"learner_rank{rank}.log"
 
-    def start(
-        self,
-        spec: ServerSpec,
-        *,
-        host: str = LOOPBACK,
-        api_key: str | None = None,
-        gpus: Sequence[int] | None = None,
-        preload: Preload | None = None,
-    ) -> Server:
-        """Start one of the run's servers; it becomes ready in the background.
+    def server_plan(self, spec: ServerSpec) -> ServerPlan:
+        """Return how to start one of the run's servers, on loopback and the first GPUs.
 
         Every start in the attempt has a log and a seed of its own.
         """
-        restarts = self.num_starts(spec)
-        return start_server(
+        restarts, rollout = self.num_starts(spec), self.config.rollout
+        return ServerPlan(
             Path(self.config.model),
             spec.server,
             spec.weight_format,
-            keep=spec.keep,
-            context_length=self.config.rollout.max_length,
+            context_length=rollout.max_length,
             log_file=self.server_log(spec, restarts),
             seed=self.server_seed(spec.index, restarts),
-            records_routing=spec.set_name == "rollout" and self.config.rollout.routing != "ignore",
-            host=host,
-            api_key=api_key,
-            gpus=gpus,
-            preload=preload,
+            keep=spec.keep,
+            records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
         )
 
     def server_log(self, spec: ServerSpec, restarts: int) -> Path:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.config.yaml_file import load
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.owner import claim
@@ -25,9 +27,9 @@ from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.launch.servers import Servers
 from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
 from qurl_megatron.launch.status import how_to_resume
-from qurl_megatron.preload import ForkedProcess, Preload, PreloadFailed
-from qurl_megatron.process import die_with_parent, ending_signals, free_port, tail
-from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang, wait_ready
+from qurl_megatron.process import NO_THREADS, ending_signals, free_port, tail
+from qurl_megatron.rollout.preload import PreloadFailed, Program, Started, preload, start
+from qurl_megatron.rollout.server import ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
@@ -35,11 +37,28 @@ GOOD_CODES = (None, 0, STOPPED_EARLY)  # exit codes of a rank: still running, do
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
 STOP_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
 
-Rank = subprocess.Popen[bytes] | ForkedProcess
+
+def run(config: Config) -> NoReturn:
+    """Turn this process into the launcher of `config`, whose directory holds its config.yaml.
+
+    The launcher is a fresh program: it has none of the threads that prepared the run, which forks
+    would lose. Signals wait until it handles them.
+    """
+    environment = {} if device.num_gpus() else NO_THREADS
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals() | {signal.SIGUSR1})
+    words = [sys.executable, "-m", __name__, str(config.run_dir)]
+    os.execve(sys.executable, words, {**os.environ, **environment})
 
 
-def run(config: Config) -> int:
-    """Run `config`, whose directory holds its config.yaml, and return an exit code.
+def main(run_dir: str) -> None:
+    """Launch a run: `python -m qurl_megatron.launch.local RUN_DIR`."""
+    sys.exit(launch(load(Path(run_dir) / "config.yaml")))
+
+
+def launch(config: Config) -> int:
+    """Launch `config` and return an exit code once its run has ended.
 
     The code is 0 when the run is complete, 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP,
     and 75 when SIGUSR1 asked it to stop early, or too few servers are left: it has then saved a
@@ -52,34 +71,46 @@ def run(config: Config) -> int:
     code = 1
     with owner:
         try:
-            code = _run(config)
+            code = _launch(config)
         finally:
             if code:
                 _tell(how_to_resume(config.run_dir))
     return code
 
 
-def _run(config: Config) -> int:
-    # The handler only records: an exception while a process starts would lose that process.
+def _launch(config: Config) -> int:
     received: list[int] = []
-    for number in ending_signals() | {signal.SIGUSR1}:
-        signal.signal(number, lambda number, _: received.append(number))
+    is_importing = False
+
+    def receive(number: int, _: object) -> None:
+        nonlocal is_importing
+        received.append(number)
+        if is_importing and number != signal.SIGUSR1:
+            is_importing = False  # later, an exception might lose a process that is being started
+            raise SystemExit
+
+    handled = ending_signals() | {signal.SIGUSR1}
+    for number in handled:
+        signal.signal(number, receive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     print(f"run directory {config.run_dir}", flush=True)
     with exit_on_bad_input():
         save_servers_at(config)
     attempt = Attempt.create(config)
-    ranks: list[Rank] = []
-    roster = config.run_dir / "servers.json"
-    with (
-        preloaded_sglang(attempt.logs / "preload.log", also=[LEARNER]) as preload,
-        closing(Servers(attempt, roster, preload=preload)) as servers,
-    ):
+    ranks: list[Started] = []
+    with closing(Servers(attempt, config.run_dir / "servers.json")) as servers:
         try:
-            _start_servers(attempt, servers, received, preload)
+            with contextlib.suppress(SystemExit):
+                is_importing = True
+                preload(attempt.logs / "preload.log", LEARNER)
+                is_importing = False
+            if not received:
+                _start_servers(servers, received)
             servers.save()
             if not received:
-                _start_ranks(attempt, ranks, preload)
-            return _watch(ranks, servers, attempt, received)
+                for program in _rank_programs(attempt):
+                    ranks.append(start(program))
+            return _watch(ranks, servers, received)
         except (ServerFailed, PreloadFailed) as failure:
             print(f"\nqurl: {failure}", file=sys.stderr)
             return 1
@@ -88,12 +119,7 @@ def _run(config: Config) -> int:
             release_servers_at(config)
 
 
-def _start_servers(
-    attempt: Attempt,
-    servers: Servers,
-    received: list[int],
-    preload: Preload | None,
-) -> None:
+def _start_servers(servers: Servers, received: list[int]) -> None:
     """Start the run's servers, which the caller ends on a failure.
 
     Servers start at the same time, except on a GPU they share. There one starts after the other,
@@ -101,13 +127,8 @@ def _start_servers(
 
     Raises:
         ServerFailed: a server that others had to wait for did not start.
-        PreloadFailed: SGLang could not be imported.
     """
-    config = attempt.config
-    if preload:
-        preload.wait_ready(lambda: bool(received))
-    if received:
-        return
+    config = servers.attempt.config
     placed = place_servers(config, device.num_gpus())
     used = set(range(config.learner.world_size))
     for spec in server_specs(config):
@@ -118,8 +139,8 @@ def _start_servers(
         used |= set(gpus)
 
 
-def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -> None:
-    config = attempt.config
+def _rank_programs(attempt: Attempt) -> list[Program]:
+    config, run_dir = attempt.config, str(attempt.config.run_dir)
     world_size = config.learner.world_size
     shared = {
         "WORLD_SIZE": str(world_size),
@@ -127,50 +148,21 @@ def _start_ranks(attempt: Attempt, ranks: list[Rank], preload: Preload | None) -
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(config.learner.threads_per_rank),
     }
-    for rank in range(world_size):
-        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if preload:
-            ranks.append(
-                preload.start(
-                    f"{LEARNER}:main",
-                    [str(config.run_dir)],
-                    title=f"{LEARNER} {config.run_dir}",
-                    environment=environment,
-                    log_file=attempt.rank_log(rank),
-                    inherits_stdout=rank == 0,  # rank 0 shows the run's progress
-                    ignored_signals=[signal.SIGUSR1],  # as in `_before_rank`
-                )
-            )
-            continue
-        with attempt.rank_log(rank).open("wb") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", LEARNER, str(config.run_dir)],
-                    env={**os.environ, **environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else log,  # rank 0 shows the run's progress
-                    stderr=log,
-                    start_new_session=True,  # only the launcher receives Ctrl-C
-                    preexec_fn=_before_rank,
-                )
-            )
+    return [
+        Program(
+            LEARNER,
+            [run_dir],
+            title=f"{LEARNER} {run_dir}",
+            log_file=attempt.rank_log(rank),
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            inherits_stdout=rank == 0,  # rank 0 shows the run's progress
+            ignored_signals=[signal.SIGUSR1],  # would kill a rank that cannot handle it yet
+        )
+        for rank in range(world_size)
+    ]
 
 
-def _before_rank() -> None:
-    """Set up a rank's process before its program starts.
-
-    It ignores SIGUSR1, which would kill it while it cannot handle it yet.
-    """
-    die_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _watch(
-    ranks: list[Rank],
-    servers: Servers,
-    attempt: Attempt,
-    received: list[int],
-) -> int:
+def _watch(ranks: list[Started], servers: Servers, received: list[int]) -> int:
     """Keep the servers running until all ranks are done, one dies or a signal ends the run.
 
     Return the exit code.
@@ -192,7 +184,7 @@ def _watch(
         codes = [rank.poll() for rank in ranks]
         failed = next((n for n, code in enumerate(codes) if code not in GOOD_CODES), None)
         if failed is not None:
-            log = attempt.rank_log(failed)
+            log = servers.attempt.rank_log(failed)
             print(
                 f"\nqurl: learner rank {failed} ended with code {codes[failed]}; the end of {log}:"
                 f"\n{tail(log)}",
@@ -212,19 +204,27 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _stop_ranks(ranks: list[Rank]) -> None:
+def _stop_ranks(ranks: list[Started]) -> None:
     # A request is lost that comes while Python calls what ignores exceptions, such as logging's
     # functions after a fork.
     for _ in range(STOP_REQUESTS):
         for rank in ranks:
-            rank.terminate()
+            rank.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + REMIND_S
-        for rank in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(max(0.0, deadline - time.monotonic()))
+        while _running(ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     for rank in ranks:
-        rank.kill()
-        rank.wait()
+        rank.send_signal(signal.SIGKILL)
         # The process group holds the children that a killed rank leaves behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
+    while _running(ranks):
+        time.sleep(POLL_S)
+
+
+def _running(ranks: list[Started]) -> bool:
+    return None in [rank.poll() for rank in ranks]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

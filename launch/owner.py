@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.files import read_json_object
 from qurl_megatron.process import start_ticks
 
 FILE_NAME = "owner.json"
@@ -48,6 +49,7 @@ def claim(run_dir: Path) -> TextIO:
     file.truncate(0)
     file.write(json.dumps(record) + "\n")
     file.flush()
+    os.register_at_fork(after_in_child=file.close)  # or a fork would have the lock too
     return file
 
 
@@ -63,39 +65,24 @@ def owner_of(run_dir: Path) -> str:
         return ""
 
 
-def is_owned(run_dir: Path) -> bool:
-    """Return True if a launcher that this machine can detect works in a run directory."""
-    return bool(owner_of(run_dir))
-
-
 def _holder(file: TextIO, lock: int) -> str:
     """Take a lock of an owner's file; return an empty text, or who has the lock already."""
+    has_flock = True
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)
         return ""
     except BlockingIOError:
-        taken = True
-    except OSError:  # the file system has no flock
-        taken = _runs_here(_read(file))
-    if not taken:
-        return ""
-    owner = _read(file)
-    return f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-
-
-def _read(file: TextIO) -> dict[str, Any]:
-    """Return the recorded owner, or {} if it is not written completely."""
-    file.seek(0)
-    try:
-        owner = json.loads(file.read())
-    except ValueError:
-        return {}
-    is_whole = isinstance(owner, dict) and owner.keys() >= {"host", "pid", "start_ticks"}
-    return owner if is_whole else {}
+        pass
+    except OSError:
+        has_flock = False
+    owner = read_json_object(Path(file.name))
+    if not owner.keys() >= {"host", "pid", "start_ticks"}:  # it is not written completely
+        return "another process" if has_flock else ""
+    return f"process {owner['pid']} on {owner['host']}" if has_flock or _runs_here(owner) else ""
 
 
 def _runs_here(owner: dict[str, Any]) -> bool:
     """Return True if a recorded owner is another process of this machine that still runs."""
-    if owner.get("host") != socket.gethostname() or owner["pid"] == os.getpid():
+    if owner["host"] != socket.gethostname() or owner["pid"] == os.getpid():
         return False
     return start_ticks(owner["pid"]) == owner["start_ticks"]

@@ -10,7 +10,6 @@ import dataclasses
 import socket
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +21,9 @@ from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
 from qurl_megatron.launch.servers_at import read_key
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import ending_signals, exit_on
+from qurl_megatron.process import ending_signals, exit_on, free_port
 from qurl_megatron.rollout.options import check_options
-from qurl_megatron.rollout.server import (
-    LOOPBACK,
-    POLL_S,
-    preloaded_sglang,
-    start_server,
-    wait_ready,
-)
+from qurl_megatron.rollout.server import LOOPBACK, POLL_S, ServerPlan
 
 EVERYWHERE = ("0.0.0.0", "::")
 
@@ -82,7 +75,6 @@ def run(config: ServeConfig) -> int:
     Raises:
         ConfigError, ArchitectureError: an input is wrong; the server is not started.
         ServerFailed: the server did not start.
-        PreloadFailed: SGLang could not be imported.
     """
     key = read_key(config.key_file, "key_file")
     _check(config)
@@ -90,28 +82,24 @@ def run(config: ServeConfig) -> int:
     log_file = Path(config.log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.open("wb").close()  # what cannot be written is refused before anything starts
-    with ExitStack() as stack:
-        preload = stack.enter_context(preloaded_sglang(log_file.with_suffix(".preload.log")))
-        server = start_server(
-            Path(config.model).absolute(),
-            config.server,
-            config.format,
-            keep=config.keep,
-            context_length=config.max_length,
-            log_file=log_file,
-            seed=config.seed,
-            records_routing=config.records_routing,
-            host=config.host,
-            port=config.port or None,
-            api_key=key,
-            preload=preload,
-        )
-        stack.callback(server.stop)
-        print(f"starting a server of {config.model} in {config.format}, log {log_file}", flush=True)
-        wait_ready([server], config.server.start_timeout_s)
+    plan = ServerPlan(
+        Path(config.model).absolute(),
+        config.server,
+        config.format,
+        context_length=config.max_length,
+        log_file=log_file,
+        seed=config.seed,
+        keep=config.keep,
+        records_routing=config.records_routing,
+        host=config.host,
+        port=config.port or free_port(),
+        api_key=key,
+    )
+    print(f"starting a server of {config.model} in {config.format}, log {log_file}", flush=True)
+    with plan.running() as server:
         url = server.url
         if config.host in EVERYWHERE:
-            url = f"http://{socket.gethostname()}:{url.rpartition(':')[2]}"
+            url = f"http://{socket.gethostname()}:{plan.port}"
         print(f"ready: rollout.servers_at=[{url}]", flush=True)
         while server.alive():
             time.sleep(POLL_S)

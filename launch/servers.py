@@ -10,191 +10,152 @@ written again. There are two limits:
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import ServerSpec
-from qurl_megatron.preload import Preload
 from qurl_megatron.process import tail
+from qurl_megatron.rollout.preload import exit_code
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, Server, answers
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_S = 3600.0
-ASK_S = 1.0  # between two questions to a starting server whether it answers
 
 
+@dataclass
 class RestartLimit:
     """Allows at most MAX_RESTARTS restarts of one thing within RESTART_WINDOW_S."""
 
-    def __init__(self) -> None:
-        self._times: list[float] = []
+    times: list[float] = field(default_factory=list)  # of restarts, by time.monotonic
 
     def allows(self) -> bool:
         """Count a restart and return True, or return False if it would be one too many."""
         now = time.monotonic()
-        self._times = [then for then in self._times if now - then < RESTART_WINDOW_S]
-        if len(self._times) >= MAX_RESTARTS:
-            return False
-        self._times.append(now)
-        return True
+        self.times = [then for then in self.times if now - then < RESTART_WINDOW_S]
+        is_allowed = len(self.times) < MAX_RESTARTS
+        if is_allowed:
+            self.times.append(now)
+        return is_allowed
 
 
 @dataclass
-class _Member:
-    """One server of a set: its present process, or its last one while it waits for a restart."""
+class _Slot:
+    """The place of one server: its present process, or its last one until it is started again."""
 
     spec: ServerSpec
     gpus: Sequence[int]
     server: Server
     limit: RestartLimit = field(default_factory=RestartLimit)
-    restarts: int = 0
     is_ready: bool = False  # this process has answered
     waits: bool = False  # for its restart
-    started_at: float = 0.0  # clock of time.monotonic
-    asked_at: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
         return f"{self.spec.set_name}_{self.spec.index}"
 
-    @property
-    def incarnation(self) -> Incarnation:
-        return incarnation(self.spec.set_name, self.spec.index, self.server)
 
-
+@dataclass
 class Servers:
-    """The servers of an attempt that this process starts, restarts and ends."""
+    """The servers of an attempt that this process starts, restarts and ends; at first none."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        roster: Path,
-        *,
-        host: str = LOOPBACK,
-        api_key: str | None = None,
-        preload: Preload | None = None,
-    ) -> None:
-        """Start none yet. `roster` is the file to write; for the rest see `start_server`."""
-        self._attempt = attempt
-        self._roster = roster
-        self._host = host
-        self._api_key = api_key
-        self._preload = preload
-        self._members: list[_Member] = []
+    attempt: Attempt
+    roster: Path  # the file to write
+    host: str = LOOPBACK  # for this and the next see `ServerPlan`
+    api_key: str | None = None
+    _slots: list[_Slot] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
         """Start a server for the first time; it becomes ready in the background."""
-        restarts = self._attempt.num_starts(spec)  # by a process that was in this one's place
-        member = _Member(spec, gpus, self._start(spec, gpus), restarts=restarts)
-        member.started_at = time.monotonic()
-        self._members.append(member)
-        return member.server
+        self._slots.append(_Slot(spec, gpus, self._start(spec, gpus)))
+        return self._slots[-1].server
 
     def save(self) -> None:
         """Write the roster."""
         servers: dict[str, dict[int, Server]] = {}
-        for member in self._members:
-            servers.setdefault(member.spec.set_name, {})[member.spec.index] = member.server
-        save_roster(self._roster, servers)
+        for slot in self._slots:
+            servers.setdefault(slot.spec.set_name, {})[slot.spec.index] = slot.server
+        save_roster(self.roster, servers)
 
     def check(self) -> None:
         """Restart the servers that have died or hang, and write the roster; call it often.
 
         Raises:
             ServerFailed: a server died during its first start, or did not come up in time.
-            PreloadFailed: the process that servers are forked from died.
         """
-        before = [member.server for member in self._members]
-        reported = reported_lost(self._attempt.logs)
-        for member in list(self._members):
-            if not member.waits and (failure := self._failure(member, reported)):
-                self._end(member, failure)
-        for member in self._members:
-            if member.waits and not self._shares_gpu_with_a_start(member):
-                member.server = self._start(member.spec, member.gpus)
-                member.restarts += 1
-                member.waits, member.started_at = False, time.monotonic()
-        if before != [member.server for member in self._members]:
+        before = [slot.server for slot in self._slots]
+        reported = reported_lost(self.attempt.logs)
+        for slot in list(self._slots):
+            if not slot.waits and (failure := self._failure(slot, reported)):
+                self._end(slot, failure)
+        for slot in self._slots:
+            if slot.waits and not self._shares_gpu_with_a_start(slot):
+                slot.server = self._start(slot.spec, slot.gpus)
+                slot.waits, slot.started_at = False, time.monotonic()
+        if before != [slot.server for slot in self._slots]:
             self.save()
 
     def close(self) -> None:
         """End every server."""
-        for member in self._members:
-            member.server.stop()
+        for slot in self._slots:
+            slot.server.stop()
 
     def _start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
-        return self._attempt.start(
-            spec, host=self._host, api_key=self._api_key, gpus=gpus, preload=self._preload
-        )
+        plan = self.attempt.server_plan(spec)
+        return replace(plan, host=self.host, api_key=self.api_key, gpus=gpus).start()
 
-    def _failure(self, member: _Member, reported: set[Incarnation]) -> str:
+    def _num_restarts(self, slot: _Slot) -> int:
+        """Return how often a server was restarted, also by a process in this one's place."""
+        return self.attempt.num_starts(slot.spec) - 1
+
+    def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""
-        server, now = member.server, time.monotonic()
+        server, age_s = slot.server, time.monotonic() - slot.started_at
         if not server.alive():
-            starting = "" if member.is_ready else "while starting "
-            return f"died {starting}({how_it_ended(self._exit_code(server.pid))})"
-        if member.incarnation in reported:
+            starting = "" if slot.is_ready else "while starting "
+            return f"died {starting}({how_it_ended(exit_code(server.pid))})"
+        if incarnation(slot.spec.set_name, slot.spec.index, server) in reported:
             return "does not answer the learner"
-        if member.is_ready or now < member.asked_at + ASK_S:
-            return ""
-        member.asked_at = now
-        timeout_s = member.spec.server.start_timeout_s
-        if answers(server):
-            member.is_ready = True
-            if member.restarts:
-                waited_s = now - member.started_at
-                print(f"qurl: server {member.name} answers again, {waited_s:.0f} s after its start")
-        elif now > member.started_at + timeout_s:
-            return f"did not come up in {timeout_s:.0f} s"
-        return ""
+        timeout_s = slot.spec.server.start_timeout_s
+        if not slot.is_ready and answers(server):
+            slot.is_ready = True
+            if self._num_restarts(slot):
+                print(f"qurl: server {slot.name} answers again, {age_s:.0f} s after its start")
+        return "" if slot.is_ready or age_s < timeout_s else f"did not come up in {timeout_s:.0f} s"
 
-    def _end(self, member: _Member, failure: str) -> None:
+    def _end(self, slot: _Slot, failure: str) -> None:
         """End a failed server, and mark it for a restart or give it up."""
-        server = member.server
+        server, restarts = slot.server, self._num_restarts(slot)
         server.stop()
-        if not member.is_ready and not member.restarts:
+        if not slot.is_ready and not restarts:
             raise server.failed(failure)
-        member.is_ready = False
-        if member.limit.allows():
-            member.waits = True
-            print(
-                f"qurl: server {member.name} {failure}; restarting ({member.restarts + 1}); "
-                f"log {server.log_file}",
-                flush=True,
-            )
+        slot.is_ready = False
+        slot.waits = slot.limit.allows()
+        if slot.waits:
+            outcome = f"restarting ({restarts + 1}); log {server.log_file}"
         else:
-            self._members.remove(member)
-            print(
-                f"qurl: server {member.name} {failure}; not restarting it, after {MAX_RESTARTS} "
-                f"restarts within {RESTART_WINDOW_S / 60:.0f} minutes; {server.log_file} ends:\n"
-                f"{tail(Path(server.log_file))}",
-                flush=True,
+            self._slots.remove(slot)
+            outcome = (
+                f"not restarting it, after {MAX_RESTARTS} restarts within "
+                f"{RESTART_WINDOW_S / 60:.0f} minutes; {server.log_file} ends:\n"
+                f"{tail(Path(server.log_file))}"
             )
+        print(f"qurl: server {slot.name} {failure}; {outcome}", flush=True)
 
-    def _shares_gpu_with_a_start(self, member: _Member) -> bool:
+    def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:
         """Return True if another server is starting on one of a server's GPUs.
 
         Each takes a fraction of the memory it finds free, so one starts after the other.
         """
         return any(
-            set(member.gpus) & set(other.gpus)
-            for other in self._members
-            if other is not member and not other.waits and not other.is_ready
+            set(slot.gpus) & set(other.gpus)
+            for other in self._slots
+            if other is not slot and not other.waits and not other.is_ready
         )
-
-    def _exit_code(self, pid: int) -> int | None:
-        """Return the exit code of a server's process that has ended; None if it is not known."""
-        if self._preload:
-            return self._preload.signal(pid, 0)
-        try:
-            return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])
-        except ChildProcessError:  # the subprocess module has collected the code
-            return None
 
 
 def how_it_ended(code: int | None) -> str:

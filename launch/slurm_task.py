@@ -82,52 +82,44 @@ def installed_gpus() -> int | None:
 def rollout(logs: Path) -> int:
     """Start this node's servers, write their addresses, and keep them running until USR2.
 
-    Return an exit code: 0 after USR2, START_FAILED when a server failed during its first start, 1
-    when the process that servers are forked from died.
+    Return an exit code: 0 after USR2, START_FAILED when a server failed during its first start, or
+    SGLang could not be imported.
     """
     received: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
+    from qurl_megatron.process import NO_THREADS
+
+    if installed_gpus() is None:
+        os.environ.update(NO_THREADS)  # before what starts threads is imported
     from qurl_megatron import device
     from qurl_megatron.config.yaml_file import load
     from qurl_megatron.launch.attempt import Attempt
     from qurl_megatron.launch.placement import server_specs
     from qurl_megatron.launch.servers import Servers
-    from qurl_megatron.preload import PreloadFailed
-    from qurl_megatron.rollout.server import ServerFailed, preloaded_sglang
+    from qurl_megatron.rollout.preload import PreloadFailed, preload
+    from qurl_megatron.rollout.server import ServerFailed
 
     plan, own = read_plan(logs)
     attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
     host = own_address(own.name, plan.master_address)
     first_gpu = 0
-    with (
-        preloaded_sglang(logs / f"preload_{own.name}.log") as preload,
-        contextlib.closing(
-            Servers(
-                attempt,
-                roster_of(logs, own.name),
-                host=host,
-                api_key=plan.api_key,
-                preload=preload,
-            )
-        ) as servers,
-    ):
-        for set_name, index in own.servers:
-            spec = specs[set_name, index]
-            gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
-            servers.start(spec, gpus if device.num_gpus() else [])
-            first_gpu += len(gpus)
-        servers.save()
+    roster = roster_of(logs, own.name)
+    with contextlib.closing(Servers(attempt, roster, host, plan.api_key)) as servers:
         try:
+            preload(logs / f"preload_{own.name}.log")
+            for set_name, index in own.servers:
+                spec = specs[set_name, index]
+                gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
+                servers.start(spec, gpus if device.num_gpus() else [])
+                first_gpu += len(gpus)
+            servers.save()
             while not received:
                 servers.check()
                 time.sleep(POLL_S)
-        except ServerFailed as failure:
+        except (PreloadFailed, ServerFailed) as failure:
             print(f"\nqurl: {own.name}: {failure}", flush=True)
             return START_FAILED
-        except PreloadFailed as failure:
-            print(f"\nqurl: {own.name}: {failure}", flush=True)
-            return 1
     return 0
 
 

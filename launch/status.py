@@ -11,7 +11,7 @@ from pathlib import Path
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
-from qurl_megatron.launch.owner import is_owned
+from qurl_megatron.launch.owner import owner_of
 from qurl_megatron.launch.placement import server_specs
 
 
@@ -34,7 +34,7 @@ def status(run_dir: Path) -> str:
     best = run_dir / "checkpoints" / "best"
     if best.is_symlink():
         checkpoint += f", best {best.readlink()}"
-    running = ", ".join(jobs) or ("running here" if is_owned(run_dir) else "")
+    running = ", ".join(jobs) or ("running here" if owner_of(run_dir) else "")
     running += server_counts(run_dir) if running else ""
     if is_finished(run_dir) and not running:
         return f"{progress}, {checkpoint}, finished"

@@ -1,7 +1,8 @@
 """The devices, backends and ranks of this process.
 
-Only this module asks which devices there are. Code that handles a tensor looks at that tensor
-instead; `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli` and
+In this process, only this module asks torch which devices there are; in a server's processes
+`sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
+tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli` and
 `launch`, this is also the only module that reads environment variables.
 """
 
@@ -137,11 +138,11 @@ def limit_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def initialize_distributed(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+def initialize_distributed() -> None:
     """Create the default process group of all learner ranks.
 
     Several ranks meet at MASTER_ADDR:MASTER_PORT; a single rank needs no address. A collective that
-    waits longer than `timeout_s` ends the process.
+    waits longer than `COLLECTIVE_TIMEOUT_S` ends the process.
 
     Raises:
         RuntimeError: there are several ranks, but the address is not set.
@@ -170,7 +171,7 @@ def initialize_distributed(timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         communication_backend(),
         rank=rank(),
         world_size=world_size(),
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         **arguments,
     )
 

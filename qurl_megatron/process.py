@@ -22,6 +22,13 @@ OPEN_FILES = 65_536
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+# numpy and pyarrow start threads when they are imported, unless these variables forbid it. A fork
+# would lose the threads.
+NO_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 
 _drawn: set[int] = set()  # the ports that `free_port` has returned
 
@@ -122,12 +129,6 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; call it in the child before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def end_only_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, and block the launcher's signals."""
-    die_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
 
 
 def ending_signals() -> set[signal.Signals]:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
-import os
-import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,31 +19,15 @@ import torch
 from benchmarks.gpu import kit, timing
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.rollout import server as server_module
+from qurl_megatron.rollout.server import ServerPlan
 
 
 def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    started: dict[str, Any] = {}
-
-    def record_start(command: list[str], env: dict[str, str], **options: Any) -> Any:
-        started.update(env)
-        return SimpleNamespace(pid=os.getpid())
-
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(device, "num_gpus", lambda: 1)
-    monkeypatch.setattr(server_module.subprocess, "Popen", record_start)
-    server = server_module.start_server(
-        tmp_path,
-        ServerConfig(),
-        "fp8-block",
-        context_length=64,
-        log_file=tmp_path / "log",
-        seed=0,
-    )
-    shutil.rmtree(server.scratch_dir)
-    assert started["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
+    plan = ServerPlan(tmp_path, ServerConfig(), "fp8-block", 64, tmp_path / "log", seed=0)
+    assert plan.environment()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
     from sglang.srt.layers.deep_gemm_wrapper import compile_utils
 
     assert "SGLANG_JIT_DEEPGEMM_FAST_WARMUP" in inspect.getsource(compile_utils)

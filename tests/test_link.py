@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.process import end_only_with_parent
+from qurl_megatron.process import die_with_parent
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.channel import GroupChannel, GroupEndpoint
@@ -26,7 +26,7 @@ def join_and_hang(endpoint: GroupEndpoint) -> None:
     """Be a server that joins a channel and receives nothing."""
     from sglang.srt.utils import init_custom_process_group
 
-    end_only_with_parent()
+    die_with_parent()
     name = endpoint.token
     store = dist.PrefixStore(name, endpoint.store())
     init_custom_process_group("gloo", store=store, world_size=2, rank=1, group_name=name)

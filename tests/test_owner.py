@@ -46,7 +46,7 @@ def test_a_second_launcher_is_refused_with_pid_and_host_until_the_first_ends(
 @pytest.mark.parametrize(
     "start",
     [
-        lambda config: local.run(config),
+        lambda config: local.launch(config),
         lambda config: slurm.run(config, max_restarts=0),
         lambda config: cli.app(["resume", str(config.run_dir), "steps=9"]),
     ],

@@ -1,4 +1,4 @@
-"""A process that imports once and forks: its children, their environment and their end."""
+"""Programs in processes of their own, fresh ones and forks: their environment and their end."""
 
 from __future__ import annotations
 
@@ -6,210 +6,158 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from qurl_megatron.config.schema import ServerConfig
-from qurl_megatron.preload import Preload, PreloadFailed
-from qurl_megatron.process import start_ticks
-from qurl_megatron.rollout.server import start_server
-
-FUNCTIONS = """
+# What starts programs here is a process of its own, because a fork needs one without threads.
+STARTER = """
 import os, signal, sys, threading, time
-import ready_made
+from pathlib import Path
+from qurl_megatron.rollout import cpu_server, preload
 
-def describe(name):
-    print(name, os.environ["COLOUR"], os.environ["SHARED"], os.getsid(0) == os.getpid())
+def start(name, **fields):
+    program = preload.Program("programs", [name], "its title", Path(name + ".log"), **fields)
+    return preload.start(program)
+
+def wait(started):
+    while started.poll() is None:
+        time.sleep(0.01)
+    return started.poll()
+
+cpu_server.import_sglang = lambda: None
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a launcher handles it
+if "preload" in sys.argv:
+    preload.preload(Path("preload.log"), "programs")
+"""
+PROGRAMS = """
+import atexit, os, signal, sys, time
+imported_by = os.getpid()
+
+def main(name):
+    if name == "sleep":
+        time.sleep(600)
+    if name == "fail":
+        raise ValueError("this is why")
+    atexit.register(print, "at its end")
+    print(os.environ["COLOUR"], os.getsid(0) == os.getpid(), sys.stdin.read() == "")
     print("written to standard error", file=sys.stderr)
-    print("imported before the fork:", ready_made.pid == os.getppid())
+    print("imported before the fork:", imported_by == os.getppid())
     print("USR1 ignored:", signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
+    print("TERM by default:", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     print("blocked:", [number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])])
     sys.exit(7)
 
-def fail():
-    raise ValueError("this is why")
-
-def sleep():
-    time.sleep(600)
-
-def start_thread():
-    threading.Thread(target=sleep, daemon=True).start()
+if __name__ == "__main__":
+    main(*sys.argv[1:])
 """
-READY_MADE = "import os\npid = os.getpid()\n"
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the modules that children of these tests call."""
-    directory = tmp_path_factory.mktemp("modules")
-    (directory / "functions.py").write_text(FUNCTIONS)
-    (directory / "ready_made.py").write_text(READY_MADE)
-    return directory
+class Starter:
+    """A process that starts programs, with its own directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "programs.py").write_text(PROGRAMS)
+
+    def begin(self, code: str, *words: str) -> subprocess.Popen[str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(self.directory), *sys.path])}
+        return subprocess.Popen(
+            [sys.executable, "-c", STARTER + code, *words],
+            cwd=self.directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, *words: str) -> list[str]:
+        """Return the lines that the starter prints."""
+        process = self.begin(code, *words)
+        shown, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        return shown.splitlines()
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
 
 
-def environment_with(modules: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path, "SHARED": "of-all"}
+@pytest.fixture
+def starter(tmp_path: Path) -> Starter:
+    return Starter(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def preload(modules: Path) -> Iterator[Preload]:
-    with Preload(["functions"], environment_with(modules), modules / "parent.log") as parent:
-        yield parent
+@pytest.fixture(params=["preload", "fresh"])
+def how(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def test_a_child_has_its_own_session_environment_log_signals_and_exit_code(
-    preload: Preload, tmp_path: Path
+DESCRIBE = """
+signals = {"ignored_signals": [signal.SIGUSR1], "blocked_signals": [signal.SIGUSR2]}
+started = start("describe", environment={"COLOUR": "green"}, **signals)
+print(wait(started), preload.exit_code(started.pid))
+"""
+
+
+def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
+    starter: Starter, how: str
 ) -> None:
-    child = preload.start(
-        "functions:describe",
-        ["first"],
-        title="a title of its own",
-        environment={"COLOUR": "green"},
-        log_file=tmp_path / "child.log",
-        ignored_signals=[signal.SIGUSR1],
-        blocked_signals=[signal.SIGUSR2],
-    )
-    assert child.wait(30) == 7
-    assert set((tmp_path / "child.log").read_text().splitlines()) == {
-        "first green of-all True",
+    assert starter.run(DESCRIBE, how) == ["7 7"]
+    assert set(starter.log("describe").splitlines()) == {
+        "green True True",
         "written to standard error",
-        "imported before the fork: True",
+        f"imported before the fork: {how == 'preload'}",
         "USR1 ignored: True",
+        "TERM by default: True",
         "blocked: ['SIGUSR2']",
+        "at its end",
     }
 
 
-def test_a_child_that_raises_ends_with_code_1_and_its_traceback_in_the_log(
-    preload: Preload, tmp_path: Path
+def test_a_process_with_threads_starts_fresh_ones(starter: Starter) -> None:
+    """A fork would lose its threads."""
+    begin_thread = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    assert starter.run(begin_thread + DESCRIBE, "preload") == ["7 7"]
+    assert "imported before the fork: False" in starter.log("describe")
+
+
+def test_a_program_that_raises_ends_with_code_1_and_its_traceback_in_the_log(
+    starter: Starter, how: str
 ) -> None:
-    log = tmp_path / "child.log"
-    child = preload.start("functions:fail", [], title="fails", environment={}, log_file=log)
-    assert child.wait(30) == 1
-    assert log.read_text().endswith("ValueError: this is why\n")
+    assert starter.run("print(wait(start('fail')))", how) == ["1"]
+    assert starter.log("fail").endswith("ValueError: this is why\n")
 
 
-def test_a_running_child_is_waited_for_signalled_and_shown_by_its_title(
-    preload: Preload, tmp_path: Path
-) -> None:
-    child = preload.start(
-        "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "child.log"
-    )
-    process = psutil.Process(child.pid)
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(0.5)
-    assert child.poll() is None and process.cmdline()[0] == "sleeps"
-    child.terminate()
-    assert child.wait(30) == -signal.SIGTERM
-    child.kill()  # the process has ended, so no other is signalled
-    assert not process.is_running()
+def test_a_running_program_is_signalled_and_an_ended_one_is_not(starter: Starter, how: str) -> None:
+    code = """
+sleeping = start("sleep")
+time.sleep(0.5)
+print(sleeping.poll(), Path(f"/proc/{sleeping.pid}/cmdline").read_text().split(chr(0))[0])
+sleeping.send_signal(signal.SIGKILL)
+print(wait(sleeping))
+os.kill = None
+sleeping.send_signal(signal.SIGKILL)
+"""
+    title = "its title" if how == "preload" else sys.executable
+    assert starter.run(code, how) == [f"None {title}", f"-{signal.SIGKILL:d}"]
 
 
-def test_the_exit_code_of_a_child_is_known_as_soon_as_it_has_ended(
-    preload: Preload, tmp_path: Path
-) -> None:
-    for _ in range(5):
-        child = preload.start(
-            "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "child.log"
-        )
-        os.kill(child.pid, signal.SIGKILL)
-        while start_ticks(child.pid) is not None:
-            pass
-        assert child.poll() == -signal.SIGKILL
-
-
-def test_closing_the_parent_ends_every_child(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions"], environment_with(modules), tmp_path / "parent.log") as parent:
-        children = [
-            parent.start(
-                "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
-            )
-            for _ in range(2)
-        ]
-        processes = [psutil.Process(child.pid) for child in children]
-    assert psutil.wait_procs(processes, timeout=30)[1] == []
-
-
-def test_the_kernel_ends_parent_and_children_of_a_killed_starter(
-    modules: Path, tmp_path: Path
-) -> None:
-    starter = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from qurl_megatron.preload import Preload\n"
-        f"parent = Preload(['functions'], {environment_with(modules)!r}, Path('parent.log'))\n"
-        "child = parent.start('functions:sleep', [], title='sleeps', environment={},\n"
-        "    log_file=Path('child.log'))\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", starter], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    )
+def test_the_kernel_ends_the_programs_of_a_killed_starter(starter: Starter, how: str) -> None:
+    process = starter.begin("print(start('sleep').pid, flush=True); time.sleep(600)", how)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
-    tree = [child, psutil.Process(child.ppid())]
     process.kill()
-    process.wait()
-    process.stdout.close()
-    assert psutil.wait_procs(tree, timeout=30)[1] == []
+    process.communicate()
+    assert psutil.wait_procs([child], timeout=30)[1] == []
 
 
-def test_a_child_has_ended_when_its_parent_is_killed(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions"], environment_with(modules), tmp_path / "parent.log") as parent:
-        child = parent.start(
-            "functions:sleep", [], title="sleeps", environment={}, log_file=tmp_path / "log"
-        )
-        process = psutil.Process(child.pid)
-        psutil.Process(process.ppid()).kill()
-        assert child.wait(30) == -signal.SIGKILL
-        assert psutil.wait_procs([process], timeout=30)[1] == []
-
-
-def test_a_parent_with_threads_does_not_fork(modules: Path, tmp_path: Path) -> None:
-    log = tmp_path / "parent.log"
-    with Preload(["functions:start_thread"], environment_with(modules), log) as parent:
-        with pytest.raises(PreloadFailed, match="2 threads run; a fork would lose all but one"):
-            parent.start("functions:sleep", [], title="", environment={}, log_file=tmp_path / "c")
-
-
-def test_a_parent_that_cannot_import_is_reported_with_its_log(
-    modules: Path, tmp_path: Path
-) -> None:
-    log = tmp_path / "parent.log"
-    with Preload(["no_such_module"], environment_with(modules), log) as parent:
-        with pytest.raises(
-            PreloadFailed, match=f"(?s){log} ends:.*No module named 'no_such_module"
-        ):
-            parent.wait_ready()
-
-
-def test_waiting_for_a_parent_can_be_cancelled(modules: Path, tmp_path: Path) -> None:
-    with Preload(["functions:sleep"], environment_with(modules), tmp_path / "log") as parent:
-        parent.wait_ready(given_up=lambda: True)  # it would wait for 600 s otherwise
-
-
-def test_a_server_that_cannot_be_forked_leaves_no_files(
-    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Preload(["functions"], environment_with(modules), modules / "dying.log") as parent:
-        parent.wait_ready()
-        parent._process.kill()
-        parent._process.wait()
-        with pytest.raises(PreloadFailed, match="the preload process died; .*dying.log ends"):
-            start_server(
-                tmp_path,
-                ServerConfig(),
-                "int8",
-                context_length=64,
-                log_file=modules / "server.log",
-                seed=0,
-                preload=parent,
-            )
-    assert list(tmp_path.iterdir()) == []
+def test_an_import_that_fails_is_reported_with_its_log(starter: Starter) -> None:
+    code = """
+try:
+    preload.preload(Path("preload.log"), "no_such_module")
+except preload.PreloadFailed as failure:
+    print(failure)
+"""
+    shown = starter.run(code)
+    assert shown[0] == "an import failed; preload.log ends:"
+    assert shown[-1] == "ModuleNotFoundError: No module named 'no_such_module'"

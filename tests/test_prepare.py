@@ -113,12 +113,12 @@ def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
     def failing(config: Config) -> int:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(local, "_run", lambda config: code)
-    assert local.run(config) == code
+    monkeypatch.setattr(local, "_launch", lambda config: code)
+    assert local.launch(config) == code
     assert capsys.readouterr().err == line
-    monkeypatch.setattr(local, "_run", failing)
+    monkeypatch.setattr(local, "_launch", failing)
     with pytest.raises(OSError, match="no space left"):
-        local.run(config)
+        local.launch(config)
     assert capsys.readouterr().err == line
 
 
@@ -149,6 +149,6 @@ def test_a_complete_run_ends_without_such_a_line(
 ) -> None:
     config = Config(output_dir=str(tmp_path), name="first")
     config.run_dir.mkdir()
-    monkeypatch.setattr(local, "_run", lambda config: 0)
-    assert local.run(config) == 0
+    monkeypatch.setattr(local, "_launch", lambda config: 0)
+    assert local.launch(config) == 0
     assert capsys.readouterr().err == ""

@@ -79,8 +79,7 @@ def refuse(
     monkeypatch.setenv("NEMORUN_HOME", str(home / "runs" / ".nemo_run"))
     monkeypatch.setattr(local, "run", started)
     monkeypatch.setattr(experiment, "start", started)
-    monkeypatch.setattr("qurl_megatron.rollout.server.preloaded_sglang", started)
-    monkeypatch.setattr("qurl_megatron.evaluation.evaluate.preloaded_sglang", started)
+    monkeypatch.setattr("qurl_megatron.rollout.preload.start", started)
 
     def refuse(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["qurl", *words])

@@ -21,7 +21,6 @@ FILES = sorted(
 LEVELS = [
     {"files", "process"},
     {"device"},
-    {"preload"},
     {"model"},
     {"config"},
     {"algorithm", "quantization", "report"},
@@ -192,6 +191,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "evaluation/evaluate",
             "learner/cpu_runtime",
             "learner/layers",
+            "rollout/preload",
             "rollout/server",
         },
         ("is_cuda",): {

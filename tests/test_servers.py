@@ -9,21 +9,21 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.yaml_file import save
-from qurl_megatron.launch import attempt, servers, status
+from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.servers import MAX_RESTARTS, Servers, how_it_ended
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.roster import read_roster, report_lost
-from qurl_megatron.rollout.server import Server, ServerFailed
+from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
 
 TIMEOUT_S = 20.0
 
@@ -36,14 +36,15 @@ class Machine:
         self.attempt = Attempt.create(config)
         self.roster = config.run_dir / "servers.json"
         self.seeds: list[int] = []
-        self.pids: list[int] = []
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.answering: set[str] = set()  # URLs
 
-    def start_server(self, *_: object, log_file: Path, seed: int, **options: Any) -> Server:
-        log_file.write_text(f"the log of {log_file.name}\n")
-        pid = subprocess.Popen(["sleep", "1000"]).pid
-        self.seeds.append(seed)
-        self.pids.append(pid)
+    def start(self, plan: ServerPlan) -> Server:
+        plan.log_file.write_text(f"the log of {plan.log_file.name}\n")
+        process = subprocess.Popen(["sleep", "1000"])
+        pid = process.pid
+        self.seeds.append(plan.seed)
+        self.processes[pid] = process
         scratch = self.config.run_dir / f"scratch{pid}"
         scratch.mkdir()
         return Server(
@@ -52,8 +53,8 @@ class Machine:
             pid=pid,
             start_ticks=start_ticks(pid),
             tensor_parallel_size=1,
-            gpus=list(options["gpus"]),
-            log_file=str(log_file),
+            gpus=list(plan.gpus or []),
+            log_file=str(plan.log_file),
             scratch_dir=str(scratch),
         )
 
@@ -74,11 +75,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     config.run_dir.mkdir()
     save(config, config.run_dir / "config.yaml")
     machine = Machine(config)
-    monkeypatch.setattr(attempt, "start_server", machine.start_server)
+    monkeypatch.setattr(ServerPlan, "start", lambda plan: machine.start(plan))
+    monkeypatch.setattr(servers, "exit_code", lambda pid: machine.processes[pid].poll())
     monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
-    monkeypatch.setattr(servers, "ASK_S", 0.0)
     yield machine
-    for pid in machine.pids:
+    for pid in machine.processes:
         assert start_ticks(pid) is None, "a server was left running"
 
 
@@ -146,7 +147,10 @@ def test_a_stopped_server_that_the_learner_reports_is_killed_and_replaced(
 def test_a_server_that_keeps_dying_is_given_up_with_the_end_of_its_log(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    counts = partial(status.server_counts, machine.config.run_dir)
+    assert counts() == ""
     with closing(start(machine)) as started:
+        assert counts() == ", servers 2 of 2, restarts 0"
         machine.answer(0)
         machine.answer(1)
         started.check()
@@ -156,6 +160,7 @@ def test_a_server_that_keeps_dying_is_given_up_with_the_end_of_its_log(
             check_until(started, lambda dying=dying: machine.listed(0) != dying)  # type: ignore[misc]
         os.kill(machine.listed(0).pid, signal.SIGKILL)
         check_until(started, lambda: list(read_roster(machine.roster)["rollout"]) == [1])
+        assert counts() == ", servers 1 of 2, restarts 3"
     said = capsys.readouterr().out
     assert "server rollout_0 died while starting (killed by signal 9); restarting (3)" in said
     assert "not restarting it, after 3 restarts within 60 minutes" in said
@@ -224,26 +229,6 @@ def test_a_starter_in_place_of_a_dead_one_continues_its_logs_and_seeds(machine: 
         starting = machine.listed(0)
         os.kill(starting.pid, signal.SIGKILL)
         check_until(again, lambda: machine.listed(0) != starting)
-
-
-def test_status_counts_the_servers_that_are_left_and_the_restarts(machine: Machine) -> None:
-    run_dir = machine.config.run_dir
-    assert status.server_counts(run_dir) == ""
-    with closing(start(machine)) as started:
-        assert status.server_counts(run_dir) == ", servers 2 of 2, restarts 0"
-        machine.answer(0)
-        machine.answer(1)
-        started.check()
-        for _ in range(MAX_RESTARTS + 1):
-            dying = machine.listed(0)
-            os.kill(dying.pid, signal.SIGKILL)
-            check_until(started, lambda dying=dying: rostered(machine, 0) != dying)  # type: ignore[misc]
-        assert status.server_counts(run_dir) == ", servers 1 of 2, restarts 3"
-
-
-def rostered(machine: Machine, index: int) -> Server | None:
-    """Return a rollout server as the roster has it, or None if it was given up."""
-    return read_roster(machine.roster)["rollout"].get(index)
 
 
 def test_an_exit_code_is_described() -> None:

@@ -16,9 +16,8 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import proxy_bypass
 
@@ -39,13 +38,12 @@ from qurl_megatron.launch.servers_at import (
     save_servers_at,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.preload import PreloadFailed
-from qurl_megatron.rollout import elsewhere
+from qurl_megatron.rollout import elsewhere, preload
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
-from qurl_megatron.rollout.server import ServerFailed, answers, start_server
+from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers
 from tiny import build_tiny_model
 
 
@@ -274,16 +272,8 @@ def test_no_proxy_is_asked_for_a_server(
 def test_a_server_asks_no_proxy_when_it_asks_itself(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, str] = {}
-
-    def start(*_: object, environment: dict[str, str], **__: object) -> None:
-        given.update(environment)
-        raise PreloadFailed("not started")
-
-    preload: Any = SimpleNamespace(wait_ready=lambda: None, start=start)
-    settings = {"context_length": 10, "log_file": tmp_path / "log", "seed": 0}
-    with pytest.raises(PreloadFailed):
-        start_server(model_dir, ServerConfig(), "int8", preload=preload, **settings)  # type: ignore[arg-type]
+    plan = ServerPlan(model_dir, ServerConfig(), "int8", 10, tmp_path / "log", seed=0)
+    given = plan.environment()
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, given[name])
         assert proxy_bypass("127.0.0.1")
@@ -321,7 +311,7 @@ def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
 def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
     model_dir: Path, key_file: Path, word: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "preloaded_sglang", None)  # is not called
+    monkeypatch.setattr(preload, "start", None)  # is not called
     words = [f"key_file={key_file}", f"log_file={key_file.parent}/new/server.log"]
     words += ["max_length=100", word.format(key_file=key_file)]
     with pytest.raises((ConfigError, ValueError, OSError), match=message):
@@ -356,7 +346,7 @@ def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+    def start(_: object) -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen(["sleep", "60"]))
         return started[0]
 
@@ -364,9 +354,8 @@ def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
         assert len(list(tmp_path.glob("qurl-server-*/key.yaml"))) == 1
         os.kill(os.getpid(), number)
 
-    preload = SimpleNamespace(wait_ready=lambda: None, start=start)
-    monkeypatch.setattr(serve, "preloaded_sglang", lambda _: nullcontext(preload))
-    monkeypatch.setattr(serve, "wait_ready", send_signal)
+    monkeypatch.setattr(preload, "start", start)
+    monkeypatch.setattr("qurl_megatron.rollout.server.wait_ready", send_signal)
     # The kernel sends it when a terminal closes, and then the shell, while the server is ended.
     monkeypatch.setattr(psutil, "wait_procs", send_signal)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -16,13 +16,12 @@ from torch.nn.functional import silu
 import sglang_loader
 from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, routed
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.quantization.checksum import checksum, combine
+from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
 from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod, apply_unquantized_experts
 from qurl_megatron.sglang_plugin.receive import write_bucket
-from qurl_megatron.sglang_plugin.verify import compute_checksum
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
@@ -67,22 +66,6 @@ def parameters(ranks: list[Any]) -> list[tuple[int, int]]:
     return [(id(p), p.data_ptr()) for model in ranks for p in model.parameters()]
 
 
-def checksums(ranks: list[Any]) -> dict[str, int]:
-    """Return the checksums of full tensors that the ranks answer with."""
-    information = SimpleNamespace(model_dump=dict)
-    answers = [
-        compute_checksum(
-            SimpleNamespace(
-                _get_model=lambda model=model: model, _parallelism_info=lambda: information
-            )
-        )
-        for model in ranks
-    ]
-    return combine(
-        {key: int(value) for key, value in answer["checksums"].items()} for answer in answers
-    )
-
-
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(("size", "groups"), LAYOUTS)
 def test_every_layout_holds_what_was_sent_in_the_same_memory(
@@ -95,7 +78,9 @@ def test_every_layout_holds_what_was_sent_in_the_same_memory(
     for sent in (first, second):
         sglang_loader.load(ranks, sent, groups)
         assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
-    assert checksums(ranks) == {name: checksum(tensor) for name, tensor in second.items()}
+    assert sglang_loader.checksums_of(ranks) == {
+        name: checksum(tensor) for name, tensor in second.items()
+    }
     changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]
     message = delta.pack([change for change in changes if change], torch.device("cpu"))
     for model in ranks:

@@ -24,7 +24,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
-from qurl_megatron.rollout.server import Server, start_server, wait_ready
+from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 
 # Shapes of Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads.
 SHAPES = {
@@ -94,14 +94,14 @@ def run_server(
             eos_token_id=0,
             architectures=["Qwen2ForCausalLM"],
         ).save_pretrained(directory)
-        running = start_server(
+        running = ServerPlan(
             Path(directory),
             server,
             weight_format,
             context_length=context_length,
             log_file=log,
             seed=0,
-        )
+        ).start()
         try:
             wait_ready([running], START_TIMEOUT_S)
             yield running, Architecture.from_directory(directory)

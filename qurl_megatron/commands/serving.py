@@ -64,11 +64,10 @@ def serve(
 @contextmanager
 def exit_on_failed_server() -> Iterator[None]:
     """Turn the failure of a server into one message on stderr and exit code 1."""
-    from qurl_megatron.preload import PreloadFailed
     from qurl_megatron.rollout.server import ServerFailed
 
     try:
         yield
-    except (PreloadFailed, ServerFailed) as failure:
+    except ServerFailed as failure:
         print(f"qurl: {failure}", file=sys.stderr)
         sys.exit(1)

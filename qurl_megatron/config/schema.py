@@ -350,7 +350,7 @@ class ServerConfig:
 
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
-    true gives a flag. Those that would falsify log-probs or weight versions are refused."""
+    true gives a flag. A refusal lists those that cannot falsify log-probs or weight versions."""
 
     expert_parallel_size: Ranks = 1
     """Mixture of experts: over how many groups of the server's ranks whole experts are divided. It

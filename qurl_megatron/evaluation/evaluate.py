@@ -41,7 +41,7 @@ from qurl_megatron.report.console import hours_minutes
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.options import check_options
-from qurl_megatron.rollout.server import preloaded_sglang, start_server, wait_ready
+from qurl_megatron.rollout.server import ServerPlan
 
 
 def run(config: EvalConfig) -> None:
@@ -50,7 +50,6 @@ def run(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
         ServerFailed: the server died.
-        PreloadFailed: SGLang could not be imported.
     """
     output = Path(config.output)
     _check_fields(config)
@@ -127,26 +126,21 @@ def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
     exit_on(ending_signals() - {signal.SIGINT})
-    with preloaded_sglang(output / "preload.log") as preload:
-        server = start_server(
-            model_dir,
-            config.server,
-            config.format,
-            context_length=config.max_length,
-            log_file=output / "server.log",
-            seed=config.seed,
-            loads=True,
-            preload=preload,
-        )
-        try:
-            wait_ready([server], config.server.start_timeout_s)
-            waited = f"{time.monotonic() - start:.0f} s"
-            console.print(f"the server is up after {waited}: {server.url}", markup=False)
-            with contextlib.closing(Fleet("evaluation", {0: server}, loaded=True)) as fleet:
-                fleet.watch()
-                yield fleet
-        finally:
-            server.stop()
+    plan = ServerPlan(
+        model_dir,
+        config.server,
+        config.format,
+        context_length=config.max_length,
+        log_file=output / "server.log",
+        seed=config.seed,
+        loads=True,
+    )
+    with plan.running() as server:
+        waited = f"{time.monotonic() - start:.0f} s"
+        console.print(f"the server is up after {waited}: {server.url}", markup=False)
+        with contextlib.closing(Fleet("evaluation", {0: server}, loaded=True)) as fleet:
+            fleet.watch()
+            yield fleet
 
 
 @contextlib.contextmanager

@@ -17,12 +17,7 @@ import torch
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.process import raise_open_file_limit
-from qurl_megatron.rollout.fleet import (
-    AdmissionNeeded,
-    Fleet,
-    RequestRefused,
-    ServerBusy,
-)
+from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.server import POLL_S, Server, certificates
 
 # Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
@@ -62,31 +57,21 @@ class RolloutClient:
         self,
         prompts: Sequence[Prompt],
         *,
-        completions_per_prompt: int,
-        temperature: float,
-        max_response_length: int,
-        top_p: float = 1.0,
         answered: Callable[[], None] = lambda: None,
+        **settings: Any,
     ) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of `prompts`.
 
         Args:
-            temperature: sampling temperature; 0 decodes greedily.
-            max_response_length: maximum number of sampled tokens.
             answered: called once for each prompt, when its completions are there.
+            settings: of `sampling`.
 
         Raises:
             AdmissionNeeded: nothing can be sampled before servers get the current weights.
             FleetTooSmall: too few servers serve.
             RequestRefused: a server refused a request.
         """
-        sampling = self.sampling(
-            completions_per_prompt=completions_per_prompt,
-            temperature=temperature,
-            max_response_length=max_response_length,
-            top_p=top_p,
-        )
-        return asyncio.run(self._generate(prompts, sampling, answered))
+        return asyncio.run(self._generate(prompts, self.sampling(**settings), answered))
 
     def sampling(
         self,
@@ -96,7 +81,12 @@ class RolloutClient:
         max_response_length: int,
         top_p: float = 1.0,
     ) -> dict[str, Any]:
-        """Return the settings of `group`, in SGLang's words."""
+        """Return the settings of `group`, in SGLang's words.
+
+        Args:
+            temperature: sampling temperature; 0 decodes greedily.
+            max_response_length: maximum number of sampled tokens.
+        """
         return {
             "n": completions_per_prompt,
             "temperature": temperature,

@@ -38,13 +38,7 @@ import httpx
 
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.roster import incarnation, report_lost
-from qurl_megatron.rollout.server import (
-    CONNECTIONS,
-    POLL_S,
-    Server,
-    ServerFailed,
-    certificates,
-)
+from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server, ServerFailed, certificates
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
@@ -161,7 +155,7 @@ class Fleet:
         """Let a joining server serve: it has the current weights."""
         with self._lock:
             if member.state == "joining":
-                self._say(f"server {self.set_name}_{member.index} serves: {member.server.url}")
+                self.note(member, f"serves: {member.server.url}")
                 self._change(member, "serving")
 
     def lose(self, member: Member, why: str) -> None:
@@ -175,10 +169,7 @@ class Fleet:
         # The log of a failed server follows the first line, which names it.
         reason = why.splitlines()[0].removesuffix(" ends:")
         retried = "; it was started elsewhere, so it is asked again until it answers"
-        self._say(
-            f"server {self.set_name}_{member.index} is lost: {reason}"
-            f"{retried if member.server.is_remote else ''}"
-        )
+        self.note(member, f"is lost: {reason}{retried if member.server.is_remote else ''}")
         for request, loop in requests:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
                 loop.call_soon_threadsafe(request.cancel)
@@ -218,7 +209,9 @@ class Fleet:
             member = await self._choose(tokens)
             asking = asyncio.ensure_future(request(member.server))
             try:
-                if self._register(member, asking):
+                with self._lock:
+                    member.requests[asking] = asyncio.get_running_loop()
+                if member.state != "lost":
                     await asyncio.wait({asking})
                 if not asking.done() or asking.cancelled():
                     continue  # lost
@@ -264,12 +257,6 @@ class Fleet:
         if time.monotonic() - since > self._patience_s:
             raise FleetTooSmall(f"{few} for {self._patience_s:g} s; {self._last_loss}")
 
-    def _register(self, member: Member, request: asyncio.Future[Any]) -> bool:
-        """Have the request cancelled when the server is lost; return False if it is lost by now."""
-        with self._lock:
-            member.requests[request] = asyncio.get_running_loop()
-            return member.state != "lost"
-
     def _change(self, member: Member, state: State) -> None:
         member.state = state
         self._note_size()
@@ -282,10 +269,12 @@ class Fleet:
 
     async def _watch(self, read: Callable[[], Mapping[int, Server]] | None) -> None:
         probes: dict[Member, asyncio.Task[None]] = {}
-        transport = httpx.AsyncHTTPTransport(  # as in `server.connect`
-            limits=CONNECTIONS, verify=certificates()
-        )
-        async with httpx.AsyncClient(timeout=self._health_timeout_s, transport=transport) as http:
+        async with httpx.AsyncClient(  # as `server.connect`
+            timeout=self._health_timeout_s,
+            limits=CONNECTIONS,
+            verify=certificates(),
+            trust_env=False,
+        ) as http:
             while not self._closing.is_set():
                 if read:
                     with contextlib.suppress(OSError):  # a shared file system falters; asked again
@@ -326,10 +315,9 @@ class Fleet:
 
     @staticmethod
     def _is_doubtful(member: Member) -> bool:
-        if member.state == "starting":
-            since_s = time.monotonic() - member.heard_at
-            return not member.server.is_remote or since_s > ASK_AGAIN_S
         silent_s = time.monotonic() - member.heard_at
+        if member.state == "starting":
+            return not member.server.is_remote or silent_s > ASK_AGAIN_S
         return bool(member.requests) and not member.is_paused and silent_s > SILENT_S
 
     async def _probe(self, http: httpx.AsyncClient, member: Member) -> None:

@@ -1,22 +1,18 @@
-"""Options of SGLang's own, as a user gives them: check them, and pass them on.
+"""Options of SGLang's own, as a user gives them: check their values, and pass them on.
 
-SGLang's argument parser knows its options, but importing it takes seconds. A process of its own
+SGLang's argument parser knows their values, but importing it takes seconds. A process of its own
 does it, and only if a run gives any options.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
 
-from qurl_megatron import device
 from qurl_megatron.config.schema import ConfigError, ServerConfig
-from qurl_megatron.config.server_options import refusal
 from qurl_megatron.config.values import OptionValue
 
 
@@ -28,7 +24,7 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     """
     words = []
     for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if value is True:
             words.append(flag)
         elif value is not False:
@@ -36,13 +32,18 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     return words
 
 
+def flag_of(name: str) -> str:
+    """Return an option as the command line has it."""
+    return f"--{name.replace('_', '-')}"
+
+
 def check_options(servers: Mapping[str, ServerConfig]) -> None:
-    """Check that SGLang has every option that the servers are given, and takes its value.
+    """Check that SGLang takes the values of the servers' options, which `check_names` has passed.
 
     `servers` are given by their section in error messages, such as `rollout.server`.
 
     Raises:
-        ConfigError: the first option that SGLang does not take.
+        ConfigError: the first value that SGLang does not take.
         RuntimeError: SGLang could not be imported.
     """
     options = {section: server.options for section, server in servers.items() if server.options}
@@ -50,7 +51,6 @@ def check_options(servers: Mapping[str, ServerConfig]) -> None:
         return
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps(options)],
-        env=device.child_environment({}),
         capture_output=True,
         text=True,
     )
@@ -61,33 +61,20 @@ def check_options(servers: Mapping[str, ServerConfig]) -> None:
 
 
 def first_error(options: Mapping[str, Mapping[str, OptionValue]]) -> str | None:
-    """Return what is wrong with the first wrong option, given by section and name, on one line."""
+    """Return what is wrong with the first wrong value, given by section and name, on one line."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(exit_on_error=False)
     ServerArgs.add_cli_args(parser)
-    actions = {
-        flag.lstrip("-").replace("-", "_"): action
-        for action in parser._actions
-        for flag in action.option_strings
-    }
     for section, named in options.items():
         for name, value in named.items():
-            if error := _error(parser, actions, name, value):
+            if error := _error(parser, name, value):
                 return f"{section}.options.{name}={value}: {error}"
     return None
 
 
-def _error(
-    parser: argparse.ArgumentParser, actions: dict[str, Any], name: str, value: OptionValue
-) -> str | None:
-    if name not in actions:
-        close = [n for n in difflib.get_close_matches(name, actions, n=3) if not refusal(n)]
-        suggestion = f"; did you mean {' or '.join(close)}?" if close else ""
-        return f"SGLang has no such option{suggestion}"
-    if reason := refusal(actions[name].dest):  # the name is another one of a refused option's
-        return f"refused, because {reason}"
-    is_flag = actions[name].nargs == 0
+def _error(parser: argparse.ArgumentParser, name: str, value: OptionValue) -> str | None:
+    is_flag = parser._option_string_actions[flag_of(name)].nargs == 0
     if is_flag != isinstance(value, bool):
         return "takes true or false" if is_flag else "takes a value, not true or false"
     try:

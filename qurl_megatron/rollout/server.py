@@ -9,8 +9,8 @@ them on the real server:
 Loopback servers are unauthenticated. A server that other machines can reach requires a key with
 every request. The key is stored in `Server` and never appears on a command line.
 
-A server that somebody started elsewhere (`remote.py`) is a `Server` too, of which only the URL and
-the key are known.
+A server that somebody started elsewhere (`elsewhere.py`) is a `Server` too, of which only the URL
+and the key are known.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import json
 import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,20 +36,13 @@ from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.preload import Preload, PreloadFailed
-from qurl_megatron.process import (
-    LAUNCHER_SIGNALS,
-    end_only_with_parent,
-    free_port,
-    start_ticks,
-    tail,
-)
+from qurl_megatron.process import LAUNCHER_SIGNALS, NO_THREADS, free_port, start_ticks, tail
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
+from qurl_megatron.rollout import cpu_server, preload
 from qurl_megatron.rollout.options import command_line
 from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
-CPU_PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 # Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
@@ -86,7 +77,7 @@ class Server:
     log_file: str
     scratch_dir: str  # holds its sockets and temporary files
     api_key: str | None = None  # None: unauthenticated
-    is_remote: bool = False  # somebody started it elsewhere; see remote.remote_server
+    is_remote: bool = False  # somebody started it elsewhere; see elsewhere.remote_server
     run: str = ""  # names the run to a server elsewhere, which serves one at a time
 
     @property
@@ -134,161 +125,152 @@ class Server:
         return ServerFailed(f"server {self.url} {what}; {log} ends:\n{tail(log)}")
 
 
-def start_server(
-    model_dir: Path,
-    server: ServerConfig,
-    weight_format: WeightFormat,
-    *,
-    keep: Sequence[str] = (),
-    context_length: int,
-    log_file: Path,
-    seed: int,
-    loads: bool = False,
-    records_routing: bool = False,
-    host: str = LOOPBACK,
-    port: int | None = None,
-    api_key: str | None = None,
-    gpus: Sequence[int] | None = None,
-    preload: Preload | None = None,
-) -> Server:
-    """Start a server in the background and return at once; `wait_ready` waits for it.
+@dataclasses.dataclass(frozen=True)
+class ServerPlan:
+    """What a server is started with."""
 
-    The server dies with the calling process.
+    model_dir: Path  # Hugging Face directory with configuration and tokenizer
+    config: ServerConfig
+    weight_format: WeightFormat
+    context_length: int  # maximum prompt plus response length, in tokens
+    log_file: Path
+    seed: int
+    keep: Sequence[str] = ()  # the layers that stay in BF16, as in `quantization.keep`
+    # Load the directory's weights, which are in `weight_format`. Otherwise the server has random
+    # weights until the first publish.
+    loads: bool = False
+    records_routing: bool = False  # answer with the experts chosen, if a request asks for them
+    # Address to listen on. Any address other than loopback requires `api_key`, which must be the
+    # same for all servers of a run.
+    host: str = LOOPBACK
+    port: int = dataclasses.field(default_factory=free_port)
+    api_key: str | None = None
+    # Consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
+    gpus: Sequence[int] | None = None
 
-    Args:
-        model_dir: Hugging Face directory with configuration and tokenizer.
-        keep: the layers that stay in BF16, as in `quantization.keep`.
-        context_length: maximum prompt plus response length, in tokens.
-        loads: load the directory's weights, which are in `weight_format`. Otherwise the server
-            has random weights until the first publish.
-        records_routing: answer with the experts that were chosen, if a request asks for them.
-        host: address to listen on. Any address other than loopback requires `api_key`, which must
-            be the same for all servers of a run.
-        port: to listen on; None: a free one.
-        gpus: consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
-        preload: from `preloaded_sglang`; the server is then a fork of that process.
-    """
-    if host != LOOPBACK and not api_key:
-        raise ValueError(f"host {host}: a server that others can reach needs an api_key")
-    if preload:
-        preload.wait_ready()
-    if gpus is None:
-        gpus = range(min(server.tensor_parallel_size, device.num_gpus()))
-    port = port or free_port()
-    options: dict[str, object] = {
-        "model_path": model_dir,
-        "load_format": "safetensors" if loads else "dummy",
-        "dtype": "bfloat16",
-        "host": host,
-        "port": port,
-        "nccl_port": free_port(),
-        "tensor_parallel_size": server.tensor_parallel_size,
-        "expert_parallel_size": server.expert_parallel_size,
-        "enable_return_routed_experts": records_routing,
-        "mem_fraction_static": server.mem_fraction_static,
-        "max_running_requests": server.max_running_requests,
-        "context_length": context_length + CONTEXT_RESERVE,
-        "random_seed": seed,
-        "weight_version": 0,
-        "log_level_http": "warning",
-        "grammar_backend": "none",  # no request asks for structured output
-        "skip_tokenizer_init": True,  # prompts and completions travel as token ids
-    }
-    if gpus:
-        options["base_gpu_id"] = gpus[0]
-    if server.max_total_tokens is not None:
-        options["max_total_tokens"] = server.max_total_tokens
-    if weight_format != "bf16" and not loads:  # a quantized directory names its own method
-        method = options["quantization"] = ENGINE_METHODS[weight_format]
-        if keep:
-            layers = kept_layers(keep, Architecture.from_directory(model_dir))
-            config = {"quant_method": method, "modules_to_not_convert": layers}
-            options["json_model_override_args"] = json.dumps({"quantization_config": config})
-    scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
-    if api_key:
-        key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
-        key_file.write_text(f"api-key: {json.dumps(api_key)}\n")
-        options["config"] = key_file
-    additions = {
-        "TMPDIR": scratch_dir,
-        # A crashed server would otherwise diagnose itself for over a minute before it ends.
-        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
-        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-        # With the reserve the context may exceed the model's positions; no request does.
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
-        **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
-    }
-    if host == LOOPBACK:
-        # Its process groups are on this machine too, and need not listen elsewhere.
-        additions |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if device.accelerator() == "cpu":
-        # Without sleep-on-idle the scheduler polls and takes a core from the learner. On a CPU
-        # float32 logits are faster than bfloat16 ones, and more exact.
-        flags = ("disable_overlap_schedule", "sleep_on_idle", "enable_fp32_lm_head")
-        options |= {"device": "cpu", **dict.fromkeys(flags, True)}
-        additions["SGLANG_PLATFORM"] = CPU_PLATFORM
-        additions["OMP_NUM_THREADS"] = str(server.threads)
-        if server.tensor_parallel_size > 1:
-            additions["SGLANG_CPU_OMP_THREADS_BIND"] = _core_bindings(server)
-    else:
-        # DeepGEMM (fp8-block) would compile 16384 kernels for each shape at the first start, which
-        # takes 10 to 20 minutes; with this it compiles 3072.
-        additions["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = "1"
-    if device.lacks_flash_attention():
-        options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
-        additions["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
-    words = command_line({**options, **server.options})
-    if preload:
+    def start(self) -> Server:
+        """Start the server in the background and return at once; `wait_ready` waits for it.
+
+        It dies with the calling process.
+        """
+        host, num_ranks = self.host, self.config.tensor_parallel_size
+        if host != LOOPBACK and not self.api_key:
+            raise ValueError(f"host {host}: a server that others can reach needs an api_key")
+        gpus = self.gpus
+        if gpus is None:
+            gpus = range(min(num_ranks, device.num_gpus()))
+        scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
+        options = self.options()
+        if gpus:
+            options["base_gpu_id"] = gpus[0]
+        if self.api_key:
+            key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
+            key_file.write_text(f"api-key: {json.dumps(self.api_key)}\n")
+            options["config"] = key_file
+        words = command_line({**options, **self.config.options})
+        on_cpu = device.accelerator() == "cpu"
+        program = preload.Program(
+            cpu_server.__name__ if on_cpu else "sglang.launch_server",
+            [str(self.config.threads), *words] if on_cpu else words,
+            title=f"sglang::server {host}:{self.port}",
+            log_file=self.log_file,
+            environment={**self.environment(), "TMPDIR": scratch_dir},
+            blocked_signals=LAUNCHER_SIGNALS,
+        )
+        pid = preload.start(program).pid
+        return Server(
+            url=f"http://{f'[{host}]' if ':' in host else host}:{self.port}",
+            machine=socket.gethostname(),
+            pid=pid,
+            start_ticks=start_ticks(pid),
+            tensor_parallel_size=num_ranks,
+            gpus=list(gpus),
+            log_file=str(self.log_file),
+            scratch_dir=scratch_dir,
+            api_key=self.api_key,
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[Server]:
+        """Yield the server once it answers, and end it afterwards.
+
+        Raises:
+            ServerFailed: it did not start.
+        """
+        server = self.start()
         try:
-            pid = preload.start(
-                "qurl_megatron.rollout.forked:serve",
-                [str(server.threads), *words],
-                title=f"sglang::server {host}:{port}",
-                environment=additions,
-                log_file=log_file,
-                blocked_signals=LAUNCHER_SIGNALS,
-            ).pid
-        except PreloadFailed:
-            shutil.rmtree(scratch_dir)
-            raise
-    else:
-        with log_file.open("wb") as log:
-            pid = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *words],
-                env=device.child_environment(additions),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # only the starter handles Ctrl-C
-                preexec_fn=end_only_with_parent,
-            ).pid
-    return Server(
-        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
-        machine=socket.gethostname(),
-        pid=pid,
-        start_ticks=start_ticks(pid),
-        tensor_parallel_size=server.tensor_parallel_size,
-        gpus=list(gpus),
-        log_file=str(log_file),
-        scratch_dir=scratch_dir,
-        api_key=api_key,
-    )
+            wait_ready([server], self.config.start_timeout_s)
+            yield server
+        finally:
+            server.stop()
 
+    def options(self) -> dict[str, object]:
+        """Return the server's options of `sglang.launch_server`, by name with underscores."""
+        config = self.config
+        options: dict[str, object] = {
+            "model_path": self.model_dir,
+            "load_format": "safetensors" if self.loads else "dummy",
+            "dtype": "bfloat16",
+            "host": self.host,
+            "port": self.port,
+            "nccl_port": free_port(),
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "expert_parallel_size": config.expert_parallel_size,
+            "enable_return_routed_experts": self.records_routing,
+            "mem_fraction_static": config.mem_fraction_static,
+            "max_running_requests": config.max_running_requests,
+            "context_length": self.context_length + CONTEXT_RESERVE,
+            "random_seed": self.seed,
+            "weight_version": 0,
+            "log_level_http": "warning",
+            "grammar_backend": "none",  # no request asks for structured output
+            "skip_tokenizer_init": True,  # prompts and completions travel as token ids
+        }
+        if config.max_total_tokens is not None:
+            options["max_total_tokens"] = config.max_total_tokens
+        if self.weight_format != "bf16" and not self.loads:  # a quantized directory names its own
+            method = options["quantization"] = ENGINE_METHODS[self.weight_format]
+            if self.keep:
+                layers = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
+                quantization = {"quant_method": method, "modules_to_not_convert": layers}
+                override = {"quantization_config": quantization}
+                options["json_model_override_args"] = json.dumps(override)
+        if device.accelerator() == "cpu":
+            # Without sleep-on-idle the scheduler polls and takes a core from the learner. On a CPU
+            # float32 logits are faster than bfloat16 ones, and more exact.
+            flags = ("disable_overlap_schedule", "sleep_on_idle", "enable_fp32_lm_head")
+            options |= {"device": "cpu", **dict.fromkeys(flags, True)}
+        if device.lacks_flash_attention():
+            options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+        return options
 
-@contextmanager
-def preloaded_sglang(log_file: Path, also: Sequence[str] = ()) -> Iterator[Preload | None]:
-    """Yield a process that has imported SGLang, to fork servers from; None on a machine with a GPU.
-
-    `also` lists further preparations of that process; see `Preload`.
-    """
-    if device.accelerator() == "cuda":
-        yield None
-        return
-    environment = {"SGLANG_PLATFORM": CPU_PLATFORM}
-    preparations = ["qurl_megatron.rollout.forked:import_sglang", *also]
-    with Preload(preparations, environment, log_file) as preload:
-        yield preload
+    def environment(self) -> dict[str, str]:
+        """Return what the server needs in its environment."""
+        variables = {
+            # A crashed server would otherwise diagnose itself for over a minute before it ends.
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+            # With the reserve the context may exceed the model's positions; no request does.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
+        }
+        if self.host == LOOPBACK:
+            # Its process groups are on this machine too, and need not listen elsewhere.
+            variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if device.accelerator() == "cpu":
+            variables |= {**NO_THREADS, "SGLANG_PLATFORM": cpu_server.PLATFORM}
+            num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
+            if num_ranks > 1:  # SGLang requires one core for each rank
+                bindings = "|".join(str(rank % cores) for rank in range(num_ranks))
+                variables["SGLANG_CPU_OMP_THREADS_BIND"] = bindings
+        else:
+            # DeepGEMM (fp8-block) would compile 16384 kernels for each shape at the first start,
+            # which takes 10 to 20 minutes; with this it compiles 3072.
+            variables["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = "1"
+        if device.lacks_flash_attention():
+            variables["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+        return variables
 
 
 def wait_ready(
@@ -329,18 +311,14 @@ def answers(server: Server) -> bool:
 def connect(server: Server, timeout_s: float) -> httpx.Client:
     """Return a client of one server.
 
-    It has a transport of its own, and so asks no proxy that a variable such as HTTP_PROXY names. A
-    proxy cannot reach loopback, and would read what is sent there.
+    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
+    would read what is sent there.
     """
     return httpx.Client(
         base_url=server.url,
         headers=server.headers,
         timeout=timeout_s,
-        transport=httpx.HTTPTransport(limits=CONNECTIONS, verify=certificates()),
+        limits=CONNECTIONS,
+        verify=certificates(),
+        trust_env=False,
     )
-
-
-def _core_bindings(server: ServerConfig) -> str:
-    """Return one core for each tensor-parallel rank; SGLang requires this option."""
-    cores = psutil.cpu_count() or 1
-    return "|".join(str(rank % cores) for rank in range(server.tensor_parallel_size))

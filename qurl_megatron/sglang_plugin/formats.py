@@ -34,12 +34,17 @@ class QurlConfig(QuantizationConfig):
     linear layers that stay in BF16.
     """
 
+    name: str
     linear_method: type[QuantizedLinearMethod]
     min_capability: int  # compute capability of the oldest GPU: 75 is 7.5
 
     def __init__(self, kept_layers: Sequence[str] = ()) -> None:
         super().__init__()
         self.kept_layers = list(kept_layers)
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -76,32 +81,23 @@ class QurlConfig(QuantizationConfig):
 class Int8Config(QurlConfig):
     """INT8 codes, those of int4 too, with a scale per output channel."""
 
+    name = "qurl_int8"
     linear_method = Int8LinearMethod
     min_capability = 75
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "qurl_int8"
 
 
 class Fp8Config(QurlConfig):
     """FP8 codes with a scale per output channel; of `fp8-tensor` all are equal."""
 
+    name = "qurl_fp8"
     linear_method = Fp8LinearMethod
     min_capability = 89
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "qurl_fp8"
 
 
 class Fp8BlockConfig(QurlConfig):
     """FP8 codes with a scale per block of 128 x 128."""
 
+    name = "qurl_fp8_block"
     linear_method = Fp8BlockLinearMethod
     min_capability = 90
     weight_block_size = (BLOCK, BLOCK)  # SGLang's loaders of fused layers read it
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "qurl_fp8_block"

@@ -59,6 +59,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     """Base class: the parameters and the CPU arithmetic that the formats share."""
 
     code_dtype: torch.dtype
+    scale_name = "weight_scale"  # of the parameter
 
     def __init__(self, quant_config: QuantizationConfig) -> None:
         self.quant_config = quant_config  # SGLang's loaders read its block size, if it has one
@@ -103,18 +104,14 @@ class QuantizedLinearMethod(LinearMethodBase):
             output_dim=0,
             weight_loader=weight_loader,
         )
-        layer.register_parameter("weight_scale", scale)
+        layer.register_parameter(self.scale_name, scale)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply `x` [..., in] bfloat16 by the weight; return [..., out] bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
         multiply = self.multiply_cuda if x.is_cuda else self.multiply_cpu
-        out = multiply(tokens, layer.weight, self.scales_of(layer), bias)
+        out = multiply(tokens, layer.weight, getattr(layer, self.scale_name), bias)
         return out.view(*x.shape[:-1], -1)
-
-    def scales_of(self, layer: Any) -> Tensor:
-        """Return the layer's weight scales."""
-        return layer.weight_scale
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32."""
@@ -183,6 +180,7 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
     """FP8 (E4M3) weights in blocks of 128 x 128, activations per token and 128 channels."""
 
     code_dtype = torch.float8_e4m3fn
+    scale_name = "weight_scale_inv"
 
     def create_scales(
         self,
@@ -216,10 +214,7 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
             output_dim=0,
             weight_loader=weight_loader,
         )
-        layer.register_parameter("weight_scale_inv", scale)
-
-    def scales_of(self, layer: Any) -> Tensor:
-        return layer.weight_scale_inv
+        layer.register_parameter(self.scale_name, scale)
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape

@@ -32,7 +32,6 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoeWeightScaleSupp
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
-from sglang.srt.state_capturer.base import BaseHostCache
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 from torch.nn.functional import silu
@@ -50,7 +49,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.linear = linear
         self.quant_config = linear.quant_config
         self.has_blocks = hasattr(linear.quant_config, "weight_block_size")
-        self.scale_suffix = "weight_scale_inv" if self.has_blocks else "weight_scale"
+        self.scale_suffix = linear.scale_name
 
     def create_weights(
         self,
@@ -155,17 +154,3 @@ def sum_over_experts(
         down = multiply((silu(gate) * up).to(x.dtype), "w2", expert)
         out.index_add_(0, tokens, down.float() * routing_weights[tokens, choice, None])
     return StandardCombineInput(hidden_states=out.to(x.dtype))
-
-
-class RoutingTable(BaseHostCache):
-    """The experts chosen for the token in each slot of the key/value cache, without a GPU.
-
-    SGLang pins the memory of its own table, which needs a GPU.
-    """
-
-    def __init__(self, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
-        self.buffer = torch.zeros(num_tokens, num_layers, topk_size, dtype=torch.int32)
-        self.num_tokens = num_tokens
-        self.num_layers = num_layers
-        self.topk_size = topk_size
-        self.name = name

@@ -12,20 +12,16 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-import torch
+from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import SRTPlatform
 
 from qurl_megatron.process import trim_heap
 
 
-class CpuPlatform(SRTPlatform):
-    """One CPU device with the machine's memory, and gloo for collectives."""
+class CpuPlatform(CpuSRTPlatform):
+    """SGLang's own CPU device, with the machine's memory and gloo, on an out-of-tree platform."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
 
     def init_backend(self) -> None:
         """Replace the slowest operators, and keep NCCL out of tensor parallelism."""
@@ -40,13 +36,14 @@ class CpuPlatform(SRTPlatform):
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
         from qurl_megatron.sglang_plugin.linear import apply_unquantized
-        from qurl_megatron.sglang_plugin.moe import RoutingTable, apply_unquantized_experts
+        from qurl_megatron.sglang_plugin.moe import apply_unquantized_experts
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = apply_unquantized
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
-        base.BaseHostCache = RoutingTable
+        # The table of each token's experts: SGLang pins its memory, which needs a GPU.
+        base.BaseHostCache = lambda *sizes, name: base.BaseDeviceCache(*sizes, "cpu", name)
         pynccl.NCCLLibrary = refuse_nccl
 
     def empty_cache(self) -> None:
@@ -58,26 +55,6 @@ class CpuPlatform(SRTPlatform):
         """
         gc.collect()
         trim_heap()
-
-    def get_device_total_memory(self, device_id: int = 0) -> int:
-        return psutil.virtual_memory().total
-
-    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
-        memory = psutil.virtual_memory()
-        return float(memory.total - memory.available)
-
-    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
-
-    def get_device(self, device_id: int = 0) -> torch.device:
-        return torch.device("cpu")
-
-    def set_device(self, device: torch.device) -> None:
-        """Do nothing: there is only one device."""
-
-    def get_torch_distributed_backend_str(self) -> str:
-        return "gloo"
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -8,29 +8,31 @@ from pathlib import Path
 import hypothesis  # noqa: F401
 import pytest
 
-from e2e.running import FORKED, Command, Start
-from qurl_megatron.launch.local import LEARNER
-from qurl_megatron.preload import Preload
-from qurl_megatron.rollout.server import preloaded_sglang
+from e2e import forked
+from e2e.running import Command, Start
+from qurl_megatron import device
+from qurl_megatron.rollout import preload
 
 
-@pytest.fixture(scope="session")
-def preload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preload | None]:
-    """Yield the process that servers and commands are forks of; None on a machine with a GPU."""
+@pytest.fixture(scope="session", autouse=True)
+def shared_imports() -> Iterator[None]:
+    """Have programs be forks of a process that has done their imports, unless there is a GPU."""
     import qurl_megatron.cli  # noqa: F401  # sets variables that the imports there read
 
-    log = tmp_path_factory.mktemp("preload") / "preload.log"
-    with preloaded_sglang(log, also=[f"{FORKED}:import_commands", LEARNER]) as parent:
-        yield parent
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if device.accelerator() == "cpu":
+            forked.begin()
+            monkeypatch.setattr(preload, "start", forked.start)
+        yield
 
 
 @pytest.fixture
-def start(tmp_path: Path, preload: Preload | None) -> Iterator[Start]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Yield a function that starts `qurl` in the test's directory; end the commands after it."""
     runs: list[Command] = []
 
     def starter(*words: object) -> Command:
-        runs.append(Command(tmp_path, *words, preload=preload))
+        runs.append(Command(tmp_path, *words))
         return runs[-1]
 
     yield starter

@@ -28,7 +28,6 @@ from qurl_megatron.launch import servers
 from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
@@ -50,7 +49,7 @@ RUNNING, QUEUED = 64, 64
 class Deployment:
     """A learner and its two servers, which `starter` starts again whenever it is asked to check."""
 
-    def __init__(self, directory: Path, preload: Preload | None, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
         """Start everything and publish once; `stack` ends it."""
         self.model = build_tiny_model(directory / "model")
         self.config = config = Config(
@@ -82,7 +81,7 @@ class Deployment:
         attempt = Attempt.create(config)
         self.logs = attempt.logs
         self._rosters = [config.run_dir / "servers.json"]
-        self.starter = servers.Servers(attempt, self._rosters[0], preload=preload)
+        self.starter = servers.Servers(attempt, self._rosters[0])
         stack.enter_context(closing(self.starter))
         placed = place_servers(config, device.num_gpus())["rollout"]
         for spec, gpus in zip(server_specs(config), placed, strict=True):

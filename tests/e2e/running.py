@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,14 +15,15 @@ from pathlib import Path
 import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from e2e import forked
+from qurl_megatron import device
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.launch.local import LEARNER
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.preload import ForkedProcess, Preload
+from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.roster import read_roster
 
 QURL = Path(sys.executable).with_name("qurl")
-FORKED = "tests.e2e.forked"
 PER_STEP, COMPLETIONS = 8, 4
 SMALL = [
     "name=run",
@@ -43,23 +45,19 @@ Start = Callable[..., "Command"]
 class Command:
     """A `qurl` command in its own directory, with every process that it has started.
 
-    With `preload`, from the fixture, it is a fork of that process, else a program of its own.
+    Without a GPU it is a fork, else the installed program.
     """
 
-    def __init__(self, directory: Path, *words: object, preload: Preload | None = None) -> None:
+    def __init__(self, directory: Path, *words: object) -> None:
         self.run_dir = directory / "runs" / "run"
         self.output = directory / "output"
-        self.process: subprocess.Popen[bytes] | ForkedProcess
         arguments = [str(word) for word in words]
-        self.output.write_bytes(b"")  # without what an earlier command in this directory printed
-        if preload:
-            self.process = preload.start(
-                f"{FORKED}:main",
-                [str(directory), *arguments],
-                title="qurl",
-                environment={},
-                log_file=self.output,
+        self.process: preload.Started | subprocess.Popen[bytes]
+        if device.accelerator() == "cpu":
+            program = preload.Program(
+                forked.__name__, [str(directory), *arguments], title="qurl", log_file=self.output
             )
+            self.process = preload.start(program)
         else:
             with self.output.open("wb") as output:
                 self.process = subprocess.Popen(
@@ -99,12 +97,17 @@ class Command:
     def end(self) -> None:
         """Ask the command to end if it still runs."""
         if self.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
+            self.process.send_signal(signal.SIGTERM)
+            self.exit_code()
 
     def survivors(self) -> list[psutil.Process]:
-        """Return the processes of the command that still exist."""
-        return [process for process in self.started if process.is_running()]
+        """Return the processes of the command that still run."""
+        running = []
+        for process in self.started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE and process.is_running():
+                    running.append(process)
+        return running
 
     def find(self, word: str) -> psutil.Process:
         """Return the oldest process of this command with `word` in its name or command line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from transformers import AutoTokenizer
 from e2e.reference import Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
+from qurl_megatron.config.values import OptionValue
 from qurl_megatron.process import free_port
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, start_server, wait_ready
+from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.link import PublishError, verify
 from qurl_megatron.weight_sync.stream import announce
@@ -129,10 +129,10 @@ class Deployment:
 def launched(
     directory: Path,
     weight_format: WeightFormat,
-    preload: Preload | None,
     tensor_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     records_routing: bool = False,
+    options: Mapping[str, OptionValue] = {},
     **model: Any,
 ) -> Iterator[tuple[Server, list[Path]]]:
     """Start a server; yield it before it is ready, with two models of its shape."""
@@ -145,17 +145,17 @@ def launched(
         threads=1,
         mem_fraction_static=0.3,
         max_total_tokens=8192,
+        options=dict(options),
     )
-    server = start_server(
+    server = ServerPlan(
         model_dirs[0],
         config,
         weight_format,
-        context_length=CONTEXT_LENGTH,
-        log_file=directory / "server.log",
+        CONTEXT_LENGTH,
+        directory / "server.log",
         seed=0,
         records_routing=records_routing,
-        preload=preload,
-    )
+    ).start()
     try:
         yield server, model_dirs
     finally:

@@ -25,7 +25,6 @@ from e2e.deployment import (
     wait_until,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
@@ -39,12 +38,10 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[Deployment]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as stack:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        yield Deployment(tmp_path_factory.mktemp("fleet"), preload, stack)
+        yield Deployment(tmp_path_factory.mktemp("fleet"), stack)
 
 
 @pytest.fixture

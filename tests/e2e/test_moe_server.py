@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from e2e.reference import NEARER, Reference
 from e2e.serving import (
     PROMPTS,
-    START_TIMEOUT_S,
     Deployment,
     assert_checksums_match_the_held_tensors,
     assert_reloads_bit_for_bit,
@@ -24,11 +23,10 @@ from e2e.serving import (
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.rollout.server import start_server, wait_ready
+from qurl_megatron.rollout.server import ServerPlan
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -87,48 +85,34 @@ class Experts:
         return torch.cat(differences).mean().item(), torch.cat(others).mean().item()
 
 
-def fits(size: int) -> bool:
-    """Return whether this machine can run a server of so many ranks."""
-    return not torch.cuda.is_available() or size <= torch.cuda.device_count()
+def skip_without_gpus(size: int) -> None:
+    """Skip a test that needs a server of more ranks than this machine has GPUs, if it has any."""
+    if 0 < torch.cuda.device_count() < size:
+        pytest.skip(f"{size} ranks need a GPU each")
 
 
-@pytest.fixture(scope="module")
-def servers(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[dict[str, Experts]]:
-    with ExitStack() as stack:
-        starting = {
-            weight_format: stack.enter_context(
-                launched(
-                    tmp_path_factory.mktemp(weight_format),
-                    weight_format,
-                    preload,
-                    size,
-                    groups,
-                    records_routing=True,
-                    architecture="qwen3_moe",
-                    num_hidden_layers=LAYERS,
-                    num_experts_per_tok=TOP_K,
-                    **dimensions,
-                )
-            )
-            for weight_format, (size, groups, dimensions) in SERVERS.items()
-            if fits(size)
-        }
-        yield {
-            weight_format: Experts(
-                stack.enter_context(joined(*server, weight_format, (LAYERS, TOP_K))),
-                *SERVERS[weight_format][:2],
-            )
-            for weight_format, server in starting.items()
-        }
-
-
-@pytest.fixture(params=SERVERS)
-def experts(request: pytest.FixtureRequest, servers: dict[str, Experts]) -> Experts:
-    if not fits(SERVERS[request.param][0]):
-        pytest.skip("two ranks need a GPU each; this machine has one")
-    return servers[request.param]
+@pytest.fixture(scope="module", params=SERVERS)
+def experts(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Experts]:
+    own, directory = request.param, tmp_path_factory.mktemp(request.param)
+    size, groups, dimensions = SERVERS[own]
+    skip_without_gpus(size)
+    model = {"num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, **dimensions}
+    with (
+        launched(
+            directory,
+            own,
+            size,
+            groups,
+            records_routing=True,
+            architecture="qwen3_moe",
+            **model,
+        ) as server,
+        joined(*server, own, (LAYERS, TOP_K)) as deployment,
+    ):
+        yield Experts(deployment, size, groups)
 
 
 def test_logprobs_and_chosen_experts_are_those_of_the_codes_that_were_sent(
@@ -171,34 +155,15 @@ def test_the_server_returns_the_checksum_of_every_experts_tensors(experts: Exper
     assert_checksums_match_the_held_tensors(deployment, corrupted)
 
 
-def test_two_groups_of_ranks_load_a_quantized_directory(
-    tmp_path: Path, preload: Preload | None
-) -> None:
+def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
     """SGLang reads the files itself, and its loaders divide every expert."""
-    if not fits(2):
-        pytest.skip("two ranks need a GPU each; this machine has one")
+    skip_without_gpus(2)
     model, written = build_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "int8"
     quantize_directory(model, written, "int8", lambda *_: None)
-    server = start_server(
-        written,
-        ServerConfig(
-            tensor_parallel_size=2,
-            expert_parallel_size=2,
-            mem_fraction_static=0.3,
-            max_total_tokens=1024,
-        ),
-        "int8",
-        context_length=64,
-        log_file=tmp_path / "server.log",
-        seed=0,
-        loads=True,
-        preload=preload,
-    )
-    try:
-        wait_ready([server], START_TIMEOUT_S)
-        with closing(ServerControl(server, "retract")) as control:
-            held = combine(control.checksums())
-    finally:
-        server.stop()
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "max_total_tokens": 1024}
+    config = ServerConfig(mem_fraction_static=0.3, **sizes)
+    plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
+    with plan.running() as server, closing(ServerControl(server)) as control:
+        held = combine(control.checksums())
     stored = load_file(written / "model.safetensors")
     assert held == {name: checksum(tensor) for name, tensor in stored.items()}

@@ -23,7 +23,6 @@ from e2e.running import SMALL, Command, Start, curve_steps
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.preload import Preload
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
 
@@ -60,9 +59,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[Finished]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     directory = tmp_path_factory.mktemp("quickstart")
     words = reasoning_gym.create_dataset(
         "spell_backward", size=16, seed=0, min_word_len=4, max_word_len=4
@@ -87,7 +84,6 @@ def finished(
         "evaluation.k=2",
         "quantization.publish=delta",
         "rollout.stages.2={max_response_length: 10, completions_per_prompt: 6}",
-        preload=preload,
     )
     try:
         command.wait_for("run directory .*sweep-100000")  # nemo-run shows the output of each

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from e2e.reference import NEARER, Reference
 from e2e.serving import (
     PROMPTS,
-    START_TIMEOUT_S,
     Deployment,
     assert_checksums_match_the_held_tensors,
     assert_reloads_bit_for_bit,
@@ -26,9 +24,9 @@ from e2e.serving import (
     launched,
 )
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.preload import Preload
+from qurl_megatron.config.values import OptionValue
 from qurl_megatron.rollout.fleet import FleetTooSmall
-from qurl_megatron.rollout.server import ServerFailed, start_server, wait_ready
+from qurl_megatron.rollout.server import ServerFailed, ServerPlan
 from tiny import EOS_TOKEN_ID, quantized
 
 torch.set_num_threads(1)
@@ -44,63 +42,26 @@ FORMATS: dict[WeightFormat, dict[str, Any]] = {  # format -> overrides of the mo
 CORRUPTED = ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
 
 
-@pytest.fixture(scope="module")
-def deployments(
+@pytest.fixture(scope="module", params=FORMATS)
+def deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    preload: Preload | None,
-) -> Iterator[Callable[[WeightFormat], Deployment]]:
-    """Start one server for each format that a selected test needs, all at once.
-
-    Each is waited for when it is first asked for: one that dies fails the tests of its format only.
-    """
-    selected = [getattr(item, "callspec", None) for item in request.session.items]
-    selected_formats = {spec.params.get("deployment") for spec in selected if spec}
-    with ExitStack() as stack:
-        starting = {
-            weight_format: stack.enter_context(
-                launched(
-                    tmp_path_factory.mktemp(weight_format),
-                    weight_format,
-                    preload,
-                    tied=True,
-                    **dimensions,
-                )
-            )
-            for weight_format, dimensions in FORMATS.items()
-            if weight_format in selected_formats
-        }
-        ready: dict[str, Deployment] = {}
-
-        def deployment_of(weight_format: WeightFormat) -> Deployment:
-            if weight_format not in ready:
-                server, model_dirs = starting[weight_format]
-                ready[weight_format] = stack.enter_context(
-                    joined(server, model_dirs, weight_format)
-                )
-            return ready[weight_format]
-
-        yield deployment_of
-
-
-@pytest.fixture(params=FORMATS)
-def deployment(
-    request: pytest.FixtureRequest, deployments: Callable[[WeightFormat], Deployment]
-) -> Deployment:
-    return deployments(request.param)
+) -> Iterator[Deployment]:
+    own, directory = request.param, tmp_path_factory.mktemp(request.param)
+    with (
+        launched(directory, own, tied=True, **FORMATS[own]) as server,
+        joined(*server, own) as deployment,
+    ):
+        yield deployment
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[Deployment]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Start an INT8 server on two tensor-parallel ranks that share one key-value head."""
     if torch.cuda.device_count() == 1:
         pytest.skip("two ranks need a GPU each; this machine has one")
     with (
-        launched(
-            tmp_path_factory.mktemp("tp2"), "int8", preload, 2, num_key_value_heads=1
-        ) as server,
+        launched(tmp_path_factory.mktemp("tp2"), "int8", 2, num_key_value_heads=1) as server,
         joined(*server, "int8") as deployment,
     ):
         yield deployment
@@ -209,6 +170,23 @@ def test_logprobs_use_the_temperature_and_the_full_vocabulary_for_any_top_p(
     assert right < mean_difference(rows, reference, temperature=1.0) / (NEARER / 2)
 
 
+def test_a_server_can_keep_keys_and_values_in_fp8(tmp_path: Path) -> None:
+    options: dict[str, OptionValue] = {"kv_cache_dtype": "fp8_e4m3"}
+    with (
+        launched(tmp_path, "int8", options=options) as server,
+        joined(*server, "int8") as deployment,
+    ):
+        model_dir, weights = deployment.model_dirs[0], deployment.weights[0]
+        deployment.sender.send(weights)
+        rows = sampled(deployment)
+    in_fp8, in_bf16 = (
+        mean_difference(rows, Reference(model_dir, weights, kv_cache_dtype=dtype))
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    )
+    print(f"mean |log-prob difference| to keys and values in FP8 {in_fp8}, in BF16 {in_bf16}")
+    assert in_fp8 < in_bf16 / NEARER
+
+
 def test_two_ranks_compute_with_their_shards(two_ranks: Deployment) -> None:
     two_ranks.sender.send(two_ranks.weights[0])
     rows, model_dir, weights = sampled(two_ranks), two_ranks.model_dirs[0], two_ranks.weights[0]
@@ -237,20 +215,10 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
     assert not psutil.wait_procs(tree, timeout=10)[1]
 
 
-def test_a_server_that_cannot_start_is_reported_with_its_log(
-    tmp_path: Path, preload: Preload | None
-) -> None:
-    server = start_server(
-        tmp_path / "no-such-model",
-        ServerConfig(),
-        "int8",
-        context_length=64,
-        log_file=tmp_path / "server.log",
-        seed=0,
-        preload=preload,
+def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
+    plan = ServerPlan(
+        tmp_path / "no-such-model", ServerConfig(), "int8", 64, tmp_path / "server.log", seed=0
     )
-    try:
-        with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):
-            wait_ready([server], START_TIMEOUT_S)
-    finally:
-        server.stop()
+    with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):
+        with plan.running():
+            pass

@@ -17,7 +17,6 @@ from benchmarks.shaped_link import ShapedLink
 from e2e.running import QUICK, Command, metrics_of
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.preload import Preload
 from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
@@ -44,9 +43,7 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
-) -> Iterator[Elsewhere]:
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     directory = tmp_path_factory.mktemp("elsewhere")
     model = directory / "model"
     quickstart.build_model(model, 0)
@@ -62,7 +59,7 @@ def elsewhere(
     def start() -> Command:
         place = directory / str(len(commands))
         place.mkdir()
-        commands.append(Command(place, "serve", model, *settings, preload=preload))
+        commands.append(Command(place, "serve", model, *settings))
         commands[-1].wait_for("ready: rollout.servers_at=")
         return commands[-1]
 
@@ -104,7 +101,7 @@ def test_another_key_format_or_length_is_refused_on_one_line(elsewhere: Elsewher
 
 
 def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started_again(
-    elsewhere: Elsewhere, tmp_path: Path, preload: Preload | None
+    elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
     link = elsewhere.link
     words = [*QUICK, f"model={elsewhere.model}", "rollout.servers=0", "quantization.publish=delta"]
@@ -113,14 +110,14 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     (tmp_path / "wrong").write_text("another-key-of-it")
     (tmp_path / "wrong").chmod(0o600)
     wrong_key = [*words, "rollout.servers_key_file=wrong"]
-    refused = Command(tmp_path, "train", *wrong_key, preload=preload)
+    refused = Command(tmp_path, "train", *wrong_key)
     assert refused.exit_code() == 2
     (line,) = refused.text().splitlines()
     assert line.endswith("was started with another key; give both sides the same")
     assert not (tmp_path / "runs").exists()
 
     words.append(f"rollout.servers_key_file={elsewhere.key_file}")
-    run = Command(tmp_path, "train", *words, preload=preload)
+    run = Command(tmp_path, "train", *words)
     try:
         run.wait_for(rf"step +2/{STEPS}")
         with pytest.raises(ConfigError, match=f"serves the run {run.run_dir.name}-"):

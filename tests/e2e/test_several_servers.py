@@ -29,13 +29,12 @@ from qurl_megatron.config.schema import (
     ServerConfig,
 )
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.preload import Preload
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.roster import read_roster, save_roster
-from qurl_megatron.rollout.server import Server, start_server, wait_ready
+from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S
 from qurl_megatron.weight_sync.publish import Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
@@ -61,7 +60,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployment(
-    tmp_path_factory: pytest.TempPathFactory, preload: Preload | None
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Deployment]:
     directory = tmp_path_factory.mktemp("two")
     model = build_tiny_model(directory / "model")
@@ -72,7 +71,7 @@ def deployment(
         servers = []
         for index in range(2):
             log = directory / f"server_{index}.log"
-            server = start_server(
+            server = ServerPlan(
                 model,
                 config,
                 "int8",
@@ -82,8 +81,7 @@ def deployment(
                 seed=index,
                 host=ADDRESS,
                 api_key="a key of the run",
-                preload=preload,
-            )
+            ).start()
             stack.callback(server.stop)
             servers.append(server)
         learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())
@@ -256,7 +254,7 @@ def test_requests_need_the_key_and_the_key_is_not_visible(
 
 def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a server that others can reach needs an api_key"):
-        start_server(
+        ServerPlan(
             tmp_path,
             ServerConfig(),
             "int8",
@@ -264,4 +262,4 @@ def test_a_server_that_others_can_reach_is_not_started_without_a_key(tmp_path: P
             log_file=tmp_path / "server.log",
             seed=0,
             host=ADDRESS,
-        )
+        ).start()

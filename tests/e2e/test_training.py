@@ -16,7 +16,6 @@ from e2e.running import COMPLETIONS, PER_STEP, QUICK, SMALL, Command, Start, met
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.preload import Preload
 from tiny import build_tiny_model
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
@@ -30,7 +29,7 @@ def reward(completion, problem):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, preload: Preload | None) -> Iterator[Command]:
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """Yield a run that was told to stop in its third step or later, and has ended."""
     directory = tmp_path_factory.mktemp("training")
     (directory / "mine.py").write_text(REWARD)
@@ -47,7 +46,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, preload: Preload | None) -
         "checkpoint.every_steps=1000",
         "reward=mine.py:reward",
         "reward_wrong=-2",
-        preload=preload,
     )
     try:
         run.wait_for("step 2/")
@@ -89,11 +87,9 @@ def test_a_reward_function_is_trained_on(stopped: Command) -> None:
         assert abs(step["reward_mean"] * num_responses - total) < 1e-6
 
 
-def test_a_run_whose_time_is_up_saves_its_last_step(
-    stopped: Command, preload: Preload | None
-) -> None:
+def test_a_run_whose_time_is_up_saves_its_last_step(stopped: Command) -> None:
     words = ["time_limit_s=0.1", "checkpoint.every_steps=1000"]
-    run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words, preload=preload)
+    run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words)
     try:
         assert run.exit_code() == 0, run.text()
         assert run.survivors() == []

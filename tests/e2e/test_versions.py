@@ -28,10 +28,9 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.preload import Preload
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, start_server, wait_ready
+from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 from tiny import EOS_TOKEN_ID, build_tiny_model
@@ -127,7 +126,6 @@ SERVERS: dict[str, tuple[int, dict[str, OptionValue]]] = {  # name -> ranks, opt
 def deployment(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    preload: Preload | None,
 ) -> Iterator[Deployment]:
     ranks, options = SERVERS[request.param]
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
@@ -136,7 +134,7 @@ def deployment(
     model_dir = build_tiny_model(directory / "model")
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("GLOO_SOCKET_IFNAME", "lo")
-        server = start_server(
+        server = ServerPlan(
             model_dir,
             ServerConfig(
                 ranks, mem_fraction_static=0.3, max_total_tokens=CACHE_TOKENS, options=options
@@ -145,8 +143,7 @@ def deployment(
             context_length=CONTEXT_LENGTH,
             log_file=directory / "server.log",
             seed=0,
-            preload=preload,
-        )
+        ).start()
         stack.callback(server.stop)
         learner = Learner(model_dir, LearnerConfig(dtype="float32"), OptimizerConfig())
         stack.enter_context(closing(learner))

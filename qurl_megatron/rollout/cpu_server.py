@@ -1,12 +1,17 @@
-"""Run an SGLang server as forks of a process that has imported SGLang, without a GPU only.
+"""Run an SGLang server without a GPU: its three processes are forks, which share their imports.
 
-These functions run in the processes of `preload.py`.
+`python -m qurl_megatron.rollout.cpu_server THREADS OPTION...` does what `sglang.launch_server` does
+with these options.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
+
+PLATFORM = "qurl_cpu"  # an entry point in pyproject.toml
 
 
 def import_sglang() -> None:
@@ -20,12 +25,14 @@ def import_sglang() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
 
-def serve(threads: str, *options: str) -> None:
+def main(threads: str, *options: str) -> None:
     """Run a server with options of `sglang.launch_server` until it is killed.
 
     `threads` is the number of CPU threads of each of its ranks. OMP_NUM_THREADS cannot set it,
-    because OpenMP has read that variable in the parent.
+    because OpenMP has read that variable before the fork.
     """
+    import_sglang()
+    gc.freeze()  # a collection would write to, and so copy, every page that its processes share
     import torch
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import engine
@@ -44,3 +51,7 @@ def serve(threads: str, *options: str) -> None:
         run_server(prepare_server_args(list(options)))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,180 @@
+"""Start programs in processes of their own: fresh ones, or forks of this one.
+
+Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. So a launcher
+imports it once, and what it starts is then a fork of it, which begins at once. In all else a fork
+is like a fresh process: it has its own session, environment, log file and exit code, and the kernel
+kills it with its parent.
+
+A fork copies the calling thread only, so a process with several threads starts fresh ones. On a
+machine with a GPU nothing is forked: a CUDA context does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from setproctitle import setproctitle
+
+from qurl_megatron import device
+from qurl_megatron.process import die_with_parent, tail
+from qurl_megatron.rollout import cpu_server
+
+
+class PreloadFailed(RuntimeError):
+    """What programs share could not be imported; the text ends with the last lines of the log."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module that runs in a process of its own, as `python -m MODULE ARGUMENTS`.
+
+    A fork calls its function `main` with the arguments instead.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    title: str  # of a fork, shown by ps
+    log_file: Path  # receives standard error, and standard output unless it is inherited
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the starter's
+    inherits_stdout: bool = False
+    ignored_signals: Collection[int] = ()
+    blocked_signals: Collection[int] = ()
+
+    def begin(self) -> None:
+        """Set up the process before the program runs in it."""
+        die_with_parent()
+        for number in self.ignored_signals:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process that `start` has started."""
+
+    pid: int
+    poll: Callable[[], int | None]
+    """Return the exit code, negative for a signal, or None while the process runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; do nothing if the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+_has_preloaded = False  # programs are forks of this process
+_started: dict[int, Started] = {}  # by process id
+
+
+def start(program: Program) -> Started:
+    """Start a program, which dies with this process."""
+    with program.log_file.open("wb") as log:
+        if _has_preloaded and len(os.listdir("/proc/self/task")) == 1:
+            fork = multiprocessing.get_context("fork").Process(
+                target=run_in_fork, args=(program, os.getpid())
+            )
+            fork.start()
+            assert fork.pid is not None
+            started = Started(fork.pid, lambda: fork.exitcode)
+        else:
+            fresh = subprocess.Popen(
+                [sys.executable, "-m", program.module, *program.arguments],
+                env=device.child_environment(program.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=None if program.inherits_stdout else log,
+                stderr=log,
+                start_new_session=True,  # only the starter handles Ctrl-C
+                preexec_fn=program.begin,
+            )
+            started = Started(fresh.pid, fresh.poll)
+    _started[started.pid] = started
+    return started
+
+
+def exit_code(pid: int) -> int | None:
+    """Return the exit code of a program that this process has started and that has ended.
+
+    Its last thread may end a moment after its main thread. None: it has not, after a second.
+    """
+    deadline = time.monotonic() + 1.0
+    while (code := _started[pid].poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return code
+
+
+def preload(log_file: Path, *modules: str) -> None:
+    """Import SGLang and modules, of which programs are forks from now on; not on a GPU.
+
+    What the imports write to standard error goes to the log.
+
+    Raises:
+        PreloadFailed: an import failed.
+    """
+    global _has_preloaded
+    if device.accelerator() == "cuda":
+        return
+    device.extend_environment({"SGLANG_PLATFORM": cpu_server.PLATFORM})
+    with _errors_to(log_file):
+        try:
+            cpu_server.import_sglang()
+            for module in modules:
+                import_module(module)
+        except Exception:
+            traceback.print_exc()
+            raise PreloadFailed(f"an import failed; {log_file} ends:\n{tail(log_file)}") from None
+    gc.freeze()  # a collection would write to, and so copy, every page that forks share
+    _has_preloaded = True
+
+
+@contextlib.contextmanager
+def _errors_to(log_file: Path) -> Iterator[None]:
+    kept = os.dup(2)
+    with log_file.open("wb") as log:
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def run_in_fork(program: Program, parent: int) -> None:
+    """Turn this process, a fresh fork of process `parent`, into that of a program, and run it."""
+    os.setsid()
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # as the starter handles it
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    program.begin()
+    if os.getppid() != parent:  # it died before `begin`
+        os._exit(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(program.log_file, os.O_WRONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 2)
+    if not program.inherits_stdout:
+        os.dup2(log, 1)
+    os.close(nothing)
+    os.close(log)
+    setproctitle(program.title)  # it finds its place by the environment, so before that changes
+    device.extend_environment(program.environment)
+    tempfile.tempdir = None  # TMPDIR may have changed
+    sys.argv = [program.module, *program.arguments]
+    try:
+        import_module(program.module).main(*program.arguments)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends a fork without them
