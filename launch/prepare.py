@@ -1,7 +1,9 @@
 """Check everything that can be wrong with a run, then create or update its directory.
 
 `prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
-either.
+either. `check_new` and `check_resume_or_new` write nothing. All of them raise ArchitectureError,
+ConfigError or DataError, whose text is one line that says what is wrong, where, and what would be
+right.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -34,31 +36,25 @@ from qurl_megatron.rollout.options import check_options
 DATA_SUMMARY = "data.txt"  # in a run's directory
 
 
-def check_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> str:
-    """Check a new run as `prepare_new` does, write nothing, and return the summary of its data.
+def check_new(
+    recipe: str, overrides: list[str], num_gpus: int = 0, *, asks_servers: bool = True
+) -> tuple[Config, str]:
+    """Check a new run as `prepare_new` does; return it and the summary of its data.
 
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
+    `asks_servers` is False for a run that starts later or elsewhere: its servers elsewhere are then
+    not asked.
     """
-    with _checked(recipe, overrides, num_gpus, True) as (_, _, summary):
-        return summary
+    with _checked_new(recipe, overrides, num_gpus, asks_servers) as (config, _, summary):
+        return config, summary
 
 
-def prepare_new(
-    recipe: str, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
-) -> Config:
+def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; 0 skips that check. `checks_disk` is False for a run
-    that will be elsewhere: neither this disk nor its servers elsewhere are checked.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
+    machine if the whole run is to fit on it; 0 skips that check.
     """
-    with _checked(recipe, overrides, num_gpus, checks_disk) as (config, built, summary):
+    with _checked_new(recipe, overrides, num_gpus, True) as (config, built, summary):
         config.run_dir.mkdir(parents=True)
         if built.exists():
             config.model = str(config.run_dir / "model")
@@ -70,8 +66,8 @@ def prepare_new(
 
 
 @contextmanager
-def _checked(
-    recipe: str, overrides: list[str], num_gpus: int, checks_disk: bool
+def _checked_new(
+    recipe: str, overrides: list[str], num_gpus: int, asks_servers: bool
 ) -> Iterator[tuple[Config, Path, str]]:
     """Yield a new run's configuration, where its model is if the recipe built one, and its data."""
     module = load_recipe(recipe)
@@ -84,13 +80,16 @@ def _checked(
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
     if config.run_dir.exists():
-        raise run_exists_error(config)
+        raise ConfigError(
+            f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
+            f"run: qurl resume {config.run_dir}"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        yield config, built, _check(config, num_gpus, checks_disk)
+        yield config, built, _check(config, num_gpus, asks_servers)
 
 
 def _has_experts(model: str) -> bool:
@@ -101,59 +100,69 @@ def _has_experts(model: str) -> bool:
         return False
 
 
-def prepare_resume(
-    run_dir: Path, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
-) -> Config:
+def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
     """Apply overrides to an existing run, and write its config.yaml and data.txt.
 
     The run's directory may have been moved or renamed. An override may give the new place of a
-    model or of data that is no longer where it was. `num_gpus` and `checks_disk` are as for
-    `prepare_new`.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
+    model or of data that is no longer where it was. `num_gpus` is as for `prepare_new`.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
     if run_dir.name in ("", ".."):
         run_dir = run_dir.resolve()
     with claim(run_dir):
-        saved = load(run_dir / "config.yaml")
-        was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
-        if was_built and (run_dir / "model").is_dir():
-            saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
-        saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
-        config = with_overrides(saved, overrides)
-        for each in (saved, config):
-            _make_paths_absolute(each)
-        _accept_new_places(saved, config)
-        config.reward = absolute(config.reward)
-        validate_resume(saved, config)
-        summary = _check(config, num_gpus, checks_disk, resumes=True)
+        config, summary = _check_resume(run_dir, overrides, num_gpus)
         save(config, run_dir / "config.yaml")
-        (run_dir / DATA_SUMMARY).write_text(summary)
+        (config.run_dir / DATA_SUMMARY).write_text(summary)
     return config
 
 
-def prepare_resume_or_new(
-    recipe: str, overrides: Sequence[str], *, checks_disk: bool = True
-) -> Config:
-    """Resume the named run, or create it.
+def _check_resume(
+    run_dir: Path, overrides: list[str], num_gpus: int = 0, *, asks_servers: bool = True
+) -> tuple[Config, str]:
+    """Return the configuration of a run that resumes, and the summary of its data."""
+    saved = load(run_dir / "config.yaml")
+    was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
+    if was_built and (run_dir / "model").is_dir():
+        saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
+    saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
+    config = with_overrides(saved, overrides)
+    for each in (saved, config):
+        _make_paths_absolute(each)
+    _accept_new_places(saved, config)
+    config.reward = absolute(config.reward)
+    validate_resume(saved, config)
+    return config, _check(config, num_gpus, asks_servers, resumes=True)
 
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
+
+def prepare_resume_or_new(recipe: str, overrides: list[str]) -> Config:
+    """Resume the named run, or create it."""
+    run_dir, others = _named_run(overrides)
+    if (run_dir / "config.yaml").is_file():
+        return prepare_resume(run_dir, others)
+    return prepare_new(recipe, overrides)
+
+
+def check_resume_or_new(recipe: str, overrides: list[str]) -> tuple[Config, str]:
+    """Check a run as `prepare_resume_or_new` will in a job; return it and the summary of its data.
+
+    The servers elsewhere are not asked: this machine may not reach them.
     """
-    names = [word for word in overrides if word.startswith("name=")]
-    if not names:
+    run_dir, others = _named_run(overrides)
+    if (run_dir / "config.yaml").is_file():
+        return _check_resume(run_dir, others, asks_servers=False)
+    if run_dir.exists():
+        raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
+    return check_new(recipe, overrides, asks_servers=False)
+
+
+def _named_run(overrides: list[str]) -> tuple[Path, list[str]]:
+    """Return the directory that overrides name, and the overrides that do not name it."""
+    if not any(word.startswith("name=") for word in overrides):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
-    output_dirs = [word for word in overrides if word.startswith("output_dir=")]
-    run_dir = with_overrides(Config(), names + output_dirs).run_dir
-    if not (run_dir / "config.yaml").is_file():
-        return prepare_new(recipe, list(overrides), checks_disk=checks_disk)
-    others = [word for word in overrides if word not in names + output_dirs]
-    return prepare_resume(run_dir, others, checks_disk=checks_disk)
+    place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
+    others = [word for word in overrides if word not in place]
+    return with_overrides(Config(), place).run_dir, others
 
 
 def warn_of_pickles(directory: Path) -> None:
@@ -208,26 +217,15 @@ def default_name(recipe: str) -> str:
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def run_exists_error(config: Config) -> ConfigError:
-    """Return the error for a new run whose directory exists."""
-    return ConfigError(
-        f"name={config.name}: {config.run_dir} exists; choose another name, or resume that run: "
-        f"qurl resume {config.run_dir}"
-    )
-
-
 def print_data_summary(config: Config) -> None:
     """Print the summary of a prepared run's data."""
     print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
 
 
-def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = False) -> str:
+def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool = False) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Return the summary of the data.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: something cannot be used.
     """
     from qurl_megatron.data.prompts import load_prompts
     from qurl_megatron.data.scoring import check_reward
@@ -243,8 +241,8 @@ def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = 
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
-    if checks_disk:
-        check_disk(config)
+    check_disk(config)
+    if asks_servers:
         check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))
     prompts = load_prompts(config, tokenizer)

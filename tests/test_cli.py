@@ -192,7 +192,7 @@ def test_run_directory_keeps_the_summary_of_its_data(tmp_path: Path) -> None:
     kept = (config.run_dir / "data.txt").read_text()
     assert "41 entries: 37 to train on, 3 held out, 1 dropped\n" in kept
     assert "problems.jsonl line 41\n" in kept
-    assert check_new("grpo", [*words, "name=second"]) == kept
+    assert check_new("grpo", [*words, "name=second"])[1] == kept
     (config.run_dir / "data.txt").unlink()
     prepare_resume(config.run_dir, ["steps=7"])
     assert (config.run_dir / "data.txt").read_text() == kept

@@ -1,4 +1,4 @@
-"""`qurl launch` before it starts anything: nodes, scripts, sweeps and refusals."""
+"""`qurl launch` and `nemorun`: nodes, scripts, sweeps and refusals; what `qurl status` says."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nemo_run
 import pytest
 import yaml
 
-from qurl_megatron import cli
-from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.launch import experiment, local, status
+from qurl_megatron.launch import experiment, local, nemo, status
+from qurl_megatron.launch.experiment import Job, launch, named_combinations
+from qurl_megatron.launch.job_script import JobOptions
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import server_specs
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import check_new, prepare_new, prepare_resume
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES, write_inputs
 
@@ -33,15 +35,9 @@ GPUS_PER_NODE = 8
 @pytest.fixture(autouse=True)
 def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "runs" / ".nemo_run"))
     with open(os.devnull) as empty:  # nemo-run reads stdin, and pytest's raises
         monkeypatch.setattr(sys, "stdin", empty)
         yield
-
-
-def inputs_of(recipe: str) -> list[str]:
-    """Write a recipe's inputs outside the test's directory; return their overrides."""
-    return write_inputs(recipe, Path.cwd().with_name(Path.cwd().name + "-inputs"))
 
 
 def parts_of(script: str) -> list[dict[str, str]]:
@@ -60,17 +56,14 @@ def parts_of(script: str) -> list[dict[str, str]]:
 def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*inputs_of(recipe), "name=first", "rollout.servers=3"]
-    options = {
-        "account": "acc",
-        "gpus_per_node": GPUS_PER_NODE,
-        "heterogeneous": True,
-        "time": "04:00:00",
-    }
-    assert experiment.launch(recipe, words, slurm_options=options, dry_run=True) == 0
+    inputs = write_inputs(recipe, Path.cwd().with_name(Path.cwd().name + "-inputs"))
+    words = [*inputs, "name=first", "rollout.servers=3"]
+    asked = {"account": "acc", "time": "04:00:00", "partition": None}
+    options = JobOptions(asked, GPUS_PER_NODE, heterogeneous=True)
+    assert launch(recipe, words, options=options, dry_run=True) == 0
     script = capsys.readouterr().out
     learner, rollout = parts_of(script)
-    config = experiment.make_job(recipe, words).config
+    config, _ = check_new(recipe, words)
     assert int(learner["nodes"]) * int(learner["gpus-per-node"]) == config.learner.world_size
     server_gpus = sum(spec.server.tensor_parallel_size for spec in server_specs(config))
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
@@ -79,120 +72,146 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
         assert part["signal"] == "B:USR1@600"  # the default before a run has measured its steps
         assert {"requeue", "exclusive", "no-kill"} <= part.keys()
         assert (part["open-mode"], part["account"], part["time"]) == ("append", "acc", "04:00:00")
-    # The batch process replaces the shell before nemo-run's srun lines.
-    (command,) = re.findall(r"^exec (.+)$", script, re.MULTILINE)
+        assert (part["job-name"], part["output"]) == ("qurl.first", "logs/%x-%j.out")
+        assert part["comment"] == str(Path("runs/first").absolute())
+        assert "partition" not in part
+    # The batch process replaces the shell.
     expected = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", recipe, *words]
-    assert shlex.split(command) == expected
-    assert script.index("exec ") < script.index("srun --het-group")
+    assert shlex.split(script.splitlines()[-1]) == ["exec", *expected]
     assert list(Path.cwd().iterdir()) == []  # nothing is written
 
 
 def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = {
-        "gpus_per_node": 4,
-        "account": None,
-        "container_image": "i.sqsh",
-        "container_mounts": ["/d:/d", "/e:/e"],
-        "additional_parameters": {"qos": "high"},
-    }
-    words = ["name=first", "rollout.servers=6"]
-    experiment.launch("quickstart", words, slurm_options=options, max_restarts=3, dry_run=True)
+    options = JobOptions(
+        {"qos": "high", "no_kill": False},
+        gpus_per_node=4,
+        container_image="i.sqsh",
+        container_mounts=["/d:/d", "/e:/e"],
+        setup_lines="module load cuda",
+        max_restarts=3,
+    )
+    launch("quickstart", ["name=first", "rollout.servers=6"], options=options, dry_run=True)
     script = capsys.readouterr().out
     (part,) = parts_of(script)
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
-    assert "account" not in part
-    assert "--container" not in script
-    assert "export QURL_CONTAINER_IMAGE=i.sqsh\n" in script
-    assert "export QURL_CONTAINER_MOUNTS=/d:/d,/e:/e\n" in script
-    command = f"{sys.executable} -m qurl_megatron.launch.slurm run --max-restarts 3 quickstart"
-    assert command in script
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "no-kill" not in part and "--container" not in script
+    lines = script.splitlines()
+    assert lines[-6:-1] == [
+        "module load cuda",
+        "export QURL_PYTHON=python",
+        "export QURL_MAX_RESTARTS=3",
+        "export QURL_CONTAINER_IMAGE=i.sqsh",
+        "export QURL_CONTAINER_MOUNTS=/d:/d,/e:/e",
+    ]
 
 
-def test_a_run_on_this_machine_is_qurl_train(capsys: pytest.CaptureFixture[str]) -> None:
-    experiment.launch("quickstart", ["name=first"], dry_run=True)
-    command = capsys.readouterr().out.splitlines()[-1]
-    qurl = Path(sys.executable).with_name("qurl")
-    assert shlex.split(command) == ["exec", str(qurl), "train", "quickstart", "name=first"]
-
-
-def test_a_job_script_passes_every_word_to_the_run_as_it_was_given(
+def test_a_job_may_have_more_nodes_than_its_run_needs_and_not_fewer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The script's last line is run by bash, with `printf` in place of Python."""
+    launch("quickstart", ["name=first"], options=JobOptions({"nodes": 3}), dry_run=True)
+    assert parts_of(capsys.readouterr().out)[0]["nodes"] == "3"
+    with pytest.raises(ConfigError, match="^nodes=1: too few; the run takes 2 of them"):
+        launch("quickstart", ["name=first"], options=JobOptions({"nodes": 1}), dry_run=True)
+
+
+def test_a_job_script_passes_every_word_as_it_was_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The script is run by bash, whose `exec` prints the words."""
     data = Path("""a $(touch x) `touch x` ;"'&|.jsonl""")
     data.write_text('{"question": "1 + 3?", "answer": "4"}\n')
     words = [f"evaluation.data.test={data}", "reward=exact", "name=first"]
-    options = {
-        "account": "$(touch x)",
-        "container_image": "$(touch x)",
-        "container_mounts": ["/d;touch x:/d"],
-        "additional_parameters": {"qos": "`touch x`"},
-    }
-    experiment.launch("quickstart", words, slurm_options=options, dry_run=True)
-    script = capsys.readouterr().out
-    (command,) = re.findall(r"^exec \S+ -m \S+slurm run (.+)$", script, re.MULTILINE)
-    exports = "\n".join(re.findall(r"^export QURL.+$", script, re.MULTILINE))
-    comments = "\n".join(re.findall(r"^#SBATCH.+$", script, re.MULTILINE))
-    shown = subprocess.run(
-        [
-            "bash",
-            "-c",
-            f"{comments}\n{exports}\nprintf '%s\\0' {command} \"$QURL_CONTAINER_MOUNTS\"",
-        ],
-        capture_output=True,
-        text=True,
+    options = JobOptions(
+        {"account": "$(touch x)", "qos": "`touch x`"},
+        container_image="$(touch x)",
+        container_mounts=["/d;touch x:/d"],
+        environment={"WHERE": "$(touch x) b"},
     )
-    assert shown.stdout.split("\0") == ["quickstart", *words, "/d;touch x:/d", ""]
+    launch("quickstart", words, options=options, dry_run=True)
+    script = capsys.readouterr().out
+    printing = r"""exec() { shift 4; printf '%s\0' "$@" "$QURL_CONTAINER_MOUNTS" "$WHERE"; }"""
+    shown = subprocess.run(["bash", "-c", f"{printing}\n{script}"], capture_output=True, text=True)
+    expected = ["quickstart", *words, "/d;touch x:/d", "$(touch x) b", ""]
+    assert shown.stdout.split("\0") == expected
     assert shown.stderr == ""
     assert list(Path.cwd().iterdir()) == [Path.cwd() / data]  # nothing was touched
 
 
-def test_a_run_on_this_machine_gets_every_word_of_a_sweep_as_it_was_given(
+def test_a_run_on_this_machine_is_qurl_train_with_every_word_as_it_was_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The scripts' last lines are run by bash, with `printf` in place of `qurl`."""
     values = ["""a $(touch x)`touch x`;"'&|""", "-rf *", "b > x"]
     for value in values:
         Path(value + ".jsonl").write_text('{"question": "1 + 3?", "answer": "4"}\n')
-    before = sorted(Path.cwd().iterdir())
     words = ["reward=exact", "name=first"]
     sweep = "evaluation.data.test=" + ",".join(f"{value}.jsonl" for value in values)
-    experiment.launch("quickstart", words, [sweep], dry_run=True)
-    commands = re.findall(r"^exec \S+ train (.+)$", capsys.readouterr().out, re.MULTILINE)
-    seen = []
-    for command in commands:
-        shell = ["bash", "-c", f"printf '%s\\0' {command}"]
-        seen.append(subprocess.run(shell, capture_output=True, text=True).stdout.split("\0")[:-1])
-    assert sorted(line[:4] for line in seen) == sorted(
-        ["quickstart", *words, f"evaluation.data.test={value}.jsonl"] for value in values
+    launch("quickstart", words, [sweep], dry_run=True)
+    qurl = str(Path(sys.executable).with_name("qurl"))
+    lines = capsys.readouterr().out.splitlines()
+    for line, value in zip(lines, values, strict=True):
+        *command, name = shlex.split(line)
+        swept = f"evaluation.data.test={value}.jsonl"
+        assert command == [qurl, "train", "quickstart", *words, swept]
+        assert re.fullmatch(r"name=first-[\w.+-]+", name)
+
+
+def test_runs_on_this_machine_go_on_after_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signals: None
+) -> None:
+    jobs = [Job([name], Config(name=name), "") for name in ("a", "b", "c")]
+    program = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(sys.argv[1] == 'b')"
+    monkeypatch.setattr(
+        Job, "command", property(lambda job: [sys.executable, "-c", program, *job.words])
     )
-    assert all(re.fullmatch(r"name=[\w.+-]+", line[4]) for line in seen)
-    assert sorted(Path.cwd().iterdir()) == before  # nothing was touched
+    assert experiment.run_here(jobs[:1]) == 0
+    assert experiment.run_here(jobs) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "runs/a: succeeded",
+        "runs/b: failed",
+        "runs/c: succeeded",
+    ]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["a", "b", "c"]
 
 
-def test_the_environment_of_an_executor_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"account": "a", "env_vars": {"WHERE": "$(touch x) b"}}
-    experiment.launch("quickstart", ["name=first"], slurm_options=options, dry_run=True)
-    (line,) = re.findall(r"^export WHERE=.+$", capsys.readouterr().out, re.MULTILINE)
-    shown = subprocess.run(["bash", "-c", f'{line}; printf %s "$WHERE"'], capture_output=True)
-    assert shown.stdout == b"$(touch x) b"
-    assert list(Path.cwd().iterdir()) == []
+@pytest.fixture
+def sbatch(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that puts a shell program in the place of sbatch."""
+
+    def put(program: str) -> None:
+        Path("bin").mkdir(exist_ok=True)
+        Path("bin/sbatch").write_text(f"#!/bin/sh\n{program}\n")
+        Path("bin/sbatch").chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    return put
+
+
+def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
+    sbatch: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch('test "$*" = --parsable && cat >> scripts && echo "$(grep -c exec scripts);cluster"')
+    launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
+    assert capsys.readouterr().out == "runs/s-2: job 1\nruns/s-3: job 2\n"
+    executed = re.findall(r"^exec .+ run (.+)$", Path("scripts").read_text(), re.MULTILINE)
+    assert executed == [f"quickstart name=s steps={n} name=s-{n}" for n in (2, 3)]
+    assert Path("logs").is_dir()  # where the jobs write
+    sbatch("echo 'error: more' >&2; echo 'sbatch: error: invalid account' >&2; exit 1")
+    with pytest.raises(ConfigError, match="^sbatch: error: invalid account$"):
+        launch("quickstart", ["name=s"], options=JobOptions())
 
 
 def test_a_job_of_a_run_that_is_owned_is_refused_unless_it_waits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     prepare_new("quickstart", ["name=first"])
-    options: dict[str, Any] = {"account": "a"}
     with claim(Path("runs/first")):
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
-            experiment.launch("quickstart", ["name=first"], slurm_options=options, dry_run=True)
-        options["additional_parameters"] = {"dependency": "afterany:7"}
-        experiment.launch("quickstart", ["name=first"], slurm_options=options, dry_run=True)
+            launch("quickstart", ["name=first"], options=JobOptions(), dry_run=True)
+        waits = JobOptions({"dependency": "afterany:7"})
+        launch("quickstart", ["name=first"], options=waits, dry_run=True)
     assert "#SBATCH --dependency=afterany:7" in capsys.readouterr().out
 
 
@@ -204,102 +223,50 @@ def test_a_sweep_has_a_named_run_for_each_combination(
         "quantization.format=int8,fp8",
         "quantization.uaq.scale=1,1.5,2",
     ]
-    combinations = experiment.sweep_combinations(sweeps)
-    names = [experiment.sweep_name("ablation", words) for words in combinations]
-    assert len(set(names)) == 2 * 2 * 3
-    assert names[0] == "ablation-tis-int8-1" and names[-1] == "ablation-acr-fp8-2"
+    combinations = named_combinations("quickstart", ["name=x", "name=ablation"], sweeps)
+    assert len({words[-1] for words in combinations}) == 2 * 2 * 3
+    assert combinations[0][-1] == "name=ablation-tis-int8-1"
     assert combinations[-1] == [
         "objective.objective=acr",
         "quantization.format=fp8",
         "quantization.uaq.scale=2",
+        "name=ablation-acr-fp8-2",
     ]
-    assert experiment.sweep_name("x", ["data=/a/b.jsonl"]) == "x-_a_b.jsonl"
+    ((_, name),) = named_combinations("grpo", [], ["data=/a/b.jsonl"])
+    assert name == "name=grpo-sweep-_a_b.jsonl"
+    assert named_combinations("grpo", [], []) == [[]]
 
-    options = {"account": "acc", "gpus_per_node": GPUS_PER_NODE}
     small = ["name=ablation", "steps=2"]
-    experiment.launch("quickstart", small, sweeps[:2], slurm_options=options, dry_run=True)
+    launch("quickstart", small, sweeps[:2], options=JobOptions(), dry_run=True)
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
     commands = re.findall(r"^exec .+ run (.+)$", shown.out, re.MULTILINE)
-    assert sorted(commands) == sorted(
+    assert commands == [
         f"quickstart name=ablation steps=2 objective.objective={objective} "
         f"quantization.format={weights} name=ablation-{objective}-{weights}"
         for objective in ("tis", "acr")
         for weights in ("int8", "fp8")
-    )
-
-
-@pytest.mark.parametrize("sweep", ["steps", "steps=", "steps=1,", "steps=1,1"])
-def test_a_malformed_sweep_is_refused(sweep: str) -> None:
-    with pytest.raises(ConfigError, match=f"--sweep {sweep}: not of the form"):
-        experiment.sweep_combinations([sweep])
-
-
-SLURM = ["--executor", "slurm"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["no_such_recipe"], "no_such_recipe: no such recipe"),
-        (
-            ["quickstart", "stepz=1"],
-            "stepz: no such field; did you mean steps (Number of rollout steps)?",
-        ),
-        (["quickstart", "--sweep", "objective.objective=tis,acl"], "objective.objective=acl"),
-        (["quickstart", "--executor", "ray"], "--executor ray: executors are local and slurm"),
-        (["quickstart", "--account", "a"], "--account: only with --executor slurm"),
-        (["quickstart", *SLURM, "--sbatch", "qos"], "--sbatch qos: not of the form"),
-        (["grpo", *SLURM, "model=/no/such", "data=x.jsonl"], "/no/such"),
-        (
-            ["quickstart", *SLURM, "rollout.server.tensor_parallel_size=2"]
-            + ["--gpus-per-node", "1"],
-            "rollout.server.tensor_parallel_size=2: a server must fit on one node",
-        ),
-        (["quickstart", "name=$(touch x)"], "name=$(touch x): a run's name has letters"),
-        (["quickstart", "name=a;b", "--sweep", "steps=1,2"], "name=a;b-1: a run's name has"),
-        (["quickstart", "--", "--max-restarts=9"], "--max-restarts: no such field"),
-        (["quickstart", "output_dir=/tmp/nemo_run", *SLURM], "replaces /nemo_run in job"),
-        (["quickstart", *SLURM, "--sbatch", "--qos=high"], "--sbatch --qos=high: not an sbatch"),
-        (["quickstart", *SLURM, "--sbatch", "qos=a\ntouch x"], "must not have a line break"),
-        (["quickstart", *SLURM, "--account", "a\ntouch x"], "must not have a line break"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line_before_anything_is_submitted(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.app(["launch", "--dry-run", *words], standalone_mode=False)
-    assert ended.value.code == 2
-    shown = capsys.readouterr().err.splitlines()  # includes the progress bar of the built model
-    (line,) = [line for line in shown if line.strip() and "model shards" not in line]
-    assert line.startswith("qurl: ") and message in line
-    assert list(Path.cwd().iterdir()) == []
-
-
-def test_a_home_of_nemo_run_that_is_unsafe_in_a_shell_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("NEMORUN_HOME", str(Path.cwd() / "$(touch x)"))
-    with pytest.raises(ConfigError, match="passes this path to a shell unquoted"):
-        experiment.launch("quickstart", [], slurm_options={"account": None}, dry_run=True)
+    ]
 
 
 def test_nothing_starts_without_sbatch_or_over_an_existing_run(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/no/such")
     with pytest.raises(ConfigError, match="this machine has no sbatch"):
-        experiment.launch("quickstart", [], slurm_options={"account": None})
+        launch("quickstart", [], options=JobOptions())
     prepare_new("quickstart", ["name=first"])
+    Path("runs/no_run").mkdir()
     with pytest.raises(ConfigError, match="runs/first exists; choose another name"):
-        experiment.launch("quickstart", ["name=first"])
+        launch("quickstart", ["name=first"])
+    with pytest.raises(ConfigError, match="runs/no_run exists and is not a run"):
+        launch("quickstart", ["name=no_run"], options=JobOptions(), dry_run=True)
     # A job resumes it, and may change only what a resume may change.
-    assert experiment.make_job("quickstart", ["name=first", "steps=9"]).config.steps == 9
+    before = Path("runs/first/config.yaml").read_text()
+    launch("quickstart", ["name=first", "steps=9"], options=JobOptions(), dry_run=True)
     with pytest.raises(ConfigError, match="seed=1: the run has 0"):
-        experiment.make_job("quickstart", ["name=first", "seed=1"])
-    saved = yaml.safe_load(Path("runs/first/config.yaml").read_text())
-    assert saved["steps"] == 80
+        launch("quickstart", ["name=first", "seed=1"], options=JobOptions(), dry_run=True)
+    assert Path("runs/first/config.yaml").read_text() == before
 
 
 def test_status_shows_the_progress_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +367,9 @@ def test_nemorun_shows_a_recipe_with_the_fields_that_were_set(
     nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["name=first", "steps=7", "quantization.uaq.scale=2"]
-    nemorun("--factory", "quickstart", *words, "--dryrun", "--yes")
+    with pytest.raises(SystemExit) as ended:
+        nemorun("--factory", "quickstart", *words, "--dryrun", "--yes")
+    assert ended.value.code == 0
     shown = capsys.readouterr().out
     for text in ("steps=7,", "scale=2.0,", "objective='acr'", "name='first'"):
         assert text in shown
@@ -415,26 +384,65 @@ def test_nemorun_helps_and_lists_the_recipes(
     assert all(recipe in shown for recipe in RECIPES)
 
 
-def test_nemorun_with_an_executor_gives_it_the_job(
-    nemorun: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+def slurm_executor(**fields: Any) -> nemo_run.SlurmExecutor:
+    return nemo_run.SlurmExecutor(account="acc", **fields)
+
+
+def test_nemorun_with_a_slurm_executor_is_a_job(
+    nemorun: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import nemo_run as run
-
-    from qurl_megatron.launch import nemo
-
-    started: list[Any] = []
-
-    def start(title: str, jobs: list[experiment.Job], executor: run.Executor) -> int:
-        started.extend([title, jobs[0].overrides, type(executor)])
-        return 3
-
-    monkeypatch.setattr(nemo, "start", start)
-    monkeypatch.setattr(
-        nemo.Context, "parse_executor", lambda self, name: run.Config(run.LocalExecutor)
+    executor = nemo_run.Config(
+        nemo_run.SlurmExecutor,
+        account="acc",
+        mem="100G",
+        gpus_per_node=4,
+        heterogeneous=True,
+        ntasks_per_node=8,
+        container_image="i.sqsh",
+        container_mounts=["/d:/d"],
+        env_vars={"WHERE": "a b"},
+        setup_lines="module load cuda",
+        additional_parameters={"qos": "high"},
     )
+    monkeypatch.setattr(nemo.Context, "parse_executor", lambda self, name: executor)
     with pytest.raises(SystemExit) as ended:
-        nemorun("--factory", "quickstart", "name=first", "run.executor=mine", "--yes")
-    assert started == ["first", ["name=first"], run.LocalExecutor] and ended.value.code == 3
+        nemorun("--factory", "quickstart", "name=first", "run.executor=mine", "--dryrun", "--yes")
+    assert ended.value.code == 0
+    script = capsys.readouterr().out.partition("#!/bin/bash\n")[2]
+    expected = {"account": "acc", "mem": "100G", "qos": "high", "time": "00:10:00"}
+    for part in parts_of(script):
+        assert expected.items() <= part.items() and part["ntasks-per-node"] == "1"
+    assert len(parts_of(script)) == 2
+    for line in ("export WHERE='a b'", "module load cuda", "export QURL_CONTAINER_MOUNTS=/d:/d"):
+        assert f"\n{line}\n" in script
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"),
+    [
+        (
+            slurm_executor(tunnel=nemo_run.SSHTunnel(host="h", user="u", job_dir="/j")),
+            "tunnel: give a LocalTunnel, and submit from a login node",
+        ),
+        (slurm_executor(array="1-3"), "SlurmExecutor array='1-3': not honoured; leave it out"),
+        (nemo_run.LocalExecutor(launcher="torchrun"), "LocalExecutor launcher='torchrun': not"),
+        (nemo_run.DockerExecutor(container_image="i"), "DockerExecutor: give a LocalExecutor or a"),
+    ],
+)
+def test_what_an_executor_asks_and_cannot_have_is_refused(
+    executor: nemo_run.Executor, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        nemo.job_options(executor)
+
+
+def test_a_local_executor_runs_here_with_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "there")
+    assert nemo.job_options(nemo_run.LocalExecutor(env_vars={"WHERE": "here"})) is None
+    assert os.environ["WHERE"] == "here"
 
 
 def test_nemorun_exports_a_recipe_to_a_file(nemorun: Callable[..., None]) -> None:

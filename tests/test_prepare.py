@@ -132,6 +132,7 @@ def test_a_job_continues_an_extended_run_and_not_a_finished_one(
         return 0
 
     monkeypatch.setattr(slurm, "run", run)
+    monkeypatch.setenv("QURL_MAX_RESTARTS", "20")
     words = ["slurm", "run", "quickstart", "name=first"]
     config = prepare_new("quickstart", ["name=first", "steps=40"])
     (config.run_dir / "summary.json").write_text('{"steps": 40, "time_s": 9.0}')

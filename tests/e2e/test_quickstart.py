@@ -1,7 +1,4 @@
-"""`qurl launch` of two quickstarts, one after the other: the first to its end, output and files.
-
-Each is the installed command, which nemo-run's local executor starts.
-"""
+"""`qurl launch` of two quickstarts, one after the other: the first to its end, output and files."""
 
 from __future__ import annotations
 
@@ -90,7 +87,7 @@ def finished(
         preload=preload,
     )
     try:
-        command.wait_for("run directory .*sweep-100000")  # nemo-run shows the output of each
+        command.wait_for("run directory .*sweep-100000")
         command.process.send_signal(signal.SIGTERM)
         command.exit_code()
         yield Finished(command, list(words), directory / "words.parquet")
