@@ -23,7 +23,7 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch.job_script import OUTPUT, JobOptions, job_script
 from qurl_megatron.launch.owner import owner_of
-from qurl_megatron.launch.prepare import check_new, check_resume_or_new, default_name
+from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.status import slurm_jobs
 from qurl_megatron.process import ending_signals
 
@@ -94,11 +94,12 @@ def make_job(recipe: str, overrides: Sequence[str], *, on_slurm: bool) -> Job:
     names = [word for word in overrides if word.startswith("name=")]
     if not names or names[-1] == "name=":
         overrides.append(f"name={default_name(recipe)}")
+    checks: dict[str, bool] = {"writes": False, "asks_servers": False}
     if on_slurm:
-        config, data_summary = check_resume_or_new(recipe, overrides)
+        prepared = prepare_resume_or_new(recipe, overrides, **checks)
     else:
-        config, data_summary = check_new(recipe, overrides, device.num_gpus(), asks_servers=False)
-    return Job([recipe, *overrides], config, data_summary)
+        prepared = prepare_new(recipe, overrides, device.num_gpus(), **checks)
+    return Job([recipe, *overrides], *prepared)
 
 
 def named_combinations(

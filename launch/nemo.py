@@ -12,7 +12,6 @@ In Python, `resolve_factory(train, RECIPE)()` returns a Partial whose `config` c
 
 import os
 import sys
-from importlib import import_module
 
 import nemo_run as run
 
@@ -23,7 +22,7 @@ from qurl_megatron.launch import local
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.experiment import launch
 from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
-from qurl_megatron.launch.prepare import prepare_new, print_data_summary, recipe_names
+from qurl_megatron.launch.prepare import load_recipe, prepare_new, recipe_names
 
 # This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the
 # types of train's parameters, and fails on types that are strings.
@@ -47,7 +46,7 @@ class Context(run.cli.RunContext):
             names = recipe_names()
             if self.factory not in names:
                 raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(names)}")
-            config = with_overrides(recipe_config(self.factory), args)
+            config = with_overrides(load_recipe(self.factory).recipe(), args)
             self.given = tuple(args)
         partial = run.Partial(train, recipe=self.factory, config=config)
         if not (self.to_yaml or self.to_toml or self.to_json):
@@ -62,13 +61,14 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
     with exit_on_bad_input():
         # A format or a model changes a recipe's scale, but not one that is given, whatever it is.
         given = list(ctx.given) if isinstance(ctx, Context) else []
-        overrides = given + overrides_between(with_overrides(recipe_config(recipe), given), config)
+        named = with_overrides(load_recipe(recipe).recipe(), given)
+        overrides = given + overrides_between(named, config)
         options = job_options(ctx.executor) if ctx and ctx.executor else None
         dry_run = ctx is not None and ctx.dryrun
         if options or dry_run:
             sys.exit(launch(recipe, overrides, options=options, dry_run=dry_run))
-        prepared = prepare_new(recipe, overrides, device.num_gpus())
-    print_data_summary(prepared)
+        prepared, data_summary = prepare_new(recipe, overrides, device.num_gpus())
+    print(data_summary, end="", flush=True)
     sys.exit(local.run(prepared))
 
 
@@ -112,16 +112,9 @@ def _refuse_other_fields(executor: run.Executor, honoured: list[str]) -> None:
             raise ConfigError(f"{kind.__name__} {name}={value!r}: not honoured; leave it out")
 
 
-def recipe_config(name: str) -> Config:
-    """Return the configuration of a recipe."""
-    config = import_module(f"qurl_megatron.recipes.{name}").recipe()
-    assert isinstance(config, Config)
-    return config
-
-
 def _register(name: str):  # type: ignore[no-untyped-def]  # nemo-run inspects it at run time
     def factory() -> run.Partial:
-        return run.Partial(train, recipe=name, config=recipe_config(name))
+        return run.Partial(train, recipe=name, config=load_recipe(name).recipe())
 
     return run.cli.factory(factory, target=train, name=name)
 

@@ -1,9 +1,12 @@
 """Check everything that can be wrong with a run, then create or update its directory.
 
 `prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
-either. `check_new` and `check_resume_or_new` write nothing. All of them raise ArchitectureError,
-ConfigError or DataError, whose text is one line that says what is wrong, where, and what would be
-right.
+either. They return the run's configuration and the summary of its data. What they raise, that is
+ArchitectureError, ConfigError or DataError, has one line for its text, which says what is wrong,
+where, and what would be right.
+
+With `writes=False` they check only. With `asks_servers=False` they do not ask the servers of
+`rollout.servers_at`, for a run that starts later or elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -36,40 +38,19 @@ from qurl_megatron.rollout.options import check_options
 DATA_SUMMARY = "data.txt"  # in a run's directory
 
 
-def check_new(
-    recipe: str, overrides: list[str], num_gpus: int = 0, *, asks_servers: bool = True
+def prepare_new(
+    recipe: str,
+    overrides: list[str],
+    num_gpus: int = 0,
+    *,
+    writes: bool = True,
+    asks_servers: bool = True,
 ) -> tuple[Config, str]:
-    """Check a new run as `prepare_new` does; return it and the summary of its data.
-
-    `asks_servers` is False for a run that starts later or elsewhere: its servers elsewhere are then
-    not asked.
-    """
-    with _checked_new(recipe, overrides, num_gpus, asks_servers) as (config, _, summary):
-        return config, summary
-
-
-def prepare_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> Config:
     """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
     machine if the whole run is to fit on it; 0 skips that check.
     """
-    with _checked_new(recipe, overrides, num_gpus, True) as (config, built, summary):
-        config.run_dir.mkdir(parents=True)
-        if built.exists():
-            config.model = str(config.run_dir / "model")
-            shutil.move(built, config.model)
-    _make_paths_absolute(config)
-    save(config, config.run_dir / "config.yaml")
-    (config.run_dir / DATA_SUMMARY).write_text(summary)
-    return config
-
-
-@contextmanager
-def _checked_new(
-    recipe: str, overrides: list[str], num_gpus: int, asks_servers: bool
-) -> Iterator[tuple[Config, Path, str]]:
-    """Yield a new run's configuration, where its model is if the recipe built one, and its data."""
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
@@ -89,7 +70,15 @@ def _checked_new(
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        yield config, built, _check(config, num_gpus, asks_servers)
+        data_summary = _check(config, num_gpus, asks_servers)
+        if writes:
+            config.run_dir.mkdir(parents=True)
+            if built.exists():
+                config.model = str(config.run_dir / "model")
+                shutil.move(built, config.model)
+            _make_paths_absolute(config)
+            _write(config, data_summary)
+    return config, data_summary
 
 
 def _has_experts(model: str) -> bool:
@@ -100,7 +89,14 @@ def _has_experts(model: str) -> bool:
         return False
 
 
-def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Config:
+def prepare_resume(
+    run_dir: Path,
+    overrides: list[str],
+    num_gpus: int = 0,
+    *,
+    writes: bool = True,
+    asks_servers: bool = True,
+) -> tuple[Config, str]:
     """Apply overrides to an existing run, and write its config.yaml and data.txt.
 
     The run's directory may have been moved or renamed. An override may give the new place of a
@@ -110,59 +106,43 @@ def prepare_resume(run_dir: Path, overrides: list[str], num_gpus: int = 0) -> Co
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
     if run_dir.name in ("", ".."):
         run_dir = run_dir.resolve()
-    with claim(run_dir):
-        config, summary = _check_resume(run_dir, overrides, num_gpus)
-        save(config, run_dir / "config.yaml")
-        (config.run_dir / DATA_SUMMARY).write_text(summary)
-    return config
+    with claim(run_dir) if writes else nullcontext():
+        saved = load(run_dir / "config.yaml")
+        was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
+        if was_built and (run_dir / "model").is_dir():
+            saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
+        saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
+        config = with_overrides(saved, overrides)
+        for each in (saved, config):
+            _make_paths_absolute(each)
+        _accept_new_places(saved, config)
+        config.reward = absolute(config.reward)
+        validate_resume(saved, config)
+        data_summary = _check(config, num_gpus, asks_servers, resumes=True)
+        if writes:
+            _write(config, data_summary)
+    return config, data_summary
 
 
-def _check_resume(
-    run_dir: Path, overrides: list[str], num_gpus: int = 0, *, asks_servers: bool = True
+def prepare_resume_or_new(
+    recipe: str, overrides: list[str], *, writes: bool = True, asks_servers: bool = True
 ) -> tuple[Config, str]:
-    """Return the configuration of a run that resumes, and the summary of its data."""
-    saved = load(run_dir / "config.yaml")
-    was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
-    if was_built and (run_dir / "model").is_dir():
-        saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
-    saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
-    config = with_overrides(saved, overrides)
-    for each in (saved, config):
-        _make_paths_absolute(each)
-    _accept_new_places(saved, config)
-    config.reward = absolute(config.reward)
-    validate_resume(saved, config)
-    return config, _check(config, num_gpus, asks_servers, resumes=True)
-
-
-def prepare_resume_or_new(recipe: str, overrides: list[str]) -> Config:
     """Resume the named run, or create it."""
-    run_dir, others = _named_run(overrides)
+    place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
+    if not any(word.startswith("name=") for word in place):
+        raise ConfigError("name=: missing; a job needs it to find its run after a restart")
+    run_dir = with_overrides(Config(), place).run_dir
     if (run_dir / "config.yaml").is_file():
-        return prepare_resume(run_dir, others)
-    return prepare_new(recipe, overrides)
-
-
-def check_resume_or_new(recipe: str, overrides: list[str]) -> tuple[Config, str]:
-    """Check a run as `prepare_resume_or_new` will in a job; return it and the summary of its data.
-
-    The servers elsewhere are not asked: this machine may not reach them.
-    """
-    run_dir, others = _named_run(overrides)
-    if (run_dir / "config.yaml").is_file():
-        return _check_resume(run_dir, others, asks_servers=False)
+        others = [word for word in overrides if word not in place]
+        return prepare_resume(run_dir, others, writes=writes, asks_servers=asks_servers)
     if run_dir.exists():
         raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-    return check_new(recipe, overrides, asks_servers=False)
+    return prepare_new(recipe, overrides, writes=writes, asks_servers=asks_servers)
 
 
-def _named_run(overrides: list[str]) -> tuple[Path, list[str]]:
-    """Return the directory that overrides name, and the overrides that do not name it."""
-    if not any(word.startswith("name=") for word in overrides):
-        raise ConfigError("name=: missing; a job needs it to find its run after a restart")
-    place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
-    others = [word for word in overrides if word not in place]
-    return with_overrides(Config(), place).run_dir, others
+def _write(config: Config, data_summary: str) -> None:
+    save(config, config.run_dir / "config.yaml")
+    (config.run_dir / DATA_SUMMARY).write_text(data_summary)
 
 
 def warn_of_pickles(directory: Path) -> None:
@@ -215,11 +195,6 @@ def _exists(source: str) -> bool:
 def default_name(recipe: str) -> str:
     """Return the name of a run that the user gave none: recipe and time."""
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def print_data_summary(config: Config) -> None:
-    """Print the summary of a prepared run's data."""
-    print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
 
 
 def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool = False) -> str:

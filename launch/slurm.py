@@ -45,7 +45,7 @@ from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
-from qurl_megatron.launch.prepare import prepare_resume_or_new, print_data_summary
+from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import RestartLimit
 from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
@@ -516,11 +516,11 @@ def main() -> None:
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
     recipe, *overrides = words
     with exit_on_bad_input():
-        config = prepare_resume_or_new(recipe, overrides)
+        config, data_summary = prepare_resume_or_new(recipe, overrides)
     if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")
         return
-    print_data_summary(config)
+    print(data_summary, end="", flush=True)
     sys.exit(run(config, int(os.environ["QURL_MAX_RESTARTS"])))
 
 

@@ -20,7 +20,7 @@ from qurl_megatron.config.yaml_file import load
 from qurl_megatron.data.problems import DataError
 from qurl_megatron.evaluation import evaluate
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.prepare import check_new, prepare_new, prepare_resume, warn_of_pickles
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume, warn_of_pickles
 from qurl_megatron.preload import PreloadFailed
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
@@ -43,13 +43,13 @@ def grpo_words(directory: Path, problems: list[str]) -> list[str]:
 
 
 def test_valid_command_writes_a_run_directory_with_its_configuration(tmp_path: Path) -> None:
-    config = prepare_new("grpo", [*grpo_words(tmp_path, good_problems()), "name=first"])
+    config, _ = prepare_new("grpo", [*grpo_words(tmp_path, good_problems()), "name=first"])
     assert load(tmp_path / "runs" / "first" / "config.yaml") == config
 
 
 @pytest.mark.usefixtures("short_quickstart")
 def test_recipe_that_builds_its_model_puts_it_into_the_run_directory(tmp_path: Path) -> None:
-    config = prepare_new("quickstart", [f"output_dir={tmp_path}", "name=first"])
+    config, _ = prepare_new("quickstart", [f"output_dir={tmp_path}", "name=first"])
     assert config.model == str(tmp_path / "first" / "model")
     assert (tmp_path / "first" / "model" / "model.safetensors").exists()
 
@@ -74,7 +74,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     recipe = importlib.import_module(f"qurl_megatron.recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     words += inputs[name]
-    config = prepare_new(name, words)
+    config, _ = prepare_new(name, words)
     assert load(tmp_path / "first" / "config.yaml") == config
 
     given = with_overrides(recipe.recipe(), words)
@@ -88,15 +88,15 @@ def test_every_recipe_is_ready_to_start_in_every_format(
 @pytest.mark.usefixtures("short_quickstart")
 def test_bf16_rollout_turns_uaq_off_unless_an_override_sets_it(tmp_path: Path) -> None:
     words = [f"output_dir={tmp_path}", "quantization.format=bf16"]
-    assert prepare_new("quickstart", [*words, "name=without"]).quantization.uaq.scale == 1
+    assert prepare_new("quickstart", [*words, "name=without"])[0].quantization.uaq.scale == 1
     words += ["quantization.uaq.scale=2"]
-    assert prepare_new("quickstart", [*words, "name=with"]).quantization.uaq.scale == 2
+    assert prepare_new("quickstart", [*words, "name=with"])[0].quantization.uaq.scale == 2
 
 
 def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "experts", "qwen3_moe")
     words = [*grpo_words(tmp_path, good_problems()), f"model={model}"]
-    assert prepare_new("grpo", [*words, "name=two"]).quantization.uaq.scale == 2
+    assert prepare_new("grpo", [*words, "name=two"])[0].quantization.uaq.scale == 2
     words += ["quantization.uaq.scale=1.5"]
     with pytest.raises(ConfigError, match="scale=1.5: a model with experts needs a power of two"):
         prepare_new("grpo", [*words, "name=other"])
@@ -188,11 +188,11 @@ def test_a_run_of_another_user_is_resumed_with_a_warning_of_pickles(
 def test_run_directory_keeps_the_summary_of_its_data(tmp_path: Path) -> None:
     words = grpo_words(tmp_path, [*good_problems(40), good_problems()[0]])
     words += ["rollout.prompts_per_step=8"]
-    config = prepare_new("grpo", [*words, "name=first"])
+    config, _ = prepare_new("grpo", [*words, "name=first"])
     kept = (config.run_dir / "data.txt").read_text()
     assert "41 entries: 37 to train on, 3 held out, 1 dropped\n" in kept
     assert "problems.jsonl line 41\n" in kept
-    assert check_new("grpo", [*words, "name=second"])[1] == kept
+    assert prepare_new("grpo", [*words, "name=second"], writes=False)[1] == kept
     (config.run_dir / "data.txt").unlink()
     prepare_resume(config.run_dir, ["steps=7"])
     assert (config.run_dir / "data.txt").read_text() == kept

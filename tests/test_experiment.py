@@ -23,7 +23,7 @@ from qurl_megatron.launch.experiment import Job, launch, named_combinations
 from qurl_megatron.launch.job_script import JobOptions
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import server_specs
-from qurl_megatron.launch.prepare import check_new, prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES, write_inputs
 
@@ -63,7 +63,7 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
     assert launch(recipe, words, options=options, dry_run=True) == 0
     script = capsys.readouterr().out
     learner, rollout = parts_of(script)
-    config, _ = check_new(recipe, words)
+    config, _ = prepare_new(recipe, words, writes=False)
     assert int(learner["nodes"]) * int(learner["gpus-per-node"]) == config.learner.world_size
     server_gpus = sum(spec.server.tensor_parallel_size for spec in server_specs(config))
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE

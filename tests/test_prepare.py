@@ -31,14 +31,14 @@ def test_a_moved_and_renamed_run_is_resumed_from_any_working_directory(
     elsewhere.mkdir()
     shutil.move("runs/first", place)
     monkeypatch.chdir(elsewhere)
-    config = prepare_resume(place, ["steps=50"])
+    config, _ = prepare_resume(place, ["steps=50"])
     assert (config.run_dir, config.name, config.steps) == (place, "second", 50)
     assert config.model == str(place / "model")
     assert load(place / "config.yaml") == config
     monkeypatch.chdir(place)
-    assert prepare_resume(Path("."), []).model == str(place / "model")
+    assert prepare_resume(Path("."), [])[0].model == str(place / "model")
     monkeypatch.chdir(place / "model")
-    assert prepare_resume(Path(".."), []).run_dir == place
+    assert prepare_resume(Path(".."), [])[0].run_dir == place
 
 
 def test_paths_are_kept_as_seen_from_where_the_run_was_made(
@@ -50,13 +50,13 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
     prepare_new("grpo", [*relative, "name=first"])
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
-    config = prepare_resume(tmp_path / "runs" / "first", [])
+    config, _ = prepare_resume(tmp_path / "runs" / "first", [])
     assert Path(config.model).parent == Path(config.data).parent == tmp_path
 
 
 def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path: Path) -> None:
     words = write_inputs("grpo", tmp_path)
-    config = prepare_new("grpo", [*words, "name=first"])
+    config, _ = prepare_new("grpo", [*words, "name=first"])
     (new := tmp_path / "new").mkdir()
     moved = {"model": config.model, "data": config.data}
     others = {field: f"{field}={new / Path(path).name}" for field, path in moved.items()}
@@ -68,7 +68,7 @@ def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path:
             prepare_resume(config.run_dir, [word])
     shutil.rmtree(config.model)
     Path(config.data).unlink()
-    assert prepare_resume(config.run_dir, [*others.values()]).model == str(new / "model")
+    assert prepare_resume(config.run_dir, [*others.values()])[0].model == str(new / "model")
 
 
 def test_a_resume_without_a_file_to_evaluate_on_is_refused_although_the_file_is_gone(
@@ -76,13 +76,13 @@ def test_a_resume_without_a_file_to_evaluate_on_is_refused_although_the_file_is_
 ) -> None:
     (file := tmp_path / "test.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     words = [*write_inputs("grpo", tmp_path), f"evaluation.data.test={file}"]
-    config = prepare_new("grpo", [*words, "name=first"])
+    config, _ = prepare_new("grpo", [*words, "name=first"])
     file.unlink()
     with pytest.raises(ConfigError, match="^evaluation.data={}: the run has .*test.jsonl"):
         prepare_resume(config.run_dir, ["evaluation.data={}"])
     moved = tmp_path / "moved.jsonl"
     moved.write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    resumed = prepare_resume(config.run_dir, [f"evaluation.data.test={moved}"])
+    resumed, _ = prepare_resume(config.run_dir, [f"evaluation.data.test={moved}"])
     assert resumed.evaluation.data == {"test": str(moved)}
 
 
@@ -134,7 +134,7 @@ def test_a_job_continues_an_extended_run_and_not_a_finished_one(
     monkeypatch.setattr(slurm, "run", run)
     monkeypatch.setenv("QURL_MAX_RESTARTS", "20")
     words = ["slurm", "run", "quickstart", "name=first"]
-    config = prepare_new("quickstart", ["name=first", "steps=40"])
+    config, _ = prepare_new("quickstart", ["name=first", "steps=40"])
     (config.run_dir / "summary.json").write_text('{"steps": 40, "time_s": 9.0}')
     monkeypatch.setattr(sys, "argv", words)
     slurm.main()

@@ -58,15 +58,14 @@ def train(
     A summary of the data is printed before anything starts.
     """
     from qurl_megatron.device import num_gpus
-    from qurl_megatron.launch.prepare import check_new, prepare_new
+    from qurl_megatron.launch.prepare import prepare_new
 
     with exit_on_bad_input():
-        if dry_run:
-            _, data_summary = check_new(recipe, overrides or [], num_gpus())
-            print(data_summary, end="")
-            return
-        config = prepare_new(recipe, overrides or [], num_gpus())
-    _run_here(config)
+        config, data_summary = prepare_new(recipe, overrides or [], num_gpus(), writes=not dry_run)
+    if dry_run:
+        print(data_summary, end="")
+    else:
+        _run_here(config, data_summary)
 
 
 def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
@@ -79,19 +78,18 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
 
     with exit_on_bad_input():
         warn_of_pickles(run_dir)
-        config = prepare_resume(run_dir, overrides or [], num_gpus())
-    _run_here(config)
+        config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus())
+    _run_here(config, data_summary)
 
 
-def _run_here(config: Config) -> None:
+def _run_here(config: Config, data_summary: str) -> None:
     """Run a prepared run; exit with its code."""
     from qurl_megatron.launch import local
-    from qurl_megatron.launch.prepare import print_data_summary
     from qurl_megatron.planning.disk import check_disk
 
     with exit_on_bad_input():
         print(f"the run {check_disk(config)}", flush=True)
-    print_data_summary(config)
+    print(data_summary, end="", flush=True)
     sys.exit(local.run(config))
 
 

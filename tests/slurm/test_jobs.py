@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import stat
-import sys
 from pathlib import Path
 
+from e2e.running import QURL
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
+from qurl_megatron.launch.slurm import signal_lead_s
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.rollout.roster import read_roster
-from slurm.cluster import Cluster
-from slurm.runs import WORDS, metrics_of, wait_for_end, wait_for_text
+from slurm.cluster import Cluster, Job
+from slurm.runs import WORDS, metrics_of, script_of, wait_for_end, wait_for_text
 
-SCRIPTS = Path(__file__).parents[2] / "launch"
+LAUNCH_TIMEOUT_S = 300.0  # one `qurl` command
 
 
 def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
+    words = ["steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
+    script = script_of(*words, heterogeneous=True, max_restarts=1)
     nodes = ["--nodes=1", "--gpus-per-node=2", ":", "--nodes=2", "--gpus-per-node=1"]
-    once = "--export=ALL,QURL_MAX_RESTARTS=1"
-    job = cluster.submit(tmp_path, once, *nodes, SCRIPTS / "qurl.sbatch", *words)
-    after_job = f"--dependency=afterany:{job.id}"
-    chained = cluster.submit(tmp_path, after_job, *nodes, SCRIPTS / "qurl.sbatch", *words)
-    after_chained = f"--dependency=afterany:{chained.id}"
-    late = cluster.submit(tmp_path, after_chained, *nodes, SCRIPTS / "qurl.sbatch", *words)
+    job = cluster.submit(tmp_path, script, *nodes)
+    chained = cluster.submit(tmp_path, script, f"--dependency=afterany:{job.id}", *nodes)
+    late = cluster.submit(tmp_path, script, f"--dependency=afterany:{chained.id}", *nodes)
     run_dir = tmp_path / "runs" / "run"
     wait_for_text(job, "step 3/")
     servers = read_roster(run_dir / "logs" / "servers_n2.json")["rollout"]
@@ -62,8 +63,7 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert after[:stopped_at] == before
     assert (run_dir / "logs" / "resumed_1" / "server_rollout_1.log").exists()
     assert list((run_dir / "final_model").glob("*.safetensors"))
-    lead = cluster.call(*lead_command(run_dir))
-    assert 60 < int(lead) < 600
+    assert 60 < signal_lead_s(run_dir) < 600
 
     assert wait_for_end(late) == "COMPLETED"
     assert "is finished" in late.text()
@@ -71,22 +71,17 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert cluster.left_over() == []
 
 
-def lead_command(run_dir: Path) -> list[str | Path]:
-    return [sys.executable, "-m", "qurl_megatron.launch.slurm", "lead", run_dir]
-
-
 def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=100000", "checkpoint.every_steps=2"]
-    nodes = ["--nodes=2", "--gpus-per-node=2", "--nodelist=n1,n2"]
-    script = SCRIPTS / "qurl_one_allocation.sbatch"
+    nodes = "--nodelist=n1,n2"
     run_dir = tmp_path / "runs" / "run"
 
     # A learner rank is killed.
-    first = cluster.submit(tmp_path, *nodes, script, *words)
-    words += ["checkpoint.every_steps=100000"]
-    second = cluster.submit(tmp_path, f"--dependency=afterany:{first.id}", *nodes, script, *words)
+    script = script_of("steps=100000", "checkpoint.every_steps=2")
+    first = cluster.submit(tmp_path, script, nodes)
+    script = script_of("steps=100000", "checkpoint.every_steps=100000")
+    second = cluster.submit(tmp_path, script, nodes, f"--dependency=afterany:{first.id}")
     wait_for_text(first, "step 5/")
     (rank,) = cluster.tasks("n1", "learner", rank=1)
     rank.kill()
@@ -120,9 +115,8 @@ def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(
 def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=100000", "checkpoint.every_steps=100000", "rollout.servers=2"]
-    nodes = ["--nodes=3", "--gpus-per-node=2", "--nodelist=n1,n2,n3"]
-    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl_one_allocation.sbatch", *words)
+    script = script_of("steps=100000", "checkpoint.every_steps=100000", "rollout.servers=2")
+    job = cluster.submit(tmp_path, script, "--nodes=3", "--nodelist=n1,n2,n3")
     run_dir = tmp_path / "runs" / "run"
     logs = run_dir / "logs"
 
@@ -174,9 +168,46 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
 def test_a_node_with_too_few_gpus_is_named_before_anything_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    nodes = ["--nodes=1", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1"]
-    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl.sbatch", *WORDS)
+    job = cluster.submit(tmp_path, script_of(heterogeneous=True), "--gpus-per-node=1")
     assert wait_for_end(job) == "FAILED"
     assert job.exit_code() == 2
     assert "preflight of n1: Slurm granted 1 GPUs, 2 are needed" in job.text()
     assert not list((tmp_path / "runs" / "run" / "logs").glob("server*"))
+
+
+def test_a_launched_job_is_requeued_on_a_signal_and_completes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    directory = tmp_path / """it's "here" #1"""
+    directory.mkdir()
+
+    def qurl(*words: str) -> str:
+        return cluster.call(QURL, *words, cwd=directory, timeout_s=LAUNCH_TIMEOUT_S)
+
+    options = ["--executor=slurm", "--partition=low", "--gpus-per-node=2", "--heterogeneous"]
+    output = qurl("launch", *WORDS, "steps=100", "checkpoint.every_steps=1000", *options)
+    number = re.fullmatch(r"runs/run: job (\d+)\n", output)
+    assert number, output
+    log = directory / "logs" / f"qurl.run-{number[1]}.out"
+    job = Job(cluster, number[1], log)
+    comment = cluster.call("squeue", "--noheader", f"--jobs={job.id}", "--format=%k").splitlines()
+    assert set(comment) == {str(directory / "runs" / "run")}  # of both components
+    wait_for_text(job, "step 3/")
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    wait_for_text(job, "requeueing job")
+    status = qurl("status", "runs/run")
+    assert re.match(
+        rf"runs/run: step \d+ of 100, newest checkpoint step_\d+, job {job.id} ", status
+    )
+    assert f"==> {log} <==" in qurl("logs", "runs/run")
+    wait_for_text(job, "resuming after step")
+    assert wait_for_end(job) == "COMPLETED", job.text()
+
+    run_dir = directory / "runs" / "run"
+    plan = json.loads((run_dir / "logs" / "plan.json").read_text())
+    assert [(node["ranks"], len(node["servers"])) for node in plan["nodes"]] == [(2, 0), (0, 1)]
+    status = "runs/run: step 100 of 100, newest checkpoint step_000100, finished\n"
+    assert qurl("status", "runs/run") == status
+    assert list((run_dir / "final_model").glob("*.safetensors"))
+    assert sorted(path.name for path in directory.iterdir()) == ["logs", "runs"]
+    assert cluster.left_over() == []
