@@ -15,14 +15,12 @@ import sys
 
 import nemo_run as run
 
-from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.launch import local
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.experiment import launch
 from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
-from qurl_megatron.launch.prepare import load_recipe, prepare_new, recipe_names
+from qurl_megatron.launch.prepare import load_recipe, recipe_names
 
 # This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the
 # types of train's parameters, and fails on types that are strings.
@@ -65,11 +63,7 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
         overrides = given + overrides_between(named, config)
         options = job_options(ctx.executor) if ctx and ctx.executor else None
         dry_run = ctx is not None and ctx.dryrun
-        if options or dry_run:
-            sys.exit(launch(recipe, overrides, options=options, dry_run=dry_run))
-        prepared, data_summary = prepare_new(recipe, overrides, device.num_gpus())
-    print(data_summary, end="", flush=True)
-    sys.exit(local.run(prepared))
+        sys.exit(launch(recipe, overrides, options=options, dry_run=dry_run))
 
 
 def job_options(executor: run.Executor) -> JobOptions | None:

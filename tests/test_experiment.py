@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import load
-from qurl_megatron.launch import experiment, local, nemo, status
+from qurl_megatron.launch import experiment, nemo, status
 from qurl_megatron.launch.experiment import Job, launch, named_combinations
 from qurl_megatron.launch.job_script import JobOptions
 from qurl_megatron.launch.owner import claim
@@ -457,14 +456,14 @@ def test_nemorun_keeps_a_field_that_is_given_as_the_recipe_has_it(
     nemorun: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In BF16 a recipe's scale is 1, unless a scale is given: the recipe's own is one."""
-    monkeypatch.setattr(local, "run", lambda config: 0)
-    for name, words, scale in (("a", ["quantization.uaq.scale=1.5"], 1.5), ("b", [], 1.0)):
-        given = [f"name={name}", "quantization.format=bf16", *words]
-        assert quickstart.recipe().quantization.uaq.scale == 1.5
-        with pytest.raises(SystemExit) as ended:
-            nemorun("--factory", "quickstart", *given, "--yes")
-        assert ended.value.code == 0
-        assert load(Path("runs") / name / "config.yaml").quantization.uaq.scale == scale
+    launched: list[list[str]] = []
+    monkeypatch.setattr(nemo, "launch", lambda recipe, overrides, **_: launched.append(overrides))
+    assert quickstart.recipe().quantization.uaq.scale == 1.5
+    for words, scale in ((["quantization.uaq.scale=1.5"], 1.5), ([], 1.0)):
+        with pytest.raises(SystemExit):
+            nemorun("--factory", "quickstart", "quantization.format=bf16", *words, "--yes")
+        config, _ = prepare_new("quickstart", launched[-1], writes=False)
+        assert config.quantization.uaq.scale == scale
 
 
 def test_nemorun_refuses_a_mistyped_field_in_one_line(
