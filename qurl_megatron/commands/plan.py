@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qurl_megatron.commands.arguments import Overrides
+from qurl_megatron.commands.runs import Overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
@@ -57,35 +57,30 @@ def plan(
     If something does not fit, the error names the part that is too large.
     """
     with exit_on_bad_input():
+        import dataclasses
+
         from qurl_megatron.commands.plan_page import print_plan
         from qurl_megatron.config.schema import ConfigError
         from qurl_megatron.planning.plan import plan_or_suggest
         from qurl_megatron.planning.step_time import Workload
 
         architecture, config, has_layout = _plan_input(subject, overrides or [])
-        half = Workload.half(config)
+        workload = dataclasses.replace(Workload.half(config), log_deviation=log_deviation)
         for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
+            if mean is None:
+                continue
             longest = getattr(config.rollout, f"max_{name}_length")
-            if mean is not None and not 1 <= mean <= longest:
+            if not 1 <= mean <= longest:
                 raise ConfigError(
                     f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
                 )
+            workload = dataclasses.replace(workload, **{f"mean_{name}": mean})
         if log_deviation is not None and not 0 < log_deviation <= 10:
             raise ConfigError(
                 f"--log-deviation {log_deviation}: must be above 0 and at most 10; around 1 for "
                 "reasoning"
             )
-        chosen = plan_or_suggest(
-            architecture,
-            config,
-            gpus,
-            Workload(
-                half.mean_prompt if mean_prompt is None else mean_prompt,
-                half.mean_response if mean_response is None else mean_response,
-                log_deviation,
-            ),
-            has_layout=has_layout,
-        )
+        chosen = plan_or_suggest(architecture, config, gpus, workload, has_layout=has_layout)
     print_plan(chosen)
 
 
@@ -108,14 +103,13 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     is_model = subject in known or Path(subject).is_dir()
     if is_model:
         overrides = [f"model={subject}", *overrides]
+        architecture = known.get(subject) or Architecture.from_directory(subject)
+        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
     elif subject not in recipe_names():
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(known)}) or recipe "
             f"({', '.join(recipe_names())})"
         )
-    if is_model:
-        architecture = known.get(subject) or Architecture.from_directory(subject)
-        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
     config = with_overrides(load_recipe(subject).recipe(), overrides)
     if not config.model:
         raise ConfigError(

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qurl_megatron.commands.arguments import Overrides, RecipeName, RunDir
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
 
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, such as quickstart.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
+    ),
+]
 # Of `qurl launch`: those that make no sense on this machine.
 SLURM_OPTIONS = """account partition time gpus_per_node heterogeneous sbatch container_image
     container_mounts""".split()
