@@ -6,6 +6,7 @@ job of its own (`launch/job_script.py`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import shlex
@@ -63,10 +64,12 @@ def launch(
     on_slurm = options is not None
     if on_slurm and not dry_run and not shutil.which("sbatch"):
         raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
-    jobs = [
-        make_job(recipe, [*overrides, *swept], on_slurm=on_slurm)
-        for swept in named_combinations(recipe, overrides, sweeps)
-    ]
+    here = functools.partial(prepare_new, num_gpus=device.num_gpus())
+    prepare = prepare_resume_or_new if on_slurm else here
+    jobs = []
+    for words in named_runs(recipe, overrides, sweeps):
+        config, data_summary = prepare(recipe, words, writes=False, asks_servers=False)
+        jobs.append(Job([recipe, *words], config, data_summary))
     if options is None:
         scripts = [f"{shlex.join(job.command)}\n" for job in jobs]
     else:
@@ -82,38 +85,19 @@ def launch(
     return submit(jobs, scripts) if on_slurm else run_here(jobs)
 
 
-def make_job(recipe: str, overrides: Sequence[str], *, on_slurm: bool) -> Job:
-    """Check a new run, or on Slurm one that may resume, and name it if it has no name.
-
-    Nothing is written.
-
-    Raises:
-        ConfigError, DataError: one line that says what is wrong.
-    """
-    overrides = list(overrides)
-    names = [word for word in overrides if word.startswith("name=")]
-    if not names or names[-1] == "name=":
-        overrides.append(f"name={default_name(recipe)}")
-    checks: dict[str, bool] = {"writes": False, "asks_servers": False}
-    if on_slurm:
-        prepared = prepare_resume_or_new(recipe, overrides, **checks)
-    else:
-        prepared = prepare_new(recipe, overrides, device.num_gpus(), **checks)
-    return Job([recipe, *overrides], *prepared)
-
-
-def named_combinations(
-    recipe: str, overrides: Sequence[str], sweeps: Sequence[str]
-) -> list[list[str]]:
-    """Return what the runs of a sweep override, with a name for each, such as `sweep-acr-int8-1.5`.
+def named_runs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each run of a sweep, with a name such as `sweep-acr-int8-1.5`.
 
     The axes of a sweep are given as `field=value,value`. A name begins with the `name=` among the
-    common `overrides`, or with the recipe's name, and ends with the values. Without sweeps there is
-    one run with no overrides.
+    `overrides`, or with the recipe's name, and ends with the values. Without sweeps there is one
+    run; if it has no name, it gets the recipe's and the time.
 
     Raises:
         ConfigError: an axis has another form, or lists a value twice.
     """
+    name = next((word[5:] for word in reversed(overrides) if word.startswith("name=")), "")
+    if not sweeps:
+        return [[*overrides, *([] if name else [f"name={default_name(recipe)}"])]]
     axes = []
     for word in sweeps:
         field, _, values = word.partition("=")
@@ -121,15 +105,12 @@ def named_combinations(
         if not all(listed) or len(set(listed)) < len(listed):
             raise ConfigError(f"--sweep {word}: not of the form field=value,value")
         axes.append([f"{field}={value}" for value in listed])
-    if not axes:
-        return [[]]
-    names = [word.removeprefix("name=") for word in overrides if word.startswith("name=")]
-    title = names[-1] if names else f"{recipe}-sweep"
-    combinations = []
-    for words in itertools.product(*axes):
-        values = [re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]) for word in words]
-        combinations.append([*words, f"name={'-'.join([title, *values])}"])
-    return combinations
+    runs = []
+    for swept in itertools.product(*axes):
+        parts = [name or f"{recipe}-sweep"]
+        parts += [re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]) for word in swept]
+        runs.append([*overrides, *swept, f"name={'-'.join(parts)}"])
+    return runs
 
 
 def check_unused(run_dir: Path) -> None:

@@ -19,7 +19,6 @@ from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.slurm import signal_lead_s
 
 GPUS_PER_NODE = 8
-MAX_RESTARTS = 20
 OUTPUT = "logs/%x-%j.out"  # below the directory that the job is submitted from
 # Of sbatch: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s, or no limit.
 _TIME = r"\d{1,7}(:\d{1,2}){0,2}|\d{1,4}-\d{1,2}(:\d{1,2}){0,2}|infinite|unlimited"
@@ -51,7 +50,7 @@ class JobOptions:
     setup_lines: str = ""
     """Lines of shell that run first, as they are."""
 
-    max_restarts: int = MAX_RESTARTS
+    max_restarts: int = 20
     """How often the job may be requeued."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import socket
@@ -44,21 +43,6 @@ def only(check: Callable[[], doctor.Findings]) -> tuple[str, str]:
 
 def gpu(major: int, minor: int, name: str = "NVIDIA H100") -> Any:
     return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("version", "finding"),
-    [
-        ((3, 11, 7), ("ok", "3.11")),
-        ((3, 12, 0), ("ok", "3.12")),
-        ((3, 10, 1), ("!!", "3.10 is not supported; install Python 3.11 or 3.12")),
-    ],
-)
-def test_python_is_3_11_or_3_12(
-    version: tuple[int, ...], finding: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "sys", SimpleNamespace(version_info=version))
-    assert only(doctor.check_python) == finding
 
 
 def test_packages_are_those_that_the_distribution_requires_as_it_pins_them(
@@ -155,15 +139,6 @@ def test_dockers_64_mib_of_shared_memory_are_too_little(replace: Replace) -> Non
     assert status == "!!" and "0.1 GiB free" in text and "--shm-size" in text
 
 
-def test_disk_must_be_writable_and_have_room(replace: Replace) -> None:
-    replace(shutil, "disk_usage", SimpleNamespace(free=50 * GIB))
-    assert only(doctor.check_disk)[0] == "ok"
-    replace(shutil, "disk_usage", SimpleNamespace(free=5 * GIB))
-    assert only(doctor.check_disk)[0] == "!!"
-    replace(os, "access", False)
-    assert only(doctor.check_disk) == ("!!", f"{Path.cwd()} is not writable; set output_dir")
-
-
 def test_loopback_is_bound_and_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     def connection_refused(*_: object, **__: object) -> None:
         raise OSError("network is unreachable")
@@ -199,15 +174,6 @@ def test_slurm_must_be_complete_or_absent(
 def write_program(path: Path, body: str) -> None:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
-
-
-def test_infiniband_devices_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for directory in (tmp_path / "none", tmp_path):
-        monkeypatch.setattr(doctor, "INFINIBAND", directory)
-        assert only(doctor.check_infiniband)[0] == "--"
-    for name in ("mlx5_1", "mlx5_0"):
-        (tmp_path / name).mkdir()
-    assert only(doctor.check_infiniband) == ("ok", "2 devices: mlx5_0, mlx5_1")
 
 
 def test_a_check_that_raises_becomes_a_result(monkeypatch: pytest.MonkeyPatch) -> None:

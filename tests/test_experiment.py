@@ -18,7 +18,7 @@ import yaml
 
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch import experiment, nemo, status
-from qurl_megatron.launch.experiment import Job, launch, named_combinations
+from qurl_megatron.launch.experiment import Job, launch, named_runs
 from qurl_megatron.launch.job_script import JobOptions
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import server_specs
@@ -222,18 +222,19 @@ def test_a_sweep_has_a_named_run_for_each_combination(
         "quantization.format=int8,fp8",
         "quantization.uaq.scale=1,1.5,2",
     ]
-    combinations = named_combinations("quickstart", ["name=x", "name=ablation"], sweeps)
-    assert len({words[-1] for words in combinations}) == 2 * 2 * 3
-    assert combinations[0][-1] == "name=ablation-tis-int8-1"
-    assert combinations[-1] == [
+    runs = named_runs("quickstart", ["name=x", "name=ablation"], sweeps)
+    assert len({words[-1] for words in runs}) == 2 * 2 * 3
+    assert runs[0][-1] == "name=ablation-tis-int8-1"
+    assert runs[-1][2:] == [
         "objective.objective=acr",
         "quantization.format=fp8",
         "quantization.uaq.scale=2",
         "name=ablation-acr-fp8-2",
     ]
-    ((_, name),) = named_combinations("grpo", [], ["data=/a/b.jsonl"])
+    ((_, name),) = named_runs("grpo", [], ["data=/a/b.jsonl"])
     assert name == "name=grpo-sweep-_a_b.jsonl"
-    assert named_combinations("grpo", [], []) == [[]]
+    ((_, name),) = named_runs("grpo", ["steps=1"], [])
+    assert re.fullmatch(r"name=grpo-\d{8}-\d{6}", name)
 
     small = ["name=ablation", "steps=2"]
     launch("quickstart", small, sweeps[:2], options=JobOptions(), dry_run=True)

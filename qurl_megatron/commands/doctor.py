@@ -1,5 +1,6 @@
 """Check that this machine has what a run needs, for `qurl doctor`. Nothing is changed.
 
+What pip or a run itself refuses is not checked again: another Python, or too little disk.
 Each check yields a status and a text: what it found, or the remedy. The statuses are:
 
 - `ok`: present and right;
@@ -11,12 +12,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,12 +25,9 @@ from typing import Any, Literal
 from qurl_megatron.config.schema import QuantizationConfig
 
 DISTRIBUTION = "qurl-megatron"
-PYTHONS = ((3, 11), (3, 12))
 SHARED_MEMORY = Path("/dev/shm")
-INFINIBAND = Path("/sys/class/infiniband")
 SLURM_COMMANDS = ("sinfo", "squeue", "sbatch", "srun", "scontrol")
 GIB = 2**30
-ENOUGH_DISK_BYTES = 10 * GIB
 ENOUGH_SHARED_BYTES = 2 * QuantizationConfig().bucket_bytes  # one is filled while one is read
 PROBE_TIMEOUT_S = 5
 
@@ -76,15 +72,6 @@ def page(results: list[Result]) -> str:
         )
         for status, name, text in results
     )
-
-
-def check_python() -> Findings:
-    """Check the version of Python."""
-    name = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    if sys.version_info[:2] in PYTHONS:
-        yield "ok", name
-    else:
-        yield "!!", f"{name} is not supported; install Python 3.11 or 3.12"
 
 
 def check_packages() -> Findings:
@@ -187,18 +174,6 @@ def check_shared_memory() -> Findings:
         )
 
 
-def check_disk() -> Findings:
-    """Check that runs can be written to the working directory."""
-    directory, free_bytes = Path.cwd(), shutil.disk_usage(".").free
-    free = f"{free_bytes / GIB:.1f} GiB free in {directory}"
-    if not os.access(directory, os.W_OK):
-        yield "!!", f"{directory} is not writable; set output_dir"
-    elif free_bytes < ENOUGH_DISK_BYTES:
-        yield "!!", f"{free}, little for checkpoints; make room or set output_dir"
-    else:
-        yield "ok", f"{free}; runs are written to output_dir, here by default"
-
-
 def check_ports() -> Findings:
     """Check that a port of loopback can be bound, and reached."""
     try:
@@ -227,26 +202,14 @@ def check_slurm() -> Findings:
         yield "--", "absent; only needed for `qurl launch --executor slurm`"
 
 
-def check_infiniband() -> Findings:
-    """List the InfiniBand devices."""
-    devices = sorted(path.name for path in INFINIBAND.glob("*"))
-    if devices:
-        yield "ok", f"{len(devices)} devices: {', '.join(devices)}"
-    else:
-        yield "--", "no devices; only needed for fast runs on several nodes"
-
-
 CHECKS: dict[str, Callable[[], Findings]] = {
-    "Python": check_python,
     "packages": check_packages,
     "GPUs": check_gpus,
     "weight formats": check_weight_formats,
     "Transformer Engine": check_transformer_engine,
     "shared memory": check_shared_memory,
-    "disk": check_disk,
     "loopback ports": check_ports,
     "Slurm": check_slurm,
-    "InfiniBand": check_infiniband,
 }
 
 

@@ -27,7 +27,7 @@ SLURM_OPTIONS = """account partition time gpus_per_node heterogeneous sbatch con
 
 
 def doctor() -> None:
-    """Check this machine: packages, GPUs, shared memory, disk, ports, Slurm and InfiniBand.
+    """Check this machine: packages, GPUs, shared memory, ports and Slurm.
 
     Exit with code 1 if something that a run needs is missing or wrong.
     """
