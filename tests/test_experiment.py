@@ -15,11 +15,13 @@ from typing import Any
 import nemo_run
 import pytest
 import yaml
+from nemo_run.cli.api import create_cli
 
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch import experiment, nemo, status
 from qurl_megatron.launch.experiment import Job, launch, named_runs
-from qurl_megatron.launch.job_script import JobOptions
+from qurl_megatron.launch.job_script import JobOptions, job_script
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
@@ -37,6 +39,13 @@ def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     with open(os.devnull) as empty:  # nemo-run reads stdin, and pytest's raises
         monkeypatch.setattr(sys, "stdin", empty)
         yield
+
+
+def script_of(*overrides: str, **options: Any) -> str:
+    """Return the script of a job of the quickstart."""
+    words = ["name=first", *overrides]
+    config = with_overrides(quickstart.recipe(), words)
+    return job_script(config, ["quickstart", *words], JobOptions(**options))
 
 
 def parts_of(script: str) -> list[dict[str, str]]:
@@ -80,25 +89,21 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
     assert list(Path.cwd().iterdir()) == []  # nothing is written
 
 
-def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = JobOptions(
-        {"qos": "high", "no_kill": False},
+def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only() -> None:
+    script = script_of(
+        "rollout.servers=6",
+        sbatch={"qos": "high", "no_kill": False},
         gpus_per_node=4,
         container_image="i.sqsh",
         container_mounts=["/d:/d", "/e:/e"],
         setup_lines="module load cuda",
         max_restarts=3,
     )
-    launch("quickstart", ["name=first", "rollout.servers=6"], options=options, dry_run=True)
-    script = capsys.readouterr().out
     (part,) = parts_of(script)
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
     assert "no-kill" not in part and "--container" not in script
-    lines = script.splitlines()
-    assert lines[-6:-1] == [
+    assert script.splitlines()[-6:-1] == [
         "module load cuda",
         "export QURL_PYTHON=python",
         "export QURL_MAX_RESTARTS=3",
@@ -107,50 +112,42 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     ]
 
 
-def test_a_job_may_have_more_nodes_than_its_run_needs_and_not_fewer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    launch("quickstart", ["name=first"], options=JobOptions({"nodes": 3}), dry_run=True)
-    assert parts_of(capsys.readouterr().out)[0]["nodes"] == "3"
+def test_a_job_may_have_more_nodes_than_its_run_needs_and_not_fewer() -> None:
+    assert parts_of(script_of(sbatch={"nodes": 3}))[0]["nodes"] == "3"
     with pytest.raises(ConfigError, match="^nodes=1: too few; the run takes 2 of them"):
-        launch("quickstart", ["name=first"], options=JobOptions({"nodes": 1}), dry_run=True)
+        script_of(sbatch={"nodes": 1})
 
 
-def test_a_job_script_passes_every_word_as_it_was_given(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+UNSAFE = ["""a $(touch x)`touch x`;"'&|""", "-rf *", "b > x"]
+
+
+def test_a_job_script_passes_every_word_as_it_was_given() -> None:
     """The script is run by bash, whose `exec` prints the words."""
-    data = Path("""a $(touch x) `touch x` ;"'&|.jsonl""")
-    data.write_text('{"question": "1 + 3?", "answer": "4"}\n')
-    words = [f"evaluation.data.test={data}", "reward=exact", "name=first"]
-    options = JobOptions(
-        {"account": "$(touch x)", "qos": "`touch x`"},
+    words = [f"evaluation.data.test={value}" for value in UNSAFE]
+    script = script_of(
+        *words,
+        sbatch={"account": UNSAFE[0], "qos": "`touch x`"},
         container_image="$(touch x)",
         container_mounts=["/d;touch x:/d"],
-        environment={"WHERE": "$(touch x) b"},
+        environment={"WHERE": UNSAFE[0]},
     )
-    launch("quickstart", words, options=options, dry_run=True)
-    script = capsys.readouterr().out
     printing = r"""exec() { shift 4; printf '%s\0' "$@" "$QURL_CONTAINER_MOUNTS" "$WHERE"; }"""
     shown = subprocess.run(["bash", "-c", f"{printing}\n{script}"], capture_output=True, text=True)
-    expected = ["quickstart", *words, "/d;touch x:/d", "$(touch x) b", ""]
-    assert shown.stdout.split("\0") == expected
-    assert shown.stderr == ""
-    assert list(Path.cwd().iterdir()) == [Path.cwd() / data]  # nothing was touched
+    expected = ["quickstart", "name=first", *words, "/d;touch x:/d", UNSAFE[0], ""]
+    assert (shown.stdout.split("\0"), shown.stderr) == (expected, "")
+    assert list(Path.cwd().iterdir()) == []  # nothing was touched
 
 
 def test_a_run_on_this_machine_is_qurl_train_with_every_word_as_it_was_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    values = ["""a $(touch x)`touch x`;"'&|""", "-rf *", "b > x"]
-    for value in values:
+    for value in UNSAFE:
         Path(value + ".jsonl").write_text('{"question": "1 + 3?", "answer": "4"}\n')
     words = ["reward=exact", "name=first"]
-    sweep = "evaluation.data.test=" + ",".join(f"{value}.jsonl" for value in values)
+    sweep = "evaluation.data.test=" + ",".join(f"{value}.jsonl" for value in UNSAFE)
     launch("quickstart", words, [sweep], dry_run=True)
     qurl = str(Path(sys.executable).with_name("qurl"))
-    lines = capsys.readouterr().out.splitlines()
-    for line, value in zip(lines, values, strict=True):
+    for line, value in zip(capsys.readouterr().out.splitlines(), UNSAFE, strict=True):
         *command, name = shlex.split(line)
         swept = f"evaluation.data.test={value}.jsonl"
         assert command == [qurl, "train", "quickstart", *words, swept]
@@ -165,58 +162,34 @@ def test_runs_on_this_machine_go_on_after_one_that_fails(
     monkeypatch.setattr(
         Job, "command", property(lambda job: [sys.executable, "-c", program, *job.words])
     )
-    assert experiment.run_here(jobs[:1]) == 0
+    assert experiment.run_here(jobs[2:]) == 0
     assert experiment.run_here(jobs) == 1
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "runs/a: succeeded",
-        "runs/b: failed",
-        "runs/c: succeeded",
-    ]
+    states = ["runs/c: succeeded", "runs/a: succeeded", "runs/b: failed", "runs/c: succeeded"]
+    assert capsys.readouterr().out.splitlines() == states
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["a", "b", "c"]
 
 
-@pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that puts a shell program in the place of sbatch."""
-
-    def put(program: str) -> None:
-        Path("bin").mkdir(exist_ok=True)
-        Path("bin/sbatch").write_text(f"#!/bin/sh\n{program}\n")
-        Path("bin/sbatch").chmod(0o755)
-
-    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
-    return put
-
-
 def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
-    sbatch: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sbatch('test "$*" = --parsable && cat >> scripts && echo "$(grep -c exec scripts);cluster"')
+    (sbatch := Path("bin/sbatch")).parent.mkdir()
+    sbatch.touch(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent.absolute()}:{os.environ['PATH']}")
+    sbatch.write_text(
+        "#!/bin/sh\n"
+        'test "$*" = --parsable && cat >> scripts && echo "$(grep -c exec scripts);cluster"\n'
+    )
     launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
     assert capsys.readouterr().out == "runs/s-2: job 1\nruns/s-3: job 2\n"
     executed = re.findall(r"^exec .+ run (.+)$", Path("scripts").read_text(), re.MULTILINE)
     assert executed == [f"quickstart name=s steps={n} name=s-{n}" for n in (2, 3)]
     assert Path("logs").is_dir()  # where the jobs write
-    sbatch("echo 'error: more' >&2; echo 'sbatch: error: invalid account' >&2; exit 1")
-    with pytest.raises(ConfigError, match="^sbatch: error: invalid account$"):
+    sbatch.write_text("#!/bin/sh\n(echo error: more; echo sbatch: error: no account) >&2; exit 1\n")
+    with pytest.raises(ConfigError, match="^sbatch: error: no account$"):
         launch("quickstart", ["name=s"], options=JobOptions())
 
 
-def test_a_job_of_a_run_that_is_owned_is_refused_unless_it_waits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    prepare_new("quickstart", ["name=first"])
-    with claim(Path("runs/first")):
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
-            launch("quickstart", ["name=first"], options=JobOptions(), dry_run=True)
-        waits = JobOptions({"dependency": "afterany:7"})
-        launch("quickstart", ["name=first"], options=waits, dry_run=True)
-    assert "#SBATCH --dependency=afterany:7" in capsys.readouterr().out
-
-
-def test_a_sweep_has_a_named_run_for_each_combination(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:
     sweeps = [
         "objective.objective=tis,acr",
         "quantization.format=int8,fp8",
@@ -235,23 +208,22 @@ def test_a_sweep_has_a_named_run_for_each_combination(
     assert name == "name=grpo-sweep-_a_b.jsonl"
     ((_, name),) = named_runs("grpo", ["steps=1"], [])
     assert re.fullmatch(r"name=grpo-\d{8}-\d{6}", name)
-
-    small = ["name=ablation", "steps=2"]
-    launch("quickstart", small, sweeps[:2], options=JobOptions(), dry_run=True)
+    launch("quickstart", ["name=ablation"], sweeps[:2], options=JobOptions(), dry_run=True)
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
     commands = re.findall(r"^exec .+ run (.+)$", shown.out, re.MULTILINE)
-    assert commands == [
-        f"quickstart name=ablation steps=2 objective.objective={objective} "
-        f"quantization.format={weights} name=ablation-{objective}-{weights}"
-        for objective in ("tis", "acr")
-        for weights in ("int8", "fp8")
+    assert [command.split() for command in commands] == [
+        ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
     ]
 
 
-def test_nothing_starts_without_sbatch_or_over_an_existing_run(
+def test_nothing_starts_without_sbatch_or_over_a_run_that_exists_or_is_owned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def dry_run(name: str, *overrides: str, **sbatch: str) -> None:
+        words = [f"name={name}", *overrides]
+        launch("quickstart", words, options=JobOptions(sbatch), dry_run=True)
+
     monkeypatch.setenv("PATH", "/no/such")
     with pytest.raises(ConfigError, match="this machine has no sbatch"):
         launch("quickstart", [], options=JobOptions())
@@ -260,25 +232,37 @@ def test_nothing_starts_without_sbatch_or_over_an_existing_run(
     with pytest.raises(ConfigError, match="runs/first exists; choose another name"):
         launch("quickstart", ["name=first"])
     with pytest.raises(ConfigError, match="runs/no_run exists and is not a run"):
-        launch("quickstart", ["name=no_run"], options=JobOptions(), dry_run=True)
+        dry_run("no_run")
     # A job resumes it, and may change only what a resume may change.
     before = Path("runs/first/config.yaml").read_text()
-    launch("quickstart", ["name=first", "steps=9"], options=JobOptions(), dry_run=True)
+    dry_run("first", "steps=9")
     with pytest.raises(ConfigError, match="seed=1: the run has 0"):
-        launch("quickstart", ["name=first", "seed=1"], options=JobOptions(), dry_run=True)
+        dry_run("first", "seed=1")
     assert Path("runs/first/config.yaml").read_text() == before
+    # Only one that waits may follow another.
+    with claim(Path("runs/first")):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
+            dry_run("first")
+        dry_run("first", dependency="afterany:7")
+    assert "#SBATCH --dependency=afterany:7" in capsys.readouterr().out
 
 
-def test_status_shows_the_progress_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status.shutil, "which", lambda name: None)
+
+
+def test_status_shows_the_progress_of_a_run(no_slurm: None) -> None:
     run_dir = Path("runs/first")
     with pytest.raises(ConfigError, match="runs/first: not a run's directory"):
         status.status(run_dir)
     prepare_new("quickstart", ["name=first", "steps=40"])
     how = "qurl resume runs/first"
-    assert status.status(run_dir) == (
-        f"step 0 of 40, no checkpoint, not running; to start again: {how}"
-    )
+    before = f"step 0 of 40, no checkpoint, not running; to start again: {how}"
+    assert status.status(run_dir) == before
+    for text in ("", '{"steps": 40, "ti', "[]"):  # a summary that is not whole
+        (run_dir / "summary.json").write_text(text)
+        assert status.status(run_dir) == before
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
     for name in ("step_000001", "step_000002.partial"):
         (run_dir / "checkpoints" / name).mkdir(parents=True)
@@ -292,10 +276,7 @@ def test_status_shows_the_progress_of_a_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"{progress}, best step_000001, {stopped}" == status.status(run_dir)
 
 
-def test_status_tells_a_finished_run_from_one_that_was_extended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(status.shutil, "which", lambda name: None)
+def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) -> None:
     run_dir = Path("runs/first")
     prepare_new("quickstart", ["name=first", "steps=40"])
     (run_dir / "metrics.jsonl").write_text('{"step": 40}\n')
@@ -310,18 +291,6 @@ def test_status_tells_a_finished_run_from_one_that_was_extended(
     assert status.status(run_dir).endswith("finished")  # it ran out of its time
     prepare_resume(run_dir, ["time_limit_s=200"])
     assert status.status(run_dir) == extended
-
-
-@pytest.mark.parametrize("text", ["", '{"steps": 40, "ti', "[]"])
-def test_status_of_a_run_whose_summary_is_not_whole_is_that_of_one_without(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(status.shutil, "which", lambda name: None)
-    run_dir = Path("runs/first")
-    prepare_new("quickstart", ["name=first", "steps=40"])
-    without = status.status(run_dir)
-    (run_dir / "summary.json").write_text(text)
-    assert status.status(run_dir) == without
 
 
 def test_newest_logs_are_those_of_the_last_start() -> None:
@@ -341,55 +310,52 @@ def test_newest_logs_are_those_of_the_last_start() -> None:
 
 
 @pytest.fixture
-def nemorun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return the `nemorun qurl train` command, which finds recipes by the package's entry point."""
+def nemorun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    """Return the `nemorun qurl train` command, which finds recipes by the package's entry point.
 
-    def nemorun(*words: str) -> None:
-        from nemo_run.cli.api import create_cli
+    It returns the exit code of what it starts, or None if it starts nothing.
+    """
 
+    def nemorun(*words: str) -> object:
         monkeypatch.setattr(sys, "argv", ["nemorun", "qurl", "train", *words])
-        create_cli()(standalone_mode=False)
+        try:
+            create_cli()(standalone_mode=False)
+        except SystemExit as ended:
+            return ended.code
+        return None
 
     return nemorun
 
 
-def test_nemorun_refuses_an_unknown_recipe_and_lists_the_recipes(
-    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no_such_recipe"], f"--factory no_such_recipe: recipes are {', '.join(RECIPES)}"),
+        (["quickstart", "stepz=1"], "stepz: no such field; did you mean steps (Number of rollout"),
+    ],
+)
+def test_nemorun_refuses_wrong_input_in_one_line(
+    words: list[str],
+    message: str,
+    nemorun: Callable[..., object],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        nemorun("--factory", "no_such_recipe", "--yes")
-    assert ended.value.code == 2
-    expected = f"qurl: --factory no_such_recipe: recipes are {', '.join(RECIPES)}\n"
-    assert capsys.readouterr().err == expected
-
-
-def test_nemorun_shows_a_recipe_with_the_fields_that_were_set(
-    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["name=first", "steps=7", "quantization.uaq.scale=2"]
-    with pytest.raises(SystemExit) as ended:
-        nemorun("--factory", "quickstart", *words, "--dryrun", "--yes")
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    for text in ("steps=7,", "scale=2.0,", "objective='acr'", "name='first'"):
-        assert text in shown
-    assert not Path("runs").exists()
+    assert nemorun("--factory", *words, "--yes") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"qurl: {message}")
+    assert list(Path.cwd().iterdir()) == []
 
 
 def test_nemorun_helps_and_lists_the_recipes(
-    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    nemorun: Callable[..., object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     nemorun("--help")
     shown = capsys.readouterr().out
     assert all(recipe in shown for recipe in RECIPES)
 
 
-def slurm_executor(**fields: Any) -> nemo_run.SlurmExecutor:
-    return nemo_run.SlurmExecutor(account="acc", **fields)
-
-
-def test_nemorun_with_a_slurm_executor_is_a_job(
-    nemorun: Callable[..., None],
+def test_nemorun_shows_the_job_of_a_slurm_executor_and_the_fields_that_were_set(
+    nemorun: Callable[..., object],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -407,17 +373,23 @@ def test_nemorun_with_a_slurm_executor_is_a_job(
         additional_parameters={"qos": "high"},
     )
     monkeypatch.setattr(nemo.Context, "parse_executor", lambda self, name: executor)
-    with pytest.raises(SystemExit) as ended:
-        nemorun("--factory", "quickstart", "name=first", "run.executor=mine", "--dryrun", "--yes")
-    assert ended.value.code == 0
-    script = capsys.readouterr().out.partition("#!/bin/bash\n")[2]
+    words = ["name=first", "steps=7", "quantization.uaq.scale=2", "run.executor=mine"]
+    assert nemorun("--factory", "quickstart", *words, "--dryrun", "--yes") == 0
+    shown, _, script = capsys.readouterr().out.partition("#!/bin/bash\n")
+    for text in ("steps=7,", "scale=2.0,", "objective='acr'", "name='first'"):
+        assert text in shown
+    parts = parts_of(script)
+    assert len(parts) == 2
     expected = {"account": "acc", "mem": "100G", "qos": "high", "time": "00:10:00"}
-    for part in parts_of(script):
+    for part in parts:
         assert expected.items() <= part.items() and part["ntasks-per-node"] == "1"
-    assert len(parts_of(script)) == 2
     for line in ("export WHERE='a b'", "module load cuda", "export QURL_CONTAINER_MOUNTS=/d:/d"):
         assert f"\n{line}\n" in script
     assert not Path("runs").exists()
+
+
+def slurm_executor(**fields: Any) -> nemo_run.SlurmExecutor:
+    return nemo_run.SlurmExecutor(account="acc", **fields)
 
 
 @pytest.mark.parametrize(
@@ -439,13 +411,7 @@ def test_what_an_executor_asks_and_cannot_have_is_refused(
         nemo.job_options(executor)
 
 
-def test_a_local_executor_runs_here_with_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHERE", "there")
-    assert nemo.job_options(nemo_run.LocalExecutor(env_vars={"WHERE": "here"})) is None
-    assert os.environ["WHERE"] == "here"
-
-
-def test_nemorun_exports_a_recipe_to_a_file(nemorun: Callable[..., None]) -> None:
+def test_nemorun_exports_a_recipe_to_a_file(nemorun: Callable[..., object]) -> None:
     words = ["name=first", "quantization.uaq.scale=2"]
     nemorun("--factory", "quickstart", *words, "--to-yaml", "first.yaml")
     fields = yaml.safe_load(Path("first.yaml").read_text())
@@ -453,26 +419,20 @@ def test_nemorun_exports_a_recipe_to_a_file(nemorun: Callable[..., None]) -> Non
     assert fields["config"]["quantization"]["uaq"]["scale"] == 2
 
 
-def test_nemorun_keeps_a_field_that_is_given_as_the_recipe_has_it(
-    nemorun: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+def test_nemorun_runs_here_and_keeps_a_field_that_is_given_as_the_recipe_has_it(
+    nemorun: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In BF16 a recipe's scale is 1, unless a scale is given: the recipe's own is one."""
-    launched: list[list[str]] = []
-    monkeypatch.setattr(nemo, "launch", lambda recipe, overrides, **_: launched.append(overrides))
+    executor = nemo_run.Config(nemo_run.LocalExecutor, env_vars={"WHERE": "here"})
+    monkeypatch.setattr(nemo.Context, "parse_executor", lambda self, name: executor)
+    monkeypatch.setenv("WHERE", "there")
+    launched: list[Any] = []
+    monkeypatch.setattr(nemo, "launch", lambda *given, **how: launched.append([*given, how]))
     assert quickstart.recipe().quantization.uaq.scale == 1.5
-    for words, scale in ((["quantization.uaq.scale=1.5"], 1.5), ([], 1.0)):
-        with pytest.raises(SystemExit):
-            nemorun("--factory", "quickstart", "quantization.format=bf16", *words, "--yes")
-        config, _ = prepare_new("quickstart", launched[-1], writes=False)
+    for words, scale in ((["quantization.uaq.scale=1.5", "run.executor=mine"], 1.5), ([], 1.0)):
+        nemorun("--factory", "quickstart", "quantization.format=bf16", *words, "--yes")
+        recipe, overrides, how = launched[-1]
+        assert how == {"options": None, "dry_run": False}
+        config, _ = prepare_new(recipe, overrides, writes=False)
         assert config.quantization.uaq.scale == scale
-
-
-def test_nemorun_refuses_a_mistyped_field_in_one_line(
-    nemorun: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        nemorun("--factory", "quickstart", "stepz=1", "--yes")
-    assert ended.value.code == 2
-    suggestion = "did you mean steps (Number of rollout steps)?"
-    assert capsys.readouterr().err == f"qurl: stepz: no such field; {suggestion}\n"
-    assert list(Path.cwd().iterdir()) == []
+    assert os.environ["WHERE"] == "here"
