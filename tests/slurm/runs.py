@@ -19,14 +19,11 @@ WORDS = [
 ]
 
 
-def script_of(*overrides: str, heterogeneous: bool = False, max_restarts: int = 20) -> str:
+def script_of(*overrides: str, heterogeneous: bool = False) -> str:
     """Return the script of a job of the run with overrides."""
     words = [*WORDS, *overrides]
-    return job_script(
-        with_overrides(quickstart.recipe(), words[1:]),
-        words,
-        JobOptions({}, GPUS_PER_NODE, heterogeneous, max_restarts=max_restarts),
-    )
+    config = with_overrides(quickstart.recipe(), words[1:])
+    return job_script(config, words, JobOptions({}, GPUS_PER_NODE, heterogeneous))
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:

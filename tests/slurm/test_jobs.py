@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import stat
 from pathlib import Path
@@ -18,25 +17,41 @@ from qurl_megatron.rollout.roster import read_roster
 from slurm.cluster import Cluster, Job
 from slurm.runs import WORDS, metrics_of, script_of, wait_for_end, wait_for_text
 
-LAUNCH_TIMEOUT_S = 300.0  # one `qurl` command
+QURL_TIMEOUT_S = 300.0  # one `qurl` command on a busy machine
 
 
-def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes(
+def test_a_launched_job_is_requeued_on_a_signal_and_resumes_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = ["steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
-    script = script_of(*words, heterogeneous=True, max_restarts=1)
-    nodes = ["--nodes=1", "--gpus-per-node=2", ":", "--nodes=2", "--gpus-per-node=1"]
-    job = cluster.submit(tmp_path, script, *nodes)
-    chained = cluster.submit(tmp_path, script, f"--dependency=afterany:{job.id}", *nodes)
-    late = cluster.submit(tmp_path, script, f"--dependency=afterany:{chained.id}", *nodes)
-    run_dir = tmp_path / "runs" / "run"
+    directory = tmp_path / """it's "here" #1"""
+    directory.mkdir()
+
+    def qurl(*words: str) -> str:
+        return cluster.call(QURL, *words, cwd=directory, timeout_s=QURL_TIMEOUT_S)
+
+    def launch(*options: str) -> Job:
+        """Submit a job: learner ranks on n1 and n2, servers on n3 and n4."""
+        words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
+        nodes = ["--executor=slurm", "--partition=low", "--gpus-per-node=1", "--heterogeneous"]
+        output = qurl("launch", *words, *nodes, *options)
+        number = output.removeprefix("runs/run: job ").removesuffix("\n")
+        return Job(cluster, number, directory / "logs" / f"qurl.run-{number}.out")
+
+    job = launch("--max-restarts=1")
+    chained = launch(f"--sbatch=dependency=afterany:{job.id}")
+    late = launch(f"--sbatch=dependency=afterany:{chained.id}")
+    run_dir = directory / "runs" / "run"
+    comments = cluster.call("squeue", "--noheader", f"--jobs={job.id}", "--format=%k").splitlines()
+    assert set(comments) == {str(run_dir)}  # of both components
     wait_for_text(job, "step 3/")
-    servers = read_roster(run_dir / "logs" / "servers_n2.json")["rollout"]
-    servers |= read_roster(run_dir / "logs" / "servers_n3.json")["rollout"]
-    assert {index: server.machine for index, server in servers.items()} == {0: "n2", 1: "n3"}
+    plan = json.loads((run_dir / "logs" / "plan.json").read_text())
+    parts = [(node["name"], node["ranks"], len(node["servers"])) for node in plan["nodes"]]
+    assert parts == [("n1", 1, 0), ("n2", 1, 0), ("n3", 0, 1), ("n4", 0, 1)]
+    servers = read_roster(run_dir / "logs" / "servers_n3.json")["rollout"]
+    servers |= read_roster(run_dir / "logs" / "servers_n4.json")["rollout"]
+    assert {index: server.machine for index, server in servers.items()} == {0: "n3", 1: "n4"}
     assert all(server.api_key for server in servers.values())
-    mode = (run_dir / "logs" / "servers_n2.json").stat().st_mode
+    mode = (run_dir / "logs" / "servers_n3.json").stat().st_mode
     assert stat.S_IMODE(mode) == 0o600
 
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
@@ -46,6 +61,9 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert 3 <= stopped_at < 90
     before = metrics_of(run_dir)
     assert len(before) == stopped_at  # no step is lost
+    progress = f"step {stopped_at} of 100, newest checkpoint {saved.name}, job {job.id} "
+    assert qurl("status", "runs/run").startswith(f"runs/run: {progress}")
+    assert f"==> {job.output} <==" in qurl("logs", "runs/run")
 
     # The restarted job is signalled again, and has no restarts left.
     wait_for_text(job, f"resuming after step {stopped_at}")
@@ -68,6 +86,9 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert wait_for_end(late) == "COMPLETED"
     assert "is finished" in late.text()
     assert metrics_of(run_dir) == after
+    status = "runs/run: step 100 of 100, newest checkpoint step_000100, finished\n"
+    assert qurl("status", "runs/run") == status
+    assert sorted(path.name for path in directory.iterdir()) == ["logs", "runs"]
     assert cluster.left_over() == []
 
 
@@ -168,46 +189,9 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
 def test_a_node_with_too_few_gpus_is_named_before_anything_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = cluster.submit(tmp_path, script_of(heterogeneous=True), "--gpus-per-node=1")
+    script = script_of(heterogeneous=True)
+    job = cluster.submit(tmp_path, script, "--gpus-per-node=1", ":", "--gpus-per-node=1")
     assert wait_for_end(job) == "FAILED"
     assert job.exit_code() == 2
     assert "preflight of n1: Slurm granted 1 GPUs, 2 are needed" in job.text()
     assert not list((tmp_path / "runs" / "run" / "logs").glob("server*"))
-
-
-def test_a_launched_job_is_requeued_on_a_signal_and_completes(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    directory = tmp_path / """it's "here" #1"""
-    directory.mkdir()
-
-    def qurl(*words: str) -> str:
-        return cluster.call(QURL, *words, cwd=directory, timeout_s=LAUNCH_TIMEOUT_S)
-
-    options = ["--executor=slurm", "--partition=low", "--gpus-per-node=2", "--heterogeneous"]
-    output = qurl("launch", *WORDS, "steps=100", "checkpoint.every_steps=1000", *options)
-    number = re.fullmatch(r"runs/run: job (\d+)\n", output)
-    assert number, output
-    log = directory / "logs" / f"qurl.run-{number[1]}.out"
-    job = Job(cluster, number[1], log)
-    comment = cluster.call("squeue", "--noheader", f"--jobs={job.id}", "--format=%k").splitlines()
-    assert set(comment) == {str(directory / "runs" / "run")}  # of both components
-    wait_for_text(job, "step 3/")
-    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
-    wait_for_text(job, "requeueing job")
-    status = qurl("status", "runs/run")
-    assert re.match(
-        rf"runs/run: step \d+ of 100, newest checkpoint step_\d+, job {job.id} ", status
-    )
-    assert f"==> {log} <==" in qurl("logs", "runs/run")
-    wait_for_text(job, "resuming after step")
-    assert wait_for_end(job) == "COMPLETED", job.text()
-
-    run_dir = directory / "runs" / "run"
-    plan = json.loads((run_dir / "logs" / "plan.json").read_text())
-    assert [(node["ranks"], len(node["servers"])) for node in plan["nodes"]] == [(2, 0), (0, 1)]
-    status = "runs/run: step 100 of 100, newest checkpoint step_000100, finished\n"
-    assert qurl("status", "runs/run") == status
-    assert list((run_dir / "final_model").glob("*.safetensors"))
-    assert sorted(path.name for path in directory.iterdir()) == ["logs", "runs"]
-    assert cluster.left_over() == []
