@@ -164,7 +164,8 @@ class JobStep(subprocess.Popen[bytes]):
                 env={**step_environment(os.environ), **environment},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
-                preexec_fn=_block_usr1,
+                # srun waits for the signals that are blocked when it starts, and forwards them.
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}),
             )
 
     def report(self, code: int) -> None:
@@ -501,11 +502,6 @@ def _ask(*words: str) -> str | None:
         print(message, file=sys.stderr, flush=True)
         return None
     return done.stdout
-
-
-def _block_usr1() -> None:
-    """Block USR1 before srun starts; srun waits for blocked signals and forwards them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def main() -> None:

@@ -22,9 +22,6 @@ Sources of the settings:
 
 Weights, optimizer and position in the data carry over from stage to stage. The KL reference stays
 the model that the run started from.
-
-`quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts. BF16 runs
-without UAQ.
 """
 
 from __future__ import annotations

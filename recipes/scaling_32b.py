@@ -22,6 +22,8 @@ No evaluation server is started, since held-out accuracy would need one of its o
 
 from __future__ import annotations
 
+import dataclasses
+
 from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
@@ -34,41 +36,36 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.recipes import grpo
 
+_QWEN2 = Architecture(
+    family="qwen2",
+    num_layers=64,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    rope_scaling=None,
+    max_position_embeddings=131072,
+    eos_token_ids=(151643,),
+)
 # Values of the published config.json files; `qurl plan` accepts these names as models.
 ARCHITECTURES = {
-    "Qwen2.5-32B": Architecture(
-        family="qwen2",
-        num_layers=64,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-        qkv_bias=True,
-        qk_norm=False,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=131072,
-        eos_token_ids=(151643,),
-    ),
-    "Qwen3-32B": Architecture(
+    "Qwen2.5-32B": _QWEN2,
+    "Qwen3-32B": dataclasses.replace(
+        _QWEN2,
         family="qwen3",
-        num_layers=64,
-        hidden_size=5120,
         intermediate_size=25600,
         num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
         vocab_size=151936,
-        tie_word_embeddings=False,
         qkv_bias=False,
         qk_norm=True,
         rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
         max_position_embeddings=40960,
         eos_token_ids=(151645, 151643),
     ),

@@ -1,4 +1,4 @@
-"""A run directory and what it reads can be moved, and the run resumed from any place."""
+"""A run asks for the disk it needs; its directory and what it reads can be moved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.planning.disk import check_disk
 from recipe_inputs import write_inputs
+from tiny import build_tiny_model
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
 
@@ -93,7 +96,7 @@ def test_a_directory_that_cannot_be_a_runs_name_is_refused(tmp_path: Path) -> No
         prepare_resume(Path("runs/my run"), [])
 
 
-@pytest.mark.parametrize("code", [1, STOPPED_EARLY, 130, 143])
+@pytest.mark.parametrize("code", [0, 1, STOPPED_EARLY, 130, 143])
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
     code: int,
@@ -115,7 +118,7 @@ def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
 
     monkeypatch.setattr(local, "_run", lambda config: code)
     assert local.run(config) == code
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == (line if code else "")
     monkeypatch.setattr(local, "_run", failing)
     with pytest.raises(OSError, match="no space left"):
         local.run(config)
@@ -145,11 +148,23 @@ def test_a_job_continues_an_extended_run_and_not_a_finished_one(
     assert started == [60]
 
 
-def test_a_complete_run_ends_without_such_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "checkpoints"),
+    [
+        ("checkpoint.keep_last=2", 4),  # two last ones, the best, and one being written
+        ("checkpoint.keep_last=2 checkpoint.keep_best=false", 3),
+        ("checkpoint.keep_last=2 evaluation.problems=0", 3),  # nothing is evaluated
+        ("checkpoint.every_steps=0", 0),
+    ],
+)
+def test_a_run_asks_for_every_checkpoint_that_the_disk_holds_at_once(
+    words: str, checkpoints: int, tmp_path: Path
 ) -> None:
-    config = Config(output_dir=str(tmp_path), name="first")
-    config.run_dir.mkdir()
-    monkeypatch.setattr(local, "_run", lambda config: 0)
-    assert local.run(config) == 0
-    assert capsys.readouterr().err == ""
+    build_tiny_model(tmp_path / "model")
+    config = Config(model=str(tmp_path / "model"), output_dir=str(tmp_path), name="run")
+    config = with_overrides(config, words.split())
+    assert f"for {checkpoints} checkpoints and the final model" in check_disk(config)
+    if checkpoints > 2:  # those that are there are not asked for again
+        for step in ("step_000001", "step_000002"):
+            (config.run_dir / "checkpoints" / step).mkdir(parents=True)
+        assert f"for {checkpoints - 2} checkpoints" in check_disk(config)

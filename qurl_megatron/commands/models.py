@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
+    from qurl_megatron.config.schema import WeightFormat
     from qurl_megatron.model.huggingface import Progress
 
 SourceDirectory = Annotated[
@@ -59,8 +60,8 @@ def quantize(
     from qurl_megatron.quantization.offline import quantize_directory
 
     with exit_on_bad_input(), progress_bar(f"quantizing to {weight_format}") as progress:
-        check_format(weight_format)
-        quantize_directory(source, destination, weight_format, progress, keep or [])  # type: ignore[arg-type]
+        chosen = check_format(weight_format)
+        quantize_directory(source, destination, chosen, progress, keep or [])
     print(f"{destination} is ready")
 
 
@@ -98,7 +99,7 @@ def mismatch(
     from qurl_megatron.files import write_whole
 
     with exit_on_bad_input():
-        check_format(weight_format)
+        chosen = check_format(weight_format)
         if output is not None and output.exists():
             raise ConfigError(f"--output {output}: exists; choose another file")
         if output is not None and not output.parent.is_dir():
@@ -110,17 +111,9 @@ def mismatch(
             read_prompts,
         )
 
-        options = MismatchOptions(
-            model,
-            data,
-            weight_format,  # type: ignore[arg-type]
-            prompts,
-            max_response,
-            budget,
-            seed,
-        )
+        options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
         read = read_prompts(options)
-        with pass_bar(f"comparing {weight_format} with BF16") as progress:
+        with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:
             result = measure(options, read, progress)
     print_mismatch(result)
     if output is not None:
@@ -232,39 +225,34 @@ def exit_on_failed_server() -> Iterator[None]:
         sys.exit(1)
 
 
-def check_format(weight_format: str) -> None:
-    """Raise ConfigError if there is no such weight format."""
+def check_format(name: str) -> WeightFormat:
+    """Return the weight format of a name; raise ConfigError if there is none."""
     from typing import get_args
 
     from qurl_megatron.config.schema import ConfigError, WeightFormat
 
     formats = get_args(WeightFormat)
-    if weight_format not in formats:
-        raise ConfigError(f"--format {weight_format}: formats are {', '.join(formats)}")
+    if name not in formats:
+        raise ConfigError(f"--format {name}: formats are {', '.join(formats)}")
+    return formats[formats.index(name)]
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar; yield a function that takes the bytes done and the total bytes."""
-    from rich import progress
+def progress_bar(title: str, unit: Literal["bytes", "passes"] = "bytes") -> Iterator[Progress]:
+    """Show a progress bar; yield a function that takes what is done and what there is to do.
 
-    columns = (
+    A bar of passes is on stderr.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    bytes_columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def pass_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on stderr; yield a function that takes passes done and all passes."""
-    from rich import progress
-    from rich.console import Console
-
-    with progress.Progress(console=Console(stderr=True)) as bar:
+    columns = bytes_columns if unit == "bytes" else ()
+    with progress.Progress(*columns, console=Console(stderr=unit == "passes")) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
