@@ -155,6 +155,8 @@ class JobStep(subprocess.Popen[bytes]):
     def __init__(
         self, attempt: Attempt, name: str, command: list[str], environment: Mapping[str, str] = {}
     ) -> None:
+        self.started_at = time.monotonic()
+        self.ended_at: float | None = None  # the clock when its end was noticed
         self._name = name
         self._attempt = attempt
         self._log = attempt.logs / f"srun_{name}.log"
@@ -195,16 +197,6 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> 
             process.wait(max(0.0, deadline - time.monotonic()))
 
 
-@dataclasses.dataclass
-class _RolloutNode:
-    """The task of a rollout node: the step that runs it, or ran it last."""
-
-    group: NodeGroup  # of this node alone
-    step: JobStep
-    limit: RestartLimit = dataclasses.field(default_factory=RestartLimit)
-    ended_at: float | None = None  # clock of time.monotonic; None while it runs
-
-
 class RolloutSide:
     """The rollout nodes of the job, with a job step each, so that one can end without the others.
 
@@ -214,10 +206,11 @@ class RolloutSide:
 
     def __init__(self, attempt: Attempt, group: NodeGroup) -> None:
         self._attempt = attempt
-        groups = [dataclasses.replace(group, nodes=[name]) for name in group.nodes]
-        self._nodes = {one.nodes[0]: _RolloutNode(one, self._start(one)) for one in groups}
+        self._group = group
+        self._limits = {name: RestartLimit() for name in group.nodes}
+        # For each node, the step that runs its task, or ran it last.
+        self._steps = {name: self._start(name) for name in group.nodes}
         self._guard = self._start_guard()
-        self._guarded_at = time.monotonic()
 
     def check(self) -> bool:
         """Start again the tasks that have ended; call it often.
@@ -225,44 +218,47 @@ class RolloutSide:
         Return False if a task could not start its servers at all, which ends the job.
         """
         now = time.monotonic()
-        for name, node in list(self._nodes.items()):
-            code = node.step.poll()
+        for name, step in list(self._steps.items()):
+            code = step.poll()
             if code is None:
                 continue
             roster = roster_of(self._attempt.logs, name)
-            if node.ended_at is None:
-                node.ended_at = now
-                node.step.report(code)
+            if step.ended_at is None:
+                step.ended_at = now
+                step.report(code)
                 if code == START_FAILED or not roster.exists():
                     return False
-            if now < node.ended_at + RETRY_S:
+            if now < step.ended_at + RETRY_S:
                 continue
-            if node.limit.allows():
+            if self._limits[name].allows():
                 print(f"qurl: starting the rollout task of {name} again", flush=True)
-                node.step, node.ended_at = self._start(node.group), None
+                self._steps[name] = self._start(name)
             else:
                 print(f"qurl: {name} is lost; its servers do not come back", flush=True)
                 save_roster(roster, {})
-                del self._nodes[name]
-        if self._guard.poll() is not None and self._nodes and now > self._guarded_at + RETRY_S:
-            self._guard, self._guarded_at = self._start_guard(), now
+                del self._steps[name]
+        is_due = now > self._guard.started_at + RETRY_S
+        if self._guard.poll() is not None and self._steps and is_due:
+            self._guard = self._start_guard()
         return True
 
     def end(self) -> None:
         """End all tasks, and the guard."""
-        end_steps([self._guard, *(node.step for node in self._nodes.values())])
+        end_steps([self._guard, *self._steps.values()])
 
-    def _start(self, group: NodeGroup) -> JobStep:
-        command = srun(group, 1, task("rollout", self._attempt.logs))
-        return JobStep(self._attempt, f"rollout_{group.nodes[0]}", command)
+    def _start(self, node: str) -> JobStep:
+        return self._step(node, f"rollout_{node}", task("rollout", self._attempt.logs))
 
     def _start_guard(self) -> JobStep:
-        running = [node.group for node in self._nodes.values() if node.ended_at is None]
-        group = (running or [node.group for node in self._nodes.values()])[-1]
+        running = [node for node, step in self._steps.items() if step.ended_at is None]
         # It asks Slurm, which a container may not be able to.
         command = [*IGNORE_SIGNALS, sys.executable, "-m", "qurl_megatron.launch.slurm", "guard"]
-        command = srun(group, 1, ["--overlap", *command, str(self._attempt.logs)])
-        return JobStep(self._attempt, "guard", command)
+        command = ["--overlap", *command, str(self._attempt.logs)]
+        return self._step((running or list(self._steps))[-1], "guard", command)
+
+    def _step(self, node: str, name: str, command: list[str]) -> JobStep:
+        group = dataclasses.replace(self._group, nodes=[node])
+        return JobStep(self._attempt, name, srun(group, 1, command))
 
 
 def guard(logs: Path) -> None:
