@@ -6,7 +6,6 @@ job of its own (`launch/job_script.py`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import shlex
@@ -64,12 +63,14 @@ def launch(
     on_slurm = options is not None
     if on_slurm and not dry_run and not shutil.which("sbatch"):
         raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
-    here = functools.partial(prepare_new, num_gpus=device.num_gpus())
-    prepare = prepare_resume_or_new if on_slurm else here
+    checks_only = {"writes": False, "asks_servers": False}
     jobs = []
     for words in named_runs(recipe, overrides, sweeps):
-        config, data_summary = prepare(recipe, words, writes=False, asks_servers=False)
-        jobs.append(Job([recipe, *words], config, data_summary))
+        if on_slurm:
+            prepared = prepare_resume_or_new(recipe, words, **checks_only)
+        else:
+            prepared = prepare_new(recipe, words, device.num_gpus(), **checks_only)
+        jobs.append(Job([recipe, *words], *prepared))
     if options is None:
         scripts = [f"{shlex.join(job.command)}\n" for job in jobs]
     else:
@@ -95,9 +96,10 @@ def named_runs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> 
     Raises:
         ConfigError: an axis has another form, or lists a value twice.
     """
-    name = next((word[5:] for word in reversed(overrides) if word.startswith("name=")), "")
+    names = [word.removeprefix("name=") for word in overrides if word.startswith("name=")]
+    name = names[-1] if names else ""
     if not sweeps:
-        return [[*overrides, *([] if name else [f"name={default_name(recipe)}"])]]
+        return [[*overrides] if name else [*overrides, f"name={default_name(recipe)}"]]
     axes = []
     for word in sweeps:
         field, _, values = word.partition("=")

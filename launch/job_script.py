@@ -1,8 +1,8 @@
 """The script of a Slurm job, whose words are all quoted.
 
-The user's part of it are `JobOptions`; the run decides the rest. The script replaces its shell with
-the job's batch process, `launch/slurm.py`: only that process gets the signal before the time limit,
-and only it can end both sides of a run in order.
+`JobOptions` is what the user asks for; the run decides the rest. The script replaces its shell with
+the job's batch process, `launch/slurm.py`, so that this process gets the signal before the time
+limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JobOptions:
     """Number of GPUs of a node."""
 
     heterogeneous: bool = False
-    """Whether learner and servers get groups of nodes of their own, or share an allocation."""
+    """Whether learner and servers each get a group of nodes, or are in one allocation."""
 
     container_image: str = ""
     """Image (pyxis) that the job's steps run in; its batch process does not. Empty: none."""
@@ -62,12 +62,11 @@ def job_script(config: Config, words: Sequence[str], options: JobOptions) -> str
     Raises:
         ConfigError: the run does not fit on the nodes, or an option is malformed.
     """
-    groups = [
-        (len(nodes), max(node.gpus for node in nodes))
-        for nodes in smallest_plan(config, options.gpus_per_node)
-    ]
-    if not options.heterogeneous:
-        groups = [(sum(num_nodes for num_nodes, _ in groups), options.gpus_per_node)]
+    learner, rollout = smallest_plan(config, options.gpus_per_node)
+    if options.heterogeneous:
+        groups = [(len(side), max(node.gpus for node in side)) for side in (learner, rollout)]
+    else:
+        groups = [(len(learner) + len(rollout), options.gpus_per_node)]
     lines = [
         "#!/bin/bash",
         "# To be submitted from a directory that all nodes share and that has logs/.",
