@@ -20,7 +20,7 @@ from slurm.runs import WORDS, metrics_of, script_of, wait_for_end, wait_for_text
 QURL_TIMEOUT_S = 300.0  # one `qurl` command on a busy machine
 
 
-def test_a_launched_job_is_requeued_on_a_signal_and_resumes_at_that_step_until_it_completes(
+def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     directory = tmp_path / """it's "here" #1"""
