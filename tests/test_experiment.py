@@ -24,9 +24,9 @@ from qurl_megatron.launch.experiment import Job, launch, named_runs
 from qurl_megatron.launch.job_script import JobOptions, job_script
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import server_specs
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
 from qurl_megatron.recipes import quickstart
-from recipe_inputs import RECIPES, write_inputs
+from recipe_inputs import RECIPES
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
 
@@ -41,11 +41,11 @@ def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield
 
 
-def script_of(*overrides: str, **options: Any) -> str:
-    """Return the script of a job of the quickstart."""
+def script_of(*overrides: str, recipe: str = "quickstart", **options: Any) -> str:
+    """Return the script of a job of a recipe."""
     words = ["name=first", *overrides]
-    config = with_overrides(quickstart.recipe(), words)
-    return job_script(config, ["quickstart", *words], JobOptions(**options))
+    config = with_overrides(load_recipe(recipe).recipe(), words)
+    return job_script(config, [recipe, *words], JobOptions(**options))
 
 
 def parts_of(script: str) -> list[dict[str, str]]:
@@ -61,17 +61,16 @@ def parts_of(script: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    inputs = write_inputs(recipe, Path.cwd().with_name(Path.cwd().name + "-inputs"))
-    words = [*inputs, "name=first", "rollout.servers=3"]
-    asked = {"account": "acc", "time": "04:00:00", "partition": None}
-    options = JobOptions(asked, GPUS_PER_NODE, heterogeneous=True)
-    assert launch(recipe, words, options=options, dry_run=True) == 0
-    script = capsys.readouterr().out
+def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None:
+    script = script_of(
+        "rollout.servers=3",
+        recipe=recipe,
+        sbatch={"account": "acc", "time": "04:00:00", "partition": None},
+        gpus_per_node=GPUS_PER_NODE,
+        heterogeneous=True,
+    )
     learner, rollout = parts_of(script)
-    config, _ = prepare_new(recipe, words, writes=False)
+    config = with_overrides(load_recipe(recipe).recipe(), ["rollout.servers=3"])
     assert int(learner["nodes"]) * int(learner["gpus-per-node"]) == config.learner.world_size
     server_gpus = sum(spec.server.tensor_parallel_size for spec in server_specs(config))
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
@@ -84,9 +83,9 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(
         assert part["comment"] == str(Path("runs/first").absolute())
         assert "partition" not in part
     # The batch process replaces the shell.
-    expected = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", recipe, *words]
-    assert shlex.split(script.splitlines()[-1]) == ["exec", *expected]
-    assert list(Path.cwd().iterdir()) == []  # nothing is written
+    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", recipe]
+    expected = ["exec", *command, "name=first", "rollout.servers=3"]
+    assert shlex.split(script.splitlines()[-1]) == expected
 
 
 def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only() -> None:
@@ -211,6 +210,7 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     launch("quickstart", ["name=ablation"], sweeps[:2], options=JobOptions(), dry_run=True)
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
+    assert list(Path.cwd().iterdir()) == []  # nothing is written
     commands = re.findall(r"^exec .+ run (.+)$", shown.out, re.MULTILINE)
     assert [command.split() for command in commands] == [
         ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
