@@ -1,28 +1,36 @@
-"""Every recipe as a factory of nemo-run's own command, `nemorun`.
+"""Every recipe as a factory of nemo-run's own command, and nemo-run's executors as job options.
 
     nemorun qurl train --factory RECIPE field=value ... --yes
 
-nemo-run finds this module by its entry point. Without an executor the command is `qurl train`. With
-one (`run.executor=NAME`, the user's LocalExecutor or SlurmExecutor) it is `qurl launch`, except
-that files go to nemo-run's home. In Python, `resolve_factory(train, RECIPE)()` returns a Partial
-whose `config` can be changed.
+nemo-run finds this module by its entry point. Without an executor, or with a LocalExecutor, the
+command is `qurl train`. With a SlurmExecutor (`run.executor=NAME`) it is `qurl launch --executor
+slurm`, whose job a step of nemo-run's own script could not do: a step gets no signal before the
+time limit, and that script ends the job when the first side ends.
+
+In Python, `resolve_factory(train, RECIPE)()` returns a Partial whose `config` can be changed.
 """
 
+import os
 import sys
-from importlib import import_module
 
 import nemo_run as run
 
-from qurl_megatron import device
 from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.launch import local
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.launch.experiment import make_job, start
-from qurl_megatron.launch.prepare import prepare_new, print_data_summary, recipe_names
+from qurl_megatron.launch.experiment import launch
+from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
+from qurl_megatron.launch.prepare import load_recipe, recipe_names
 
 # This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the
 # types of train's parameters, and fails on types that are strings.
+
+# Fields of a SlurmExecutor that are options of sbatch.
+SBATCH_FIELDS = """account partition time qos mem mem_per_gpu mem_per_cpu cpus_per_task cpus_per_gpu
+    gpus_per_task constraint exclude gres network segment open_mode exclusive""".split()
+# Fields that are honoured in another way, or follow from the run, whatever they are.
+OTHER_FIELDS = """additional_parameters container_image container_mounts env_vars gpus_per_node
+    heterogeneous nodes setup_lines comment ntasks_per_node packager signal tunnel""".split()
 
 
 class Context(run.cli.RunContext):
@@ -36,8 +44,7 @@ class Context(run.cli.RunContext):
             names = recipe_names()
             if self.factory not in names:
                 raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(names)}")
-            config = with_overrides(recipe_config(self.factory), args)
-            make_job(self.factory, args)
+            config = with_overrides(load_recipe(self.factory).recipe(), args)
             self.given = tuple(args)
         partial = run.Partial(train, recipe=self.factory, config=config)
         if not (self.to_yaml or self.to_toml or self.to_json):
@@ -52,27 +59,56 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
     with exit_on_bad_input():
         # A format or a model changes a recipe's scale, but not one that is given, whatever it is.
         given = list(ctx.given) if isinstance(ctx, Context) else []
-        overrides = given + overrides_between(with_overrides(recipe_config(recipe), given), config)
-        if ctx is not None and ctx.dryrun:
-            return
-        if ctx is None or ctx.executor is None:
-            prepared = prepare_new(recipe, overrides, device.num_gpus())
-            print_data_summary(prepared)
-            sys.exit(local.run(prepared))
-        job = make_job(recipe, overrides)
-        sys.exit(start(job.config.name, [job], ctx.executor))
+        named = with_overrides(load_recipe(recipe).recipe(), given)
+        overrides = given + overrides_between(named, config)
+        options = job_options(ctx.executor) if ctx and ctx.executor else None
+        dry_run = ctx is not None and ctx.dryrun
+        sys.exit(launch(recipe, overrides, options=options, dry_run=dry_run))
 
 
-def recipe_config(name: str) -> Config:
-    """Return the configuration of a recipe."""
-    config = import_module(f"qurl_megatron.recipes.{name}").recipe()
-    assert isinstance(config, Config)
-    return config
+def job_options(executor: run.Executor) -> JobOptions | None:
+    """Return what an executor asks of a job; None if the run is to be on this machine.
+
+    The tasks of a node, the signal and the comment follow from the run, and nothing is packaged.
+    The number of nodes may be larger than the run needs. A LocalExecutor's variables are set here.
+
+    Raises:
+        ConfigError: the executor is of another kind, or has a field that cannot be honoured.
+    """
+    if isinstance(executor, run.LocalExecutor):
+        _refuse_other_fields(executor, ["env_vars"])
+        os.environ.update(executor.env_vars)
+        return None
+    if not isinstance(executor, run.SlurmExecutor):
+        raise ConfigError(f"{type(executor).__name__}: give a LocalExecutor or a SlurmExecutor")
+    if not isinstance(executor.tunnel, run.LocalTunnel):
+        raise ConfigError("tunnel: give a LocalTunnel, and submit from a login node")
+    _refuse_other_fields(executor, SBATCH_FIELDS + OTHER_FIELDS)
+    sbatch = {name: getattr(executor, name) for name in SBATCH_FIELDS}
+    sbatch["nodes"] = executor.nodes if executor.nodes > 1 else None
+    return JobOptions(
+        sbatch=sbatch | (executor.additional_parameters or {}),
+        gpus_per_node=executor.gpus_per_node or GPUS_PER_NODE,
+        heterogeneous=executor.heterogeneous,
+        container_image=executor.container_image or "",
+        container_mounts=executor.container_mounts,
+        environment=executor.env_vars,
+        setup_lines=executor.setup_lines or "",
+    )
+
+
+def _refuse_other_fields(executor: run.Executor, honoured: list[str]) -> None:
+    """Raise ConfigError if a field that is not `honoured` differs from its default."""
+    kind = type(executor)
+    plain = kind(**{name: getattr(executor, name) for name in honoured})
+    for name, value in vars(executor).items():
+        if value != vars(plain)[name]:
+            raise ConfigError(f"{kind.__name__} {name}={value!r}: not honoured; leave it out")
 
 
 def _register(name: str):  # type: ignore[no-untyped-def]  # nemo-run inspects it at run time
     def factory() -> run.Partial:
-        return run.Partial(train, recipe=name, config=recipe_config(name))
+        return run.Partial(train, recipe=name, config=load_recipe(name).recipe())
 
     return run.cli.factory(factory, target=train, name=name)
 

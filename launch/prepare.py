@@ -1,7 +1,12 @@
 """Check everything that can be wrong with a run, then create or update its directory.
 
 `prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
-either.
+either. They return the run's configuration and the summary of its data. What they raise, that is
+ArchitectureError, ConfigError or DataError, has one line for its text, which says what is wrong,
+where, and what would be right.
+
+With `writes=False` they check only. With `asks_servers=False` they do not ask the servers of
+`rollout.servers_at`, for a run that starts later or elsewhere.
 """
 
 from __future__ import annotations
@@ -13,8 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -34,46 +38,19 @@ from qurl_megatron.rollout.options import check_options
 DATA_SUMMARY = "data.txt"  # in a run's directory
 
 
-def check_new(recipe: str, overrides: list[str], num_gpus: int = 0) -> str:
-    """Check a new run as `prepare_new` does, write nothing, and return the summary of its data.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
-    """
-    with _checked(recipe, overrides, num_gpus, True) as (_, _, summary):
-        return summary
-
-
 def prepare_new(
-    recipe: str, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
-) -> Config:
+    recipe: str,
+    overrides: list[str],
+    num_gpus: int = 0,
+    *,
+    writes: bool = True,
+    asks_servers: bool = True,
+) -> tuple[Config, str]:
     """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; 0 skips that check. `checks_disk` is False for a run
-    that will be elsewhere: neither this disk nor its servers elsewhere are checked.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
+    machine if the whole run is to fit on it; 0 skips that check.
     """
-    with _checked(recipe, overrides, num_gpus, checks_disk) as (config, built, summary):
-        config.run_dir.mkdir(parents=True)
-        if built.exists():
-            config.model = str(config.run_dir / "model")
-            shutil.move(built, config.model)
-    _make_paths_absolute(config)
-    save(config, config.run_dir / "config.yaml")
-    (config.run_dir / DATA_SUMMARY).write_text(summary)
-    return config
-
-
-@contextmanager
-def _checked(
-    recipe: str, overrides: list[str], num_gpus: int, checks_disk: bool
-) -> Iterator[tuple[Config, Path, str]]:
-    """Yield a new run's configuration, where its model is if the recipe built one, and its data."""
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
@@ -84,13 +61,24 @@ def _checked(
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
     if config.run_dir.exists():
-        raise run_exists_error(config)
+        raise ConfigError(
+            f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
+            f"run: qurl resume {config.run_dir}"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        yield config, built, _check(config, num_gpus, checks_disk)
+        data_summary = _check(config, num_gpus, asks_servers)
+        if writes:
+            config.run_dir.mkdir(parents=True)
+            if built.exists():
+                config.model = str(config.run_dir / "model")
+                shutil.move(built, config.model)
+            _make_paths_absolute(config)
+            _write(config, data_summary)
+    return config, data_summary
 
 
 def _has_experts(model: str) -> bool:
@@ -102,23 +90,23 @@ def _has_experts(model: str) -> bool:
 
 
 def prepare_resume(
-    run_dir: Path, overrides: list[str], num_gpus: int = 0, *, checks_disk: bool = True
-) -> Config:
+    run_dir: Path,
+    overrides: list[str],
+    num_gpus: int = 0,
+    *,
+    writes: bool = True,
+    asks_servers: bool = True,
+) -> tuple[Config, str]:
     """Apply overrides to an existing run, and write its config.yaml and data.txt.
 
     The run's directory may have been moved or renamed. An override may give the new place of a
-    model or of data that is no longer where it was. `num_gpus` and `checks_disk` are as for
-    `prepare_new`.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
+    model or of data that is no longer where it was. `num_gpus` is as for `prepare_new`.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
     if run_dir.name in ("", ".."):
         run_dir = run_dir.resolve()
-    with claim(run_dir):
+    with claim(run_dir) if writes else nullcontext():
         saved = load(run_dir / "config.yaml")
         was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
         if was_built and (run_dir / "model").is_dir():
@@ -130,30 +118,31 @@ def prepare_resume(
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
         validate_resume(saved, config)
-        summary = _check(config, num_gpus, checks_disk, resumes=True)
-        save(config, run_dir / "config.yaml")
-        (run_dir / DATA_SUMMARY).write_text(summary)
-    return config
+        data_summary = _check(config, num_gpus, asks_servers, resumes=True)
+        if writes:
+            _write(config, data_summary)
+    return config, data_summary
 
 
 def prepare_resume_or_new(
-    recipe: str, overrides: Sequence[str], *, checks_disk: bool = True
-) -> Config:
-    """Resume the named run, or create it.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: one line that says what is wrong, where, and
-            what would be right.
-    """
-    names = [word for word in overrides if word.startswith("name=")]
-    if not names:
+    recipe: str, overrides: list[str], *, writes: bool = True, asks_servers: bool = True
+) -> tuple[Config, str]:
+    """Resume the named run, or create it."""
+    place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
+    if not any(word.startswith("name=") for word in place):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
-    output_dirs = [word for word in overrides if word.startswith("output_dir=")]
-    run_dir = with_overrides(Config(), names + output_dirs).run_dir
-    if not (run_dir / "config.yaml").is_file():
-        return prepare_new(recipe, list(overrides), checks_disk=checks_disk)
-    others = [word for word in overrides if word not in names + output_dirs]
-    return prepare_resume(run_dir, others, checks_disk=checks_disk)
+    run_dir = with_overrides(Config(), place).run_dir
+    if (run_dir / "config.yaml").is_file():
+        others = [word for word in overrides if word not in place]
+        return prepare_resume(run_dir, others, writes=writes, asks_servers=asks_servers)
+    if run_dir.exists():
+        raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
+    return prepare_new(recipe, overrides, writes=writes, asks_servers=asks_servers)
+
+
+def _write(config: Config, data_summary: str) -> None:
+    save(config, config.run_dir / "config.yaml")
+    (config.run_dir / DATA_SUMMARY).write_text(data_summary)
 
 
 def warn_of_pickles(directory: Path) -> None:
@@ -208,26 +197,10 @@ def default_name(recipe: str) -> str:
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def run_exists_error(config: Config) -> ConfigError:
-    """Return the error for a new run whose directory exists."""
-    return ConfigError(
-        f"name={config.name}: {config.run_dir} exists; choose another name, or resume that run: "
-        f"qurl resume {config.run_dir}"
-    )
-
-
-def print_data_summary(config: Config) -> None:
-    """Print the summary of a prepared run's data."""
-    print((config.run_dir / DATA_SUMMARY).read_text(), end="", flush=True)
-
-
-def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = False) -> str:
+def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool = False) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Return the summary of the data.
-
-    Raises:
-        ArchitectureError, ConfigError, DataError: something cannot be used.
     """
     from qurl_megatron.data.prompts import load_prompts
     from qurl_megatron.data.scoring import check_reward
@@ -243,8 +216,8 @@ def _check(config: Config, num_gpus: int, checks_disk: bool, *, resumes: bool = 
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
-    if checks_disk:
-        check_disk(config)
+    check_disk(config)
+    if asks_servers:
         check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))
     prompts = load_prompts(config, tokenizer)

@@ -1,10 +1,9 @@
-"""The batch process of a Slurm job, which `qurl.sbatch` and `qurl_one_allocation.sbatch` start.
+"""The batch process of a Slurm job, which the job's script (`launch/job_script.py`) starts.
 
-    python -m qurl_megatron.launch.slurm COMMAND
+    python -m qurl_megatron.launch.slurm run RECIPE name=NAME [field=value ...]
 
-    run [--max-restarts N] RECIPE name=NAME [field=value ...]
-    lead RUN      print the N of --signal=B:USR1@N that the run needs
-    guard LOGS    (started by the job) requeue it if it loses its batch host
+It reads these variables: QURL_MAX_RESTARTS; QURL_PYTHON, with which the job's steps run; and for
+pyxis QURL_CONTAINER_IMAGE and QURL_CONTAINER_MOUNTS.
 
 The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
 starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
@@ -18,7 +17,7 @@ watches both sides, learner and rollout:
   guard on a rollout node then requeues it.
 - USR1 (from Slurm, before the time limit), TERM (preemption) and this process's own clock ask the
   learner to stop early. It finishes its step, saves a checkpoint and ends with code 75. The job is
-  then requeued, at most `--max-restarts` times, and resumes from that checkpoint.
+  then requeued, at most QURL_MAX_RESTARTS times, and resumes from that checkpoint.
 - An existing run is resumed and a missing one is created. So a requeued job, the same command
   again, and a chain of jobs (`--dependency=afterany:ID`) all continue one run. A finished run ends
   at once.
@@ -26,7 +25,6 @@ watches both sides, learner and rollout:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -47,7 +45,7 @@ from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
-from qurl_megatron.launch.prepare import prepare_resume_or_new, print_data_summary
+from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import RestartLimit
 from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
@@ -135,7 +133,7 @@ def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests:
             stop_requests.append(0)
         if stop_requests and time.monotonic() >= reminded_at + REMIND_S:
             reminded_at = time.monotonic()
-            learner.signal(signal.SIGUSR1)
+            learner.send_signal(signal.SIGUSR1)
         code = learner.poll()
         if code is not None:
             if code not in (0, STOPPED_EARLY):
@@ -143,42 +141,34 @@ def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests:
             return code
         if not rollout.check():
             # A learner that has finished or saved may still be ending.
-            learner_code = learner.wait(END_TIMEOUT_S)
-            return learner_code if learner_code in (0, STOPPED_EARLY) else 1
+            wait_for([learner], END_TIMEOUT_S)
+            return learner.returncode if learner.returncode in (0, STOPPED_EARLY) else 1
         time.sleep(POLL_S)
 
 
-class JobStep:
-    """The learner, a rollout node or the guard: a running srun."""
+class JobStep(subprocess.Popen[bytes]):
+    """The learner, a rollout node or the guard: a running srun, which passes signals to its tasks.
+
+    Its exit code is the highest of its tasks.
+    """
 
     def __init__(
         self, attempt: Attempt, name: str, command: list[str], environment: Mapping[str, str] = {}
     ) -> None:
+        self.started_at = time.monotonic()
+        self.ended_at: float | None = None  # the clock when its end was noticed
         self._name = name
         self._attempt = attempt
         self._log = attempt.logs / f"srun_{name}.log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            super().__init__(
                 command,
                 env={**step_environment(os.environ), **environment},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
-                preexec_fn=_block_usr1,
+                # srun waits for the signals that are blocked when it starts, and forwards them.
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}),
             )
-
-    def poll(self) -> int | None:
-        """Return the highest exit code of the tasks, or None while one runs."""
-        return self._process.poll()
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for the tasks at most `timeout_s`; return their exit code as `poll` does."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout_s)
-        return None
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all tasks, through srun."""
-        self._process.send_signal(number)
 
     def report(self, code: int) -> None:
         """Print that the step ended, with srun's messages and the end of the failed rank's log."""
@@ -194,22 +184,17 @@ class JobStep:
 
 def end_steps(steps: Sequence[JobStep]) -> None:
     """End the tasks of several steps at once; Slurm ends those that remain, with the job."""
-    running = [step for step in steps if step.poll() is None]
-    for step in running:
-        step.signal(signal.SIGUSR2)
-    deadline = time.monotonic() + END_TIMEOUT_S
-    for step in running:
-        step.wait(max(0.0, deadline - time.monotonic()))
+    for step in steps:
+        step.send_signal(signal.SIGUSR2)
+    wait_for(steps, END_TIMEOUT_S)
 
 
-@dataclasses.dataclass
-class _RolloutNode:
-    """The task of a rollout node: the step that runs it, or ran it last."""
-
-    group: NodeGroup  # of this node alone
-    step: JobStep
-    limit: RestartLimit = dataclasses.field(default_factory=RestartLimit)
-    ended_at: float | None = None  # clock of time.monotonic; None while it runs
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Wait until all processes have ended, for at most `timeout_s` seconds together."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 class RolloutSide:
@@ -221,10 +206,11 @@ class RolloutSide:
 
     def __init__(self, attempt: Attempt, group: NodeGroup) -> None:
         self._attempt = attempt
-        groups = [dataclasses.replace(group, nodes=[name]) for name in group.nodes]
-        self._nodes = {one.nodes[0]: _RolloutNode(one, self._start(one)) for one in groups}
+        self._group = group
+        self._limits = {name: RestartLimit() for name in group.nodes}
+        # For each node, the step that runs its task, or ran it last.
+        self._steps = {name: self._start(name) for name in group.nodes}
         self._guard = self._start_guard()
-        self._guarded_at = time.monotonic()
 
     def check(self) -> bool:
         """Start again the tasks that have ended; call it often.
@@ -232,44 +218,47 @@ class RolloutSide:
         Return False if a task could not start its servers at all, which ends the job.
         """
         now = time.monotonic()
-        for name, node in list(self._nodes.items()):
-            code = node.step.poll()
+        for name, step in list(self._steps.items()):
+            code = step.poll()
             if code is None:
                 continue
             roster = roster_of(self._attempt.logs, name)
-            if node.ended_at is None:
-                node.ended_at = now
-                node.step.report(code)
+            if step.ended_at is None:
+                step.ended_at = now
+                step.report(code)
                 if code == START_FAILED or not roster.exists():
                     return False
-            if now < node.ended_at + RETRY_S:
+            if now < step.ended_at + RETRY_S:
                 continue
-            if node.limit.allows():
+            if self._limits[name].allows():
                 print(f"qurl: starting the rollout task of {name} again", flush=True)
-                node.step, node.ended_at = self._start(node.group), None
+                self._steps[name] = self._start(name)
             else:
                 print(f"qurl: {name} is lost; its servers do not come back", flush=True)
                 save_roster(roster, {})
-                del self._nodes[name]
-        if self._guard.poll() is not None and self._nodes and now > self._guarded_at + RETRY_S:
-            self._guard, self._guarded_at = self._start_guard(), now
+                del self._steps[name]
+        is_due = now > self._guard.started_at + RETRY_S
+        if self._guard.poll() is not None and self._steps and is_due:
+            self._guard = self._start_guard()
         return True
 
     def end(self) -> None:
         """End all tasks, and the guard."""
-        end_steps([self._guard, *(node.step for node in self._nodes.values())])
+        end_steps([self._guard, *self._steps.values()])
 
-    def _start(self, group: NodeGroup) -> JobStep:
-        command = srun(group, 1, task("rollout", self._attempt.logs))
-        return JobStep(self._attempt, f"rollout_{group.nodes[0]}", command)
+    def _start(self, node: str) -> JobStep:
+        return self._step(node, f"rollout_{node}", task("rollout", self._attempt.logs))
 
     def _start_guard(self) -> JobStep:
-        running = [node.group for node in self._nodes.values() if node.ended_at is None]
-        group = (running or [node.group for node in self._nodes.values()])[-1]
+        running = [node for node, step in self._steps.items() if step.ended_at is None]
         # It asks Slurm, which a container may not be able to.
         command = [*IGNORE_SIGNALS, sys.executable, "-m", "qurl_megatron.launch.slurm", "guard"]
-        command = srun(group, 1, ["--overlap", *command, str(self._attempt.logs)])
-        return JobStep(self._attempt, "guard", command)
+        command = ["--overlap", *command, str(self._attempt.logs)]
+        return self._step((running or list(self._steps))[-1], "guard", command)
+
+    def _step(self, node: str, name: str, command: list[str]) -> JobStep:
+        group = dataclasses.replace(self._group, nodes=[node])
+        return JobStep(self._attempt, name, srun(group, 1, command))
 
 
 def guard(logs: Path) -> None:
@@ -339,10 +328,7 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
         )
         for group in groups
     ]
-    deadline = time.monotonic() + PREFLIGHT_TIMEOUT_S
-    for step in steps:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            step.wait(max(0.0, deadline - time.monotonic()))
+    wait_for(steps, PREFLIGHT_TIMEOUT_S)
     problems = []
     for node in plan.nodes:
         try:
@@ -437,26 +423,22 @@ def requeue(max_restarts: int) -> bool:
 
 
 def is_resumable(code: int, learner_nodes: list[str]) -> bool:
-    """Return True if a run that ended with this code is to go on: nothing is wrong with it."""
+    """Return True if a run that ended with this code is to go on: nothing is wrong with it.
+
+    The learner then stopped early, or failed because Slurm took one of its nodes, as it does when a
+    node fails. (Without --no-kill, Slurm requeues the job by itself.) Or it failed on preemption:
+    then SGLang ends by itself, possibly in the middle of a step.
+    """
     if code in (0, STOPPED_EARLY):
         return code == STOPPED_EARLY
-    # On preemption SGLang ends by itself, possibly in the middle of a step: the learner then fails.
-    return is_preempted() or has_lost(learner_nodes)
+    left = nodes_of_job(os.environ["SLURM_JOB_ID"])
+    return is_preempted() or (bool(left) and not set(learner_nodes) <= set(left))
 
 
 def is_preempted() -> bool:
     """Return True if Slurm is taking the job's nodes for another job, and says so."""
     shown = _ask_repeatedly("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])
     return re.search(r"PreemptTime=\d", shown or "") is not None
-
-
-def has_lost(nodes: list[str]) -> bool:
-    """Return True if Slurm has taken one of these nodes out of the job, as it does when one fails.
-
-    Without --no-kill, Slurm requeues the job by itself.
-    """
-    left = nodes_of_job(os.environ["SLURM_JOB_ID"])
-    return bool(left) and not set(nodes) <= set(left)
 
 
 def signal_lead_s(run_dir: Path) -> int:
@@ -518,38 +500,20 @@ def _ask(*words: str) -> str | None:
     return done.stdout
 
 
-def _block_usr1() -> None:
-    """Block USR1 before srun starts; srun waits for blocked signals and forwards them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-
-
 def main() -> None:
-    """Run a job, print its lead time, or guard it."""
-    parser = argparse.ArgumentParser(prog="python -m qurl_megatron.launch.slurm")
-    commands = parser.add_subparsers(dest="command", required=True)
-    job = commands.add_parser("run", help="run as the batch process of a job")
-    job.add_argument("--max-restarts", type=int, default=20)
-    job.add_argument("recipe")
-    job.add_argument("overrides", nargs="*", metavar="field=value")
-    lead = commands.add_parser("lead", help="print N of --signal=B:USR1@N")
-    lead.add_argument("run_dir", type=Path)
-    guarding = commands.add_parser("guard", help="requeue the job if it loses its batch host")
-    guarding.add_argument("logs", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "guard":
-        guard(arguments.logs)
-        return
-    if arguments.command == "lead":
-        print(signal_lead_s(arguments.run_dir))
-        return
+    """Run a job, or guard it: `python -m qurl_megatron.launch.slurm guard LOGS`."""
+    command, *words = sys.argv[1:]
+    if command == "guard":
+        return guard(Path(*words))
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
+    recipe, *overrides = words
     with exit_on_bad_input():
-        config = prepare_resume_or_new(arguments.recipe, arguments.overrides)
+        config, data_summary = prepare_resume_or_new(recipe, overrides)
     if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")
         return
-    print_data_summary(config)
-    sys.exit(run(config, arguments.max_restarts))
+    print(data_summary, end="", flush=True)
+    sys.exit(run(config, int(os.environ["QURL_MAX_RESTARTS"])))
 
 
 if __name__ == "__main__":

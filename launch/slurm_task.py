@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qurl_megatron.launch.placement import JobPlan, NodePlan
+    from qurl_megatron.launch.attempt import Attempt
+    from qurl_megatron.launch.placement import JobPlan
 
 POLL_S = 0.5
 START_FAILED = 3  # exit code of a rollout task with a server that failed during its first start
@@ -32,7 +33,7 @@ START_FAILED = 3  # exit code of a rollout task with a server that failed during
 
 def preflight(logs: Path, token: str) -> None:
     """Write a list of this node's problems to LOGS/preflight/NODE.json, empty if it has none."""
-    name = node_name()
+    name = os.environ["SLURMD_NODENAME"]
     plan = json.loads((logs / "plan.json").read_text())
     problems = []
     if plan["token"] != token:
@@ -92,15 +93,13 @@ def rollout(logs: Path) -> int:
     if installed_gpus() is None:
         os.environ.update(NO_THREADS)  # before what starts threads is imported
     from qurl_megatron import device
-    from qurl_megatron.config.yaml_file import load
-    from qurl_megatron.launch.attempt import Attempt
     from qurl_megatron.launch.placement import server_specs
     from qurl_megatron.launch.servers import Servers
     from qurl_megatron.rollout.preload import PreloadFailed, preload
     from qurl_megatron.rollout.server import ServerFailed
 
-    plan, own = read_plan(logs)
-    attempt = Attempt(load(run_dir_of(logs, plan) / "config.yaml"), plan.attempt)
+    plan, attempt = read_job(logs)
+    own = next(node for node in plan.nodes if node.name == os.environ["SLURMD_NODENAME"])
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
     host = own_address(own.name, plan.master_address)
     first_gpu = 0
@@ -143,23 +142,18 @@ def learner(logs: Path) -> int:
     """Run one learner rank once all servers are known; return its exit code."""
     signal.signal(signal.SIGUSR2, lambda number, _: sys.exit(128 + number))
     rank = int(os.environ["SLURM_PROCID"])
-    plan, _ = read_plan(logs)
+    plan, attempt = read_job(logs)
     os.environ["MASTER_ADDR"] = plan.master_address
     os.environ["MASTER_PORT"] = str(plan.master_port)
-    from qurl_megatron.config.yaml_file import load
-    from qurl_megatron.launch.attempt import Attempt
-
-    run_dir = run_dir_of(logs, plan)
-    config = load(run_dir / "config.yaml")
-    log = os.open(Attempt(config, plan.attempt).rank_log(rank), os.O_WRONLY | os.O_CREAT)
+    log = os.open(attempt.rank_log(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
     if rank:
         os.dup2(log, 1)  # rank 0 shows the run's progress
     from qurl_megatron.loop import train
 
-    rosters = await_rosters(logs, plan, config.rollout.server.start_timeout_s)
+    rosters = await_rosters(logs, plan, attempt.config.rollout.server.start_timeout_s)
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
-    return train.run_rank(run_dir, rosters, stop_on=stop_on, exit_on=signal.SIGUSR2)
+    return train.run_rank(attempt.config.run_dir, rosters, stop_on=stop_on, exit_on=signal.SIGUSR2)
 
 
 def await_rosters(logs: Path, plan: JobPlan, timeout_s: float) -> list[Path]:
@@ -183,22 +177,15 @@ def roster_of(logs: Path, node: str) -> Path:
     return logs / f"servers_{node}.json"
 
 
-def read_plan(logs: Path) -> tuple[JobPlan, NodePlan]:
-    """Return the plan, and this node's part of it."""
+def read_job(logs: Path) -> tuple[JobPlan, Attempt]:
+    """Return the plan and the start of the run to which LOGS belong."""
+    from qurl_megatron.config.yaml_file import load
+    from qurl_megatron.launch.attempt import Attempt
     from qurl_megatron.launch.placement import JobPlan
 
     plan = JobPlan.load(logs / "plan.json")
-    return plan, next(node for node in plan.nodes if node.name == node_name())
-
-
-def run_dir_of(logs: Path, plan: JobPlan) -> Path:
-    """Return RUN of RUN/logs or RUN/logs/resumed_N."""
-    return logs.parent.parent if plan.attempt else logs.parent
-
-
-def node_name() -> str:
-    """Return Slurm's name of this node."""
-    return os.environ["SLURMD_NODENAME"]
+    run_dir = logs.parent.parent if plan.attempt else logs.parent  # of RUN/logs/resumed_N, RUN/logs
+    return plan, Attempt(load(run_dir / "config.yaml"), plan.attempt)
 
 
 def main() -> None:

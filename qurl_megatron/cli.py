@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from qurl_megatron.commands import models, plan, runs, serving
+from qurl_megatron.commands import models, plan, runs
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -34,8 +34,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "status": runs.status,
     "logs": runs.logs,
     "export": models.export,
-    "eval": serving.evaluate,
-    "serve": serving.serve,
+    "eval": models.evaluate,
+    "serve": models.serve,
     "report": runs.report,
     "quantize": models.quantize,
     "mismatch": models.mismatch,

@@ -20,9 +20,6 @@ Sources of the settings:
   the penalty over the last fifth of a response. DAPO's dynamic sampling repeats until enough groups
   have mixed rewards; here it tries 4 times.
 - verl's DAPO scripts, which the paper's framework has: dual clip at 10.
-
-`quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts. BF16 runs
-without UAQ.
 """
 
 from __future__ import annotations

@@ -6,9 +6,13 @@ Requirements:
 - `data`: a jsonl file with `question` and `answer` on each line, or any other format that
   `qurl_megatron/data/problems.py` reads.
 
-The settings are those of the QuRL paper (Section 5) for DeepScaleR's first stage, with dual clip at
-3, the default of verl, which the paper ran on. The recipe `deepscaler_grpo` has the later stages
-too.
+Sources of the settings, which `deepscaler_grpo`, `scaling_32b` and `qwen3_moe` begin with:
+
+- QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 responses of up to 8k tokens, 800
+  steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
+- QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
+- DeepScaleR: two minibatches per step.
+- verl, which the paper ran on: dual clip at 3, its default.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ Sources of the settings:
 - verl's example of PPO on GSM8K: a reward of 1 or 0 by the strict rule, one response per problem,
   four minibatches per step for policy and critic, critic learning rate 1e-5. verl's default: dual
   clip at 3.
-
-`quantization.format=fp8` and `quantization.format=bf16` are the paper's other rollouts.
 """
 
 from __future__ import annotations

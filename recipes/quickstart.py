@@ -24,7 +24,7 @@ from qurl_megatron.config.schema import (
 
 # The fixed beginning of every question is one token; every other byte is a token of its own.
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
-_DIMENSIONS = {
+DIMENSIONS = {
     "hidden_size": 192,
     "intermediate_size": 512,
     "num_hidden_layers": 3,
@@ -73,7 +73,7 @@ def build_model(directory: Path, seed: int, **dimensions: int) -> None:
 
     `dimensions` override fields of its config.json.
     """
-    write_model(directory, seed, "qwen2", **(_DIMENSIONS | dimensions))
+    write_model(directory, seed, "qwen2", **(DIMENSIONS | dimensions))
 
 
 def write_model(directory: Path, seed: int, model_type: str, **fields: int | bool) -> None:

@@ -13,11 +13,7 @@ from qurl_megatron.config.schema import Config, UaqConfig
 from qurl_megatron.recipes import quickstart
 
 _DIMENSIONS: dict[str, int | bool] = {
-    "hidden_size": 192,
-    "intermediate_size": 512,  # of no layer
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    **quickstart.DIMENSIONS,  # whose intermediate_size is that of no layer
     "head_dim": 24,
     "num_experts": 8,
     "num_experts_per_tok": 2,

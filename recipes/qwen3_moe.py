@@ -10,7 +10,7 @@ hold Qwen3-30B-A3B.
 
 Sources of the settings:
 
-- QuRL, Section 5.1, DeepScaleR's first stage, as in `scaling_32b`.
+- The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - Update-aware quantization (UAQ) with s = 2 and not the paper's 1.5: a router needs a power of two
   (`config.validate.check_scales`).
 - The layouts are this project's own: the fastest that `qurl plan` finds for 16 and for 128 GPUs.
@@ -28,60 +28,34 @@ from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    QuantizationConfig,
-    RolloutConfig,
     ServerConfig,
     UaqConfig,
 )
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.recipes import grpo, scaling_32b
 
+_SMALL = dataclasses.replace(
+    scaling_32b.ARCHITECTURES["Qwen3-32B"],
+    family="qwen3_moe",
+    num_layers=48,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    num_experts=128,
+    experts_per_token=8,
+    moe_intermediate_size=768,
+    normalize_topk=True,
+)
 # Values of the published config.json files; `qurl plan` accepts these names as models.
 ARCHITECTURES = {
-    "Qwen3-30B-A3B": Architecture(
-        family="qwen3_moe",
-        num_layers=48,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        qk_norm=True,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=40960,
-        eos_token_ids=(151645, 151643),
-        num_experts=128,
-        experts_per_token=8,
-        moe_intermediate_size=768,
-        normalize_topk=True,
-    ),
-    "Qwen3-235B-A22B": Architecture(
-        family="qwen3_moe",
+    "Qwen3-30B-A3B": _SMALL,
+    "Qwen3-235B-A22B": dataclasses.replace(
+        _SMALL,
         num_layers=94,
         hidden_size=4096,
         intermediate_size=12288,
         num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        qk_norm=True,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=40960,
-        eos_token_ids=(151645, 151643),
-        num_experts=128,
-        experts_per_token=8,
         moe_intermediate_size=1536,
-        normalize_topk=True,
     ),
 }
 # Number of GPUs -> the learner's layout, and GPUs per server.
@@ -118,25 +92,13 @@ def study(model: str, gpus: int) -> Config:
     `model` is a directory or a name in `ARCHITECTURES`.
     """
     layout, server = LAYOUTS[gpus]
-    learner = dataclasses.replace(layout, tokens_per_micro_batch=9216, offload_optimizer=True)
-    return Config(
-        model=model,
-        reward="math",
-        steps=800,
-        learner=learner,
-        optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
-        objective=ObjectiveConfig(
-            objective="acr", eps_low=0.2, eps_high=0.2, dual_clip=3.0, kl_coefficient=1e-3
-        ),
-        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=2.0)),
-        rollout=RolloutConfig(
-            prompts_per_step=256,
-            completions_per_prompt=8,
-            temperature=0.6,
-            max_prompt_length=1024,
-            max_response_length=8192,
-            servers=(gpus - learner.world_size) // server,
-            server=ServerConfig(tensor_parallel_size=server, max_running_requests=256),
-        ),
-        evaluation=EvaluationConfig(problems=0),
+    config = grpo.recipe()
+    config.model = model
+    config.learner = dataclasses.replace(
+        layout, tokens_per_micro_batch=9216, offload_optimizer=True
     )
+    config.quantization.uaq = UaqConfig(scale=2.0)
+    config.rollout.servers = (gpus - config.learner.world_size) // server
+    config.rollout.server = ServerConfig(tensor_parallel_size=server, max_running_requests=256)
+    config.evaluation = EvaluationConfig(problems=0)
+    return config

@@ -10,10 +10,7 @@ returns that for 64 GPUs and INT8.
 
 Sources of the settings:
 
-- QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 responses of up to 8k tokens, 800
-  steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
-- QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
-- verl, which the paper ran on: dual clip at 3, its default.
+- The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
   servers have whole nodes of eight GPUs. Their steps are within a tenth of the shortest that
   `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
@@ -25,55 +22,50 @@ No evaluation server is started, since held-out accuracy would need one of its o
 
 from __future__ import annotations
 
+import dataclasses
+
 from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
     LearnerConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
     QuantizationConfig,
-    RolloutConfig,
     ServerConfig,
     UaqConfig,
     WeightFormat,
 )
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.recipes import grpo
 
+_QWEN2 = Architecture(
+    family="qwen2",
+    num_layers=64,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    rope_scaling=None,
+    max_position_embeddings=131072,
+    eos_token_ids=(151643,),
+)
 # Values of the published config.json files; `qurl plan` accepts these names as models.
 ARCHITECTURES = {
-    "Qwen2.5-32B": Architecture(
-        family="qwen2",
-        num_layers=64,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-        qkv_bias=True,
-        qk_norm=False,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=131072,
-        eos_token_ids=(151643,),
-    ),
-    "Qwen3-32B": Architecture(
+    "Qwen2.5-32B": _QWEN2,
+    "Qwen3-32B": dataclasses.replace(
+        _QWEN2,
         family="qwen3",
-        num_layers=64,
-        hidden_size=5120,
         intermediate_size=25600,
         num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
         vocab_size=151936,
-        tie_word_embeddings=False,
         qkv_bias=False,
         qk_norm=True,
         rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
         max_position_embeddings=40960,
         eos_token_ids=(151645, 151643),
     ),
@@ -99,34 +91,21 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
     `model` is a directory or a name in `ARCHITECTURES`.
     """
     tensor, pipeline, data, offload, server = LAYOUTS[gpus]
-    return Config(
-        model=model,
-        reward="math",
-        steps=800,
-        learner=LearnerConfig(
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=pipeline,
-            data_parallel_size=data,
-            # Of five stages, four have thirteen layers, and the one with the output layer twelve.
-            layers_in_last_pipeline_stage=12 if pipeline == 5 else None,
-            micro_batch_size=1,
-            offload_optimizer=offload,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=2),
-        objective=ObjectiveConfig(
-            objective="acr", eps_low=0.2, eps_high=0.2, dual_clip=3.0, kl_coefficient=1e-3
-        ),
-        quantization=QuantizationConfig(
-            format=weight_format, uaq=UaqConfig(1.0 if weight_format == "bf16" else 1.5)
-        ),
-        rollout=RolloutConfig(
-            prompts_per_step=256,
-            completions_per_prompt=8,
-            temperature=0.6,
-            max_prompt_length=1024,
-            max_response_length=8192,
-            servers=(gpus - tensor * pipeline * data) // server,
-            server=ServerConfig(tensor_parallel_size=server, max_running_requests=256),
-        ),
-        evaluation=EvaluationConfig(problems=0),
+    config = grpo.recipe()
+    config.model = model
+    config.learner = LearnerConfig(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        data_parallel_size=data,
+        # Of five stages, four have thirteen layers, and the one with the output layer twelve.
+        layers_in_last_pipeline_stage=12 if pipeline == 5 else None,
+        micro_batch_size=1,
+        offload_optimizer=offload,
     )
+    config.quantization = QuantizationConfig(
+        format=weight_format, uaq=UaqConfig(1.0 if weight_format == "bf16" else 1.5)
+    )
+    config.rollout.servers = (gpus - config.learner.world_size) // server
+    config.rollout.server = ServerConfig(tensor_parallel_size=server, max_running_requests=256)
+    config.evaluation = EvaluationConfig(problems=0)
+    return config

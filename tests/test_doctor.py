@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -14,7 +16,6 @@ from typing import Any, get_args
 import pytest
 
 from qurl_megatron.commands import doctor
-from qurl_megatron.commands.doctor import Result
 from qurl_megatron.config.schema import WeightFormat
 
 QURL = Path(sys.executable).with_name("qurl")
@@ -25,138 +26,99 @@ def gpu(major: int, minor: int, name: str = "NVIDIA H100") -> Any:
     return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 * GIB)
 
 
-def connection_refused() -> None:
-    raise OSError("network is unreachable")
-
-
-def test_python_is_3_11_or_3_12() -> None:
-    assert doctor.check_python((3, 11)).status == "ok"
-    assert doctor.check_python((3, 12)).status == "ok"
-    assert doctor.check_python((3, 10)) == Result(
-        "!!", "Python", "3.10 is not supported; install Python 3.11 or 3.12"
-    )
-
-
-def test_right_packages_are_counted() -> None:
-    versions = {"torch": "2.11.0+cu130", "httpx": "0.1"}
-    results = list(doctor.check_packages({"torch": "2.11.0", "httpx": None}, versions.get))
-    assert results == [Result("ok", "packages", "2 installed, 1 of them pinned")]
-
-
-def test_every_wrong_package_is_named_with_the_command_that_installs_it() -> None:
-    def installed(name: str) -> str | None:
-        if name == "broken":
-            raise KeyError("Version")
-        return {"torch": "2.10.0"}.get(name)
-
-    required = {"torch": "2.11.0", "httpx": None, "broken": None}
-    assert list(doctor.check_packages(required, installed)) == [
-        Result("!!", "packages", "torch is 2.10.0, not 2.11.0: pip install 'torch==2.11.0'"),
-        Result("!!", "packages", "httpx is not installed: pip install httpx"),
-        Result("!!", "packages", "broken has unreadable metadata; install it again"),
-    ]
-
-
-def test_a_distribution_without_requirements_is_wrong() -> None:
-    (result,) = doctor.check_packages({}, lambda name: None)
-    assert result.status == "!!"
-
-
-def test_requirement_lines_are_read_with_their_pins() -> None:
-    lines = ["torch==2.11.0  # why", "", "# comment", "a-b[c,d]==1.0", "numpy>=2", "httpx"]
-    assert doctor.parse_requirements(lines) == {
-        "torch": "2.11.0",
-        "a-b": "1.0",
-        "numpy": None,
-        "httpx": None,
-    }
-
-
-def test_requirements_come_from_the_distribution_without_its_extras(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    declared = ["torch==2.11.0", 'wandb; extra == "wandb"']
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
-    assert doctor.requirements() == {"torch": "2.11.0"}
-
-
-def test_requirements_of_a_checkout_come_from_its_file_without_metadata(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: None)
-    required = doctor.requirements()
-    assert required["sglang"] == "0.5.17"
-    assert "pytest" not in required
+H100 = [gpu(9, 0)]
+FORMATS, ENGINE = doctor.check_weight_formats, doctor.check_transformer_engine
+SHARED_MEMORY = doctor.check_shared_memory
+GPUS = "qurl_megatron.commands.doctor.visible_gpus"
+DRIVER = "qurl_megatron.commands.doctor.driver_version"
+MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
 
 
 @pytest.mark.parametrize(
-    ("capability", "formats", "refused"),
+    ("check", "machine", "status", "text"),
     [
-        ((9, 0), "bf16, int8, int4, fp8, fp8-tensor, fp8-block", ""),
-        ((8, 9), "bf16, int8, int4, fp8, fp8-tensor", "fp8-block needs compute capability 9.0"),
-        ((8, 0), "bf16, int8, int4", "fp8 needs compute capability 8.9"),
-        ((7, 5), "none", "bf16 needs compute capability 8.0"),
+        (
+            doctor.check_gpus,
+            {GPUS: [*H100, *H100, gpu(8, 0, "A100")], DRIVER: ""},
+            "ok",
+            "2 x NVIDIA H100, 80 GiB, compute capability 9.0; "
+            "1 x A100, 80 GiB, compute capability 8.0; driver unknown",
+        ),
+        (doctor.check_gpus, {GPUS: [], DRIVER: ""}, "--", "none; "),
+        (doctor.check_gpus, {GPUS: [], DRIVER: "470.1"}, "!!", "driver 470.1 is installed, but"),
+        # The smallest compute capability decides.
+        (FORMATS, {GPUS: H100}, "ok", "bf16, int8, int4, fp8, fp8-tensor, fp8-block"),
+        (FORMATS, {GPUS: [*H100, gpu(8, 9)]}, "ok", "bf16, int8, int4, fp8, fp8-tensor; fp8-block"),
+        (FORMATS, {GPUS: [*H100, gpu(8, 0)]}, "ok", "bf16, int8, int4; fp8 needs compute capabil"),
+        (FORMATS, {GPUS: [*H100, gpu(7, 5)]}, "!!", "none; bf16 needs compute capability 8.0"),
+        (FORMATS, {GPUS: []}, "ok", "fp8-block (SGLang on the CPU)"),
+        (ENGINE, {GPUS: H100, MODULE: object()}, "ok", "installed"),
+        (ENGINE, {GPUS: H100, MODULE: None}, "--", "not installed"),
+        (ENGINE, {GPUS: [], MODULE: None}, "--", "not installed"),
+        (ENGINE, {GPUS: [], MODULE: object()}, "!!", "pip uninstall transformer-engine"),
+        (SHARED_MEMORY, {DISK: SimpleNamespace(free=GIB)}, "ok", "1.0 GiB free"),
+        # Docker's default.
+        (
+            SHARED_MEMORY,
+            {DISK: SimpleNamespace(free=64 * 2**20)},
+            "!!",
+            "room for 1 GiB (docker run",
+        ),
     ],
 )
-def test_compute_capability_decides_the_weight_formats(
-    capability: tuple[int, int], formats: str, refused: str
+def test_a_check_finds_what_the_machine_has(
+    check: Callable[[], doctor.Findings],
+    machine: dict[str, object],
+    status: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpus, served = doctor.check_gpus([gpu(9, 0), gpu(*capability)], "580.1")
-    assert gpus.status == "ok" and "driver 580.1" in gpus.text
-    assert served.text.partition(";")[0] == formats
-    assert refused in served.text
-    assert served.status == ("!!" if formats == "none" else "ok")
+    for name, value in machine.items():
+        monkeypatch.setattr(name, lambda *_, value=value: value)
+    ((found, said),) = check()
+    assert found == status and text in said
 
 
 def test_every_weight_format_has_a_compute_capability() -> None:
     assert set(doctor.MIN_CAPABILITY) == set(get_args(WeightFormat))
 
 
-def test_equal_gpus_are_counted() -> None:
-    result, _ = doctor.check_gpus([gpu(9, 0), gpu(9, 0), gpu(8, 0, "A100")], None)
-    assert result.text == (
-        "2 x NVIDIA H100, 80 GiB, compute capability 9.0; "
-        "1 x A100, 80 GiB, compute capability 8.0; driver unknown"
-    )
+def test_packages_are_those_that_the_distribution_requires_as_it_pins_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"torch": "2.11.0+cu130", "a-b": "1.0", "httpx": "0.1", "numpy": "2.3"}
+
+    def version(name: str) -> str:
+        if name == "broken":
+            raise KeyError("Version")
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def check(required: list[str] | None) -> list[tuple[str, str]]:
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+        return list(doctor.check_packages())
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    required = ["torch==2.11.0", "a-b[c,d]==1.0", "httpx", "numpy>=2", 'wandb; extra == "wandb"']
+    assert check(required) == [("ok", "4 installed, 2 of them pinned")]
+    assert check(["torch==2.12.0", "sglang", "c==1", "broken", "httpx"]) == [
+        ("!!", "torch is 2.11.0+cu130, not 2.12.0: pip install 'torch==2.12.0'"),
+        ("!!", "sglang is not installed: pip install sglang"),
+        ("!!", "c is not installed: pip install 'c==1'"),
+        ("!!", "broken has unreadable metadata; install it again"),
+    ]
+    assert check(None)[0][0] == "!!"
 
 
-def test_a_machine_without_gpus_serves_on_the_cpu() -> None:
-    gpus, formats = doctor.check_gpus([], None)
-    assert (gpus.status, formats.status) == ("--", "ok")
-    assert "fp8-tensor, fp8-block (SGLang on the CPU)" in formats.text
+def test_loopback_is_bound_and_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connection_refused(*_: object, **__: object) -> None:
+        raise OSError("network is unreachable")
 
-
-def test_a_driver_without_visible_gpus_is_wrong() -> None:
-    gpus, _ = doctor.check_gpus([], "470.1")
-    assert gpus.status == "!!" and "driver 470.1 is installed, but torch sees no GPU" in gpus.text
-
-
-def test_transformer_engine_without_a_gpu_is_wrong() -> None:
-    assert doctor.check_transformer_engine(has_gpu=True, is_installed=True).status == "ok"
-    assert doctor.check_transformer_engine(has_gpu=True, is_installed=False).status == "--"
-    assert doctor.check_transformer_engine(has_gpu=False, is_installed=False).status == "--"
-    wrong = doctor.check_transformer_engine(has_gpu=False, is_installed=True)
-    assert wrong.status == "!!" and "pip uninstall transformer-engine" in wrong.text
-
-
-def test_dockers_64_mib_of_shared_memory_are_too_little() -> None:
-    assert doctor.check_shared_memory(GIB).status == "ok"
-    little = doctor.check_shared_memory(64 * 2**20)
-    assert little.status == "!!" and "0.1 GiB free" in little.text and "--shm-size" in little.text
-
-
-def test_disk_must_be_writable_and_have_room() -> None:
-    here = Path("/data")
-    assert doctor.check_disk(here, 50 * GIB, is_writable=True).status == "ok"
-    assert doctor.check_disk(here, 5 * GIB, is_writable=True).status == "!!"
-    unwritable = doctor.check_disk(here, 50 * GIB, is_writable=False)
-    assert unwritable == Result("!!", "disk", "/data is not writable; set output_dir")
-
-
-def test_loopback_is_bound_and_reached() -> None:
-    assert doctor.check_ports(doctor.connect_on_loopback).status == "ok"
-    refused = doctor.check_ports(connection_refused)
-    assert refused.status == "!!" and "network is unreachable" in refused.text
+    assert [status for status, _ in doctor.check_ports()] == ["ok"]
+    monkeypatch.setattr(socket, "create_connection", connection_refused)
+    ((status, text),) = doctor.check_ports()
+    assert status == "!!" and "network is unreachable" in text
 
 
 @pytest.mark.parametrize(
@@ -168,48 +130,48 @@ def test_loopback_is_bound_and_reached() -> None:
     ],
 )
 def test_slurm_must_be_complete_or_absent(
-    commands: tuple[str, ...], status: str, text: str
+    commands: tuple[str, ...],
+    status: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paths = {command: f"/usr/bin/{command}" for command in commands}
-    result = doctor.check_slurm(paths.get, lambda: "slurm 23.11")
-    assert result.status == status and text in result.text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for command in commands:
+        write_program(tmp_path / command, "echo slurm 23.11")
+    ((found, said),) = doctor.check_slurm()
+    assert found == status and text in said
 
 
-def test_infiniband_devices_are_listed(tmp_path: Path) -> None:
-    assert doctor.check_infiniband(tmp_path / "none").status == "--"
-    assert doctor.check_infiniband(tmp_path).status == "--"
-    for name in ("mlx5_1", "mlx5_0"):
-        (tmp_path / name).mkdir()
-    result = doctor.check_infiniband(tmp_path)
-    assert result == Result("ok", "InfiniBand", "2 devices: mlx5_0, mlx5_1")
+def write_program(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
 
 
-def test_a_check_that_raises_becomes_a_result() -> None:
-    def broken() -> Iterable[Result]:
+def test_a_check_that_raises_becomes_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> doctor.Findings:
         raise ImportError("libcuda.so.1:\n cannot open")
 
-    assert doctor.run_check("GPUs", broken) == [
-        Result("!!", "GPUs", "the check failed: ImportError: libcuda.so.1: cannot open")
-    ]
+    monkeypatch.setattr(doctor, "CHECKS", {"GPUs": broken})
+    reason = "ImportError: libcuda.so.1: cannot open"
+    assert doctor.check_machine() == [("!!", "GPUs", f"the check failed: {reason}")]
 
 
 def test_versions_of_missing_and_failing_commands_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.driver_version() is None
-    for name in ("nvidia-smi", "sinfo"):
-        (tmp_path / name).write_text("#!/bin/sh\necho no driver\nexit 9\n")
-        (tmp_path / name).chmod(0o755)
-    assert doctor.driver_version() is None
-    assert doctor.slurm_version() == "unknown version"
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.65.06\necho 580.65.06\n")
+    assert doctor.driver_version() == ""
+    write_program(tmp_path / "nvidia-smi", "echo no driver\nexit 9")
+    assert doctor.driver_version() == ""
+    write_program(tmp_path / "nvidia-smi", "echo 580.65.06\necho 580.65.06")
     assert doctor.driver_version() == "580.65.06"
 
 
 def test_page_is_aligned_and_at_most_100_columns() -> None:
-    results = [Result("ok", "disk", "there is room " * 12), Result("--", "InfiniBand", "none")]
-    lines = doctor.page(results).splitlines()
+    lines = doctor.page(
+        [("ok", "disk", "there is room " * 12), ("--", "InfiniBand", "none")]
+    ).splitlines()
     assert lines[0].startswith("ok  disk        there") and lines[-1] == "--  InfiniBand  none"
     assert {line[:16] for line in lines[1:-1]} == {" " * 16}
     assert max(map(len, lines)) <= 100
@@ -221,7 +183,6 @@ def test_the_command_checks_everything_and_exits_with_0_or_1(tmp_path: Path) -> 
     )
     assert ended.stderr == ""
     checked = re.findall(r"^(?:ok|!!|--)  (\S+(?: \S+)*)  ", ended.stdout, re.MULTILINE)
-    assert {"Python", "packages", "GPUs", "weight formats", "shared memory", "disk"} < set(checked)
-    assert {"loopback ports", "Slurm", "InfiniBand", "Transformer Engine"} < set(checked)
+    assert list(dict.fromkeys(checked)) == list(doctor.CHECKS)
     assert ended.returncode == (1 if "\n!!" in f"\n{ended.stdout}" else 0)
     assert list(tmp_path.iterdir()) == []

@@ -368,7 +368,7 @@ def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs
         def poll(self) -> int | None:
             return self.code
 
-        def signal(self, number: signal.Signals) -> None:
+        def send_signal(self, number: signal.Signals) -> None:
             assert number == signal.SIGUSR1
             self.code = STOPPED_EARLY
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.objectives import DIGITS, SETTINGS, overrides, recipe, rows_of_digits
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.validate import validate
-from qurl_megatron.launch.prepare import check_new, load_recipe
+from qurl_megatron.launch.prepare import load_recipe, prepare_new
 
 
 def test_a_row_continues_with_sums_of_two_digits_before() -> None:
@@ -31,4 +31,5 @@ def test_every_arm_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> None:
     for arm in setting.arms:
         config = load_recipe(recipe_name).recipe()
         validate(with_overrides(config, [*words, *overrides(setting, arm, seed=0)]))
-    check_new(recipe_name, [*words, *overrides(setting, arm, seed=0)])  # also reads the data
+    words += overrides(setting, arm, seed=0)
+    prepare_new(recipe_name, words, writes=False)  # also reads the data

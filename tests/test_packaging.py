@@ -25,8 +25,8 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 
 # Import names that differ from the name of the package.
 IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml"}
-# torch and sglang bring these; wandb is an extra that a run enables.
-BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "starlette", "wandb"}
+# torch and sglang bring these; the last two are extras.
+BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "starlette", "nemo_run", "wandb"}
 
 
 def requirements_of(lines: list[str]) -> dict[str, Requirement]:
@@ -37,6 +37,7 @@ CORE = requirements_of(PROJECT["dependencies"])
 EXTRAS = requirements_of(
     [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
 )
+PINNED = CORE | requirements_of(PROJECT["optional-dependencies"]["nemo-run"])
 INSTALLED_BY_MAKE = requirements_of(
     [
         line.partition("#")[0]
@@ -102,14 +103,11 @@ def test_modules_are_imported_from_the_wheel(site: Path, tmp_path: Path) -> None
         "import json, qurl_megatron.config.schema\n"
         "from qurl_megatron import launch\n"
         "from qurl_megatron.recipes import quickstart\n"
-        "from importlib.resources import files\n"
         "modules = [launch, qurl_megatron, qurl_megatron.config.schema, quickstart]\n"
-        "jobs = [str(path) for path in files(launch).iterdir() if path.name.endswith('.sbatch')]\n"
-        "print(json.dumps([[module.__file__ for module in modules], jobs]))\n"
+        "print(json.dumps([module.__file__ for module in modules]))\n"
     )
-    modules, jobs = json.loads(run(site, tmp_path, sys.executable, "-c", program))
-    assert all(Path(path).is_relative_to(site) for path in [*modules, *jobs]), modules
-    assert {Path(job).name for job in jobs} == {"qurl.sbatch", "qurl_one_allocation.sbatch"}
+    modules = json.loads(run(site, tmp_path, sys.executable, "-c", program))
+    assert all(Path(path).is_relative_to(site) for path in modules), modules
 
 
 def test_the_installed_command_prints_its_version_and_plans_a_recipe(
@@ -174,15 +172,15 @@ def imported_packages() -> set[str]:
 
 def test_every_imported_package_is_a_dependency_and_every_dependency_is_used() -> None:
     declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in CORE}
-    not_imported = {"leptonai", "tensorboard"}  # by others, or run
-    assert declared - not_imported == imported_packages() - BROUGHT_BY_OTHERS
+    run_only = {"tensorboard"}
+    assert declared - run_only == imported_packages() - BROUGHT_BY_OTHERS
 
 
 def test_make_installs_the_requirements_of_the_wheel_and_its_extras() -> None:
     assert set(INSTALLED_BY_MAKE) == set(CORE) | set(EXTRAS)
 
 
-@pytest.mark.parametrize("name", [name for name in CORE if CORE[name].specifier])
+@pytest.mark.parametrize("name", [name for name in PINNED if PINNED[name].specifier])
 def test_a_pin_of_the_wheel_is_that_of_make_and_is_installed(name: str) -> None:
-    assert CORE[name].specifier == INSTALLED_BY_MAKE[name].specifier
-    assert CORE[name].specifier.contains(version(name))
+    assert PINNED[name].specifier == INSTALLED_BY_MAKE[name].specifier
+    assert PINNED[name].specifier.contains(version(name))

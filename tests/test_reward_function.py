@@ -209,7 +209,7 @@ def test_the_path_of_the_file_is_stored_with_the_run(
     (tmp_path / "mine.py").write_text("import neighbour\nreward = neighbour.reward\n")
     (tmp_path / "neighbour.py").write_text("def reward(completion, problem):\n    return 3\n")
     words = ["name=run", f"output_dir={tmp_path}", "data_options.size=100", "warmup.max_steps=0"]
-    created = prepare_new("quickstart", [*words, "reward=mine.py:reward"])
+    created, _ = prepare_new("quickstart", [*words, "reward=mine.py:reward"])
     saved = load(created.run_dir / "config.yaml")
     assert saved.reward == f"{tmp_path / 'mine.py'}:reward"
     monkeypatch.chdir("/")

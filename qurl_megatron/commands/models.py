@@ -1,19 +1,25 @@
-"""Commands on models: export, quantize, compare and scale them."""
+"""Commands on models: export, quantize, compare, scale, evaluate and serve them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from qurl_megatron.commands.arguments import NewDirectory, SourceDirectory
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
+    from qurl_megatron.config.schema import WeightFormat
     from qurl_megatron.model.huggingface import Progress
+
+SourceDirectory = Annotated[
+    Path, typer.Argument(metavar="SRC", help="Hugging Face directory: config.json, safetensors.")
+]
+NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")]
 
 
 def export(
@@ -54,8 +60,8 @@ def quantize(
     from qurl_megatron.quantization.offline import quantize_directory
 
     with exit_on_bad_input(), progress_bar(f"quantizing to {weight_format}") as progress:
-        check_format(weight_format)
-        quantize_directory(source, destination, weight_format, progress, keep or [])  # type: ignore[arg-type]
+        chosen = check_format(weight_format)
+        quantize_directory(source, destination, chosen, progress, keep or [])
     print(f"{destination} is ready")
 
 
@@ -93,7 +99,7 @@ def mismatch(
     from qurl_megatron.files import write_whole
 
     with exit_on_bad_input():
-        check_format(weight_format)
+        chosen = check_format(weight_format)
         if output is not None and output.exists():
             raise ConfigError(f"--output {output}: exists; choose another file")
         if output is not None and not output.parent.is_dir():
@@ -105,17 +111,9 @@ def mismatch(
             read_prompts,
         )
 
-        options = MismatchOptions(
-            model,
-            data,
-            weight_format,  # type: ignore[arg-type]
-            prompts,
-            max_response,
-            budget,
-            seed,
-        )
+        options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
         read = read_prompts(options)
-        with pass_bar(f"comparing {weight_format} with BF16") as progress:
+        with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:
             result = measure(options, read, progress)
     print_mismatch(result)
     if output is not None:
@@ -165,39 +163,95 @@ def uaq(
         print("Every scale is a power of two: an undo gives back the original, bit for bit.")
 
 
-def check_format(weight_format: str) -> None:
-    """Raise ConfigError if there is no such weight format."""
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face directory or checkpoint.")
+    ],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA... [FIELD=VALUE]...",
+            help="Data files or reasoning_gym:TASK, and settings such as k=32.",
+        ),
+    ],
+) -> None:
+    """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
+    with exit_on_bad_input():
+        from qurl_megatron.config.overrides import with_overrides
+        from qurl_megatron.evaluation import evaluate
+        from qurl_megatron.evaluation.avg_at_k import EvalConfig
+
+        data = [word for word in words if "=" not in word]
+        settings = [word for word in words if "=" in word]
+        config = with_overrides(EvalConfig(model=model, data=data), settings)
+        with exit_on_failed_server():
+            evaluate.run(config)
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face directory of the run's model.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FIELD=VALUE", help="Settings, such as format=fp8 host=10.0.0.5 port=30000."
+        ),
+    ] = None,
+) -> None:
+    """Serve a model to a run on another machine, which lists it in rollout.servers_at.
+
+    Both sides need the same key, in a file or in the variable QURL_SERVERS_KEY.
+    """
+    with exit_on_bad_input():
+        from qurl_megatron.config.overrides import with_overrides
+        from qurl_megatron.launch import serve
+
+        config = with_overrides(serve.ServeConfig(model=model), settings or [])
+        with exit_on_failed_server():
+            sys.exit(serve.run(config))
+
+
+@contextmanager
+def exit_on_failed_server() -> Iterator[None]:
+    """Turn the failure of a server into one message on stderr and exit code 1."""
+    from qurl_megatron.rollout.server import ServerFailed
+
+    try:
+        yield
+    except ServerFailed as failure:
+        print(f"qurl: {failure}", file=sys.stderr)
+        sys.exit(1)
+
+
+def check_format(name: str) -> WeightFormat:
+    """Return the weight format of a name; raise ConfigError if there is none."""
     from typing import get_args
 
     from qurl_megatron.config.schema import ConfigError, WeightFormat
 
     formats = get_args(WeightFormat)
-    if weight_format not in formats:
-        raise ConfigError(f"--format {weight_format}: formats are {', '.join(formats)}")
+    if name not in formats:
+        raise ConfigError(f"--format {name}: formats are {', '.join(formats)}")
+    return formats[formats.index(name)]
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar; yield a function that takes the bytes done and the total bytes."""
-    from rich import progress
+def progress_bar(title: str, unit: Literal["bytes", "passes"] = "bytes") -> Iterator[Progress]:
+    """Show a progress bar; yield a function that takes what is done and what there is to do.
 
-    columns = (
+    A bar of passes is on stderr.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    bytes_columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def pass_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on stderr; yield a function that takes passes done and all passes."""
-    from rich import progress
-    from rich.console import Console
-
-    with progress.Progress(console=Console(stderr=True)) as bar:
+    columns = bytes_columns if unit == "bytes" else ()
+    with progress.Progress(*columns, console=Console(stderr=unit == "passes")) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

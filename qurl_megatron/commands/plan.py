@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qurl_megatron.commands.arguments import Overrides
+from qurl_megatron.commands.runs import Overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:

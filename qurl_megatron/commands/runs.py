@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qurl_megatron.commands.arguments import Overrides, RecipeName, RunDir
 from qurl_megatron.launch.bad_input import exit_on_bad_input
+
+if TYPE_CHECKING:
+    from qurl_megatron.config.schema import Config
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, such as quickstart.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
+    ),
+]
+# Of `qurl launch`: those that make no sense on this machine.
+SLURM_OPTIONS = """account partition time gpus_per_node heterogeneous sbatch container_image
+    container_mounts""".split()
 
 
 def doctor() -> None:
-    """Check this machine: packages, GPUs, shared memory, disk, ports, Slurm and InfiniBand.
+    """Check this machine: packages, GPUs, shared memory, ports and Slurm.
 
     Exit with code 1 if something that a run needs is missing or wrong.
     """
@@ -21,7 +35,7 @@ def doctor() -> None:
 
     results = doctor.check_machine()
     print(doctor.page(results))
-    sys.exit(1 if any(result.status == "!!" for result in results) else 0)
+    sys.exit(1 if any(status == "!!" for status, _, _ in results) else 0)
 
 
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
@@ -50,19 +64,15 @@ def train(
 
     A summary of the data is printed before anything starts.
     """
-    from qurl_megatron.config.disk import check_disk
     from qurl_megatron.device import num_gpus
-    from qurl_megatron.launch import local
-    from qurl_megatron.launch.prepare import check_new, prepare_new, print_data_summary
+    from qurl_megatron.launch.prepare import prepare_new
 
     with exit_on_bad_input():
-        if dry_run:
-            print(check_new(recipe, overrides or [], num_gpus()), end="")
-            return
-        config = prepare_new(recipe, overrides or [], num_gpus())
-        print(f"the run {check_disk(config)}", flush=True)
-    print_data_summary(config)
-    sys.exit(local.run(config))
+        config, data_summary = prepare_new(recipe, overrides or [], num_gpus(), writes=not dry_run)
+    if dry_run:
+        print(data_summary, end="")
+    else:
+        _run_here(config, data_summary)
 
 
 def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
@@ -70,20 +80,28 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
 
     The learner's layout may differ from that of the checkpoint.
     """
-    from qurl_megatron.config.disk import check_disk
     from qurl_megatron.device import num_gpus
-    from qurl_megatron.launch import local
-    from qurl_megatron.launch.prepare import prepare_resume, print_data_summary, warn_of_pickles
+    from qurl_megatron.launch.prepare import prepare_resume, warn_of_pickles
 
     with exit_on_bad_input():
         warn_of_pickles(run_dir)
-        config = prepare_resume(run_dir, overrides or [], num_gpus())
+        config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus())
+    _run_here(config, data_summary)
+
+
+def _run_here(config: Config, data_summary: str) -> None:
+    """Run a prepared run; exit with its code."""
+    from qurl_megatron.config.disk import check_disk
+    from qurl_megatron.launch import local
+
+    with exit_on_bad_input():
         print(f"the run {check_disk(config)}", flush=True)
-    print_data_summary(config)
+    print(data_summary, end="", flush=True)
     sys.exit(local.run(config))
 
 
 def launch(
+    context: typer.Context,
     recipe: RecipeName,
     overrides: Overrides = None,
     sweep: Annotated[
@@ -123,11 +141,10 @@ def launch(
         str | None, typer.Option(help="Mounts of the container: HOST:CONTAINER,HOST:CONTAINER.")
     ] = None,
     max_restarts: Annotated[
-        int | None,
-        typer.Option(min=0, max=10_000, help="How often a job may be requeued. Default: 20."),
-    ] = None,
+        int, typer.Option(min=0, max=10_000, help="How often a job may be requeued.")
+    ] = 20,
 ) -> None:
-    """Run a recipe, or a sweep over it, with nemo-run: on this machine or as Slurm jobs.
+    """Run a recipe, or a sweep over it, on this machine or as Slurm jobs.
 
     A Slurm job asks for the nodes that its run needs.
 
@@ -136,32 +153,31 @@ def launch(
     with exit_on_bad_input():
         from qurl_megatron.config.schema import ConfigError
         from qurl_megatron.launch import experiment
+        from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
 
-        others = [word.partition("=") for word in sbatch or []]
-        options = {
-            "account": account,
-            "partition": partition,
-            "time": time,
-            "gpus_per_node": gpus_per_node,
-            "container_image": container_image,
-            "container_mounts": container_mounts.split(",") if container_mounts else [],
-            "heterogeneous": heterogeneous,
-            "additional_parameters": {name: value for name, _, value in others},
-        }
         if executor not in ("local", "slurm"):
             raise ConfigError(f"--executor {executor}: executors are local and slurm")
-        given = [name for name, value in options.items() if value]
+        given = [name for name in SLURM_OPTIONS if context.params[name]]
         if executor == "local" and given:
             raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
+        others = [word.partition("=") for word in sbatch or []]
         if not all(name and value for name, _, value in others):
             raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
+        options = JobOptions(
+            sbatch={"account": account, "partition": partition, "time": time}
+            | {name: value for name, _, value in others},
+            gpus_per_node=gpus_per_node or GPUS_PER_NODE,
+            heterogeneous=heterogeneous,
+            container_image=container_image or "",
+            container_mounts=container_mounts.split(",") if container_mounts else (),
+            max_restarts=max_restarts,
+        )
         sys.exit(
             experiment.launch(
                 recipe,
                 overrides or [],
                 sweep or [],
-                slurm_options=options if executor == "slurm" else None,
-                max_restarts=max_restarts,
+                options=options if executor == "slurm" else None,
                 dry_run=dry_run,
             )
         )

@@ -1,7 +1,4 @@
-"""`qurl launch` of two quickstarts, one after the other: the first to its end, output and files.
-
-Each is the installed command, which nemo-run's local executor starts.
-"""
+"""`qurl launch` of two quickstarts, one after the other: the first to its end, output and files."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         "rollout.stages.2={max_response_length: 10, completions_per_prompt: 6}",
     )
     try:
-        command.wait_for("run directory .*sweep-100000")  # nemo-run shows the output of each
+        command.wait_for("run directory .*sweep-100000")
         command.process.send_signal(signal.SIGTERM)
         command.exit_code()
         yield Finished(command, list(words), directory / "words.parquet")

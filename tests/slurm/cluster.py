@@ -81,18 +81,30 @@ class Cluster:
             self.close()
             raise
 
-    def call(self, *words: str | Path, cwd: Path | None = None, timeout_s: float = 60.0) -> str:
+    def call(
+        self,
+        *words: str | Path,
+        cwd: Path | None = None,
+        script: str = "",
+        timeout_s: float = 60.0,
+    ) -> str:
         done = subprocess.run(
-            words, env=self._environment, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
+            words,
+            input=script,
+            env=self._environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
-    def submit(self, directory: Path, *words: str | Path) -> Job:
-        """Submit a job from a directory; its logs go to `logs` there."""
+    def submit(self, directory: Path, script: str, *options: str) -> Job:
+        """Submit the script of the run `run` from a directory; its output goes to `logs` there."""
         (directory / "logs").mkdir(parents=True, exist_ok=True)
-        number = self.call("sbatch", "--parsable", *words, cwd=directory).strip().split(";")[0]
-        return Job(self, number, directory / "logs" / f"qurl-{number}.out")
+        number = self.call("sbatch", "--parsable", *options, cwd=directory, script=script).strip()
+        return Job(self, number, directory / "logs" / f"qurl.run-{number}.out")
 
     def wait_for(
         self,

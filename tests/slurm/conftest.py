@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ def slurm() -> Iterator[Cluster]:
     directory = Path(tempfile.mkdtemp(prefix="qurl-slurm-"))
     environment = {
         **os.environ,
-        "QURL_PYTHON": sys.executable,
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
     }

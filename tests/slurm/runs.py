@@ -1,4 +1,4 @@
-"""Arguments of the run that the tests submit, and functions that wait for its output and end."""
+"""The run that the tests submit, and functions that wait for its output and end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 from e2e.running import SMALL
-from slurm.cluster import Job
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.launch.job_script import JobOptions, job_script
+from qurl_megatron.recipes import quickstart
+from slurm.cluster import GPUS_PER_NODE, Job
 
 TIMEOUT_S = 900.0  # starting takes a minute on an idle machine
 WORDS = [
@@ -14,6 +17,13 @@ WORDS = [
     *SMALL,
     "rollout.server.mem_fraction_static=0.6",  # other servers take memory while one starts
 ]
+
+
+def script_of(*overrides: str, heterogeneous: bool = False) -> str:
+    """Return the script of a job of the run with overrides."""
+    words = [*WORDS, *overrides]
+    config = with_overrides(quickstart.recipe(), words[1:])
+    return job_script(config, words, JobOptions({}, GPUS_PER_NODE, heterogeneous))
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
-import sys
 from pathlib import Path
 
+from e2e.running import QURL
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
+from qurl_megatron.launch.slurm import signal_lead_s
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.rollout.roster import read_roster
-from slurm.cluster import Cluster
-from slurm.runs import WORDS, metrics_of, wait_for_end, wait_for_text
+from slurm.cluster import Cluster, Job
+from slurm.runs import WORDS, metrics_of, script_of, wait_for_end, wait_for_text
 
-SCRIPTS = Path(__file__).parents[2] / "launch"
+QURL_TIMEOUT_S = 300.0  # one `qurl` command on a busy machine
 
 
 def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
-    nodes = ["--nodes=1", "--gpus-per-node=2", ":", "--nodes=2", "--gpus-per-node=1"]
-    once = "--export=ALL,QURL_MAX_RESTARTS=1"
-    job = cluster.submit(tmp_path, once, *nodes, SCRIPTS / "qurl.sbatch", *words)
-    after_job = f"--dependency=afterany:{job.id}"
-    chained = cluster.submit(tmp_path, after_job, *nodes, SCRIPTS / "qurl.sbatch", *words)
-    after_chained = f"--dependency=afterany:{chained.id}"
-    late = cluster.submit(tmp_path, after_chained, *nodes, SCRIPTS / "qurl.sbatch", *words)
-    run_dir = tmp_path / "runs" / "run"
+    directory = tmp_path / """it's "here" #1"""
+    directory.mkdir()
+
+    def qurl(*words: str) -> str:
+        return cluster.call(QURL, *words, cwd=directory, timeout_s=QURL_TIMEOUT_S)
+
+    def launch(*options: str) -> Job:
+        """Submit a job: learner ranks on n1 and n2, servers on n3 and n4."""
+        words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
+        nodes = ["--executor=slurm", "--partition=low", "--gpus-per-node=1", "--heterogeneous"]
+        output = qurl("launch", *words, *nodes, *options)
+        number = output.removeprefix("runs/run: job ").removesuffix("\n")
+        return Job(cluster, number, directory / "logs" / f"qurl.run-{number}.out")
+
+    job = launch("--max-restarts=1")
+    chained = launch(f"--sbatch=dependency=afterany:{job.id}")
+    late = launch(f"--sbatch=dependency=afterany:{chained.id}")
+    run_dir = directory / "runs" / "run"
+    comments = cluster.call("squeue", "--noheader", f"--jobs={job.id}", "--format=%k").splitlines()
+    assert set(comments) == {str(run_dir)}  # of both components
     wait_for_text(job, "step 3/")
-    servers = read_roster(run_dir / "logs" / "servers_n2.json")["rollout"]
-    servers |= read_roster(run_dir / "logs" / "servers_n3.json")["rollout"]
-    assert {index: server.machine for index, server in servers.items()} == {0: "n2", 1: "n3"}
+    plan = json.loads((run_dir / "logs" / "plan.json").read_text())
+    parts = [(node["name"], node["ranks"], len(node["servers"])) for node in plan["nodes"]]
+    assert parts == [("n1", 1, 0), ("n2", 1, 0), ("n3", 0, 1), ("n4", 0, 1)]
+    servers = read_roster(run_dir / "logs" / "servers_n3.json")["rollout"]
+    servers |= read_roster(run_dir / "logs" / "servers_n4.json")["rollout"]
+    assert {index: server.machine for index, server in servers.items()} == {0: "n3", 1: "n4"}
     assert all(server.api_key for server in servers.values())
-    mode = (run_dir / "logs" / "servers_n2.json").stat().st_mode
+    mode = (run_dir / "logs" / "servers_n3.json").stat().st_mode
     assert stat.S_IMODE(mode) == 0o600
 
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
@@ -45,6 +61,9 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert 3 <= stopped_at < 90
     before = metrics_of(run_dir)
     assert len(before) == stopped_at  # no step is lost
+    progress = f"step {stopped_at} of 100, newest checkpoint {saved.name}, job {job.id} "
+    assert qurl("status", "runs/run").startswith(f"runs/run: {progress}")
+    assert f"==> {job.output} <==" in qurl("logs", "runs/run")
 
     # The restarted job is signalled again, and has no restarts left.
     wait_for_text(job, f"resuming after step {stopped_at}")
@@ -62,31 +81,28 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert after[:stopped_at] == before
     assert (run_dir / "logs" / "resumed_1" / "server_rollout_1.log").exists()
     assert list((run_dir / "final_model").glob("*.safetensors"))
-    lead = cluster.call(*lead_command(run_dir))
-    assert 60 < int(lead) < 600
+    assert 60 < signal_lead_s(run_dir) < 600
 
     assert wait_for_end(late) == "COMPLETED"
     assert "is finished" in late.text()
     assert metrics_of(run_dir) == after
+    status = "runs/run: step 100 of 100, newest checkpoint step_000100, finished\n"
+    assert qurl("status", "runs/run") == status
+    assert sorted(path.name for path in directory.iterdir()) == ["logs", "runs"]
     assert cluster.left_over() == []
-
-
-def lead_command(run_dir: Path) -> list[str | Path]:
-    return [sys.executable, "-m", "qurl_megatron.launch.slurm", "lead", run_dir]
 
 
 def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=100000", "checkpoint.every_steps=2"]
-    nodes = ["--nodes=2", "--gpus-per-node=2", "--nodelist=n1,n2"]
-    script = SCRIPTS / "qurl_one_allocation.sbatch"
+    nodes = "--nodelist=n1,n2"
     run_dir = tmp_path / "runs" / "run"
 
     # A learner rank is killed.
-    first = cluster.submit(tmp_path, *nodes, script, *words)
-    words += ["checkpoint.every_steps=100000"]
-    second = cluster.submit(tmp_path, f"--dependency=afterany:{first.id}", *nodes, script, *words)
+    script = script_of("steps=100000", "checkpoint.every_steps=2")
+    first = cluster.submit(tmp_path, script, nodes)
+    script = script_of("steps=100000", "checkpoint.every_steps=100000")
+    second = cluster.submit(tmp_path, script, nodes, f"--dependency=afterany:{first.id}")
     wait_for_text(first, "step 5/")
     (rank,) = cluster.tasks("n1", "learner", rank=1)
     rank.kill()
@@ -120,9 +136,8 @@ def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(
 def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "steps=100000", "checkpoint.every_steps=100000", "rollout.servers=2"]
-    nodes = ["--nodes=3", "--gpus-per-node=2", "--nodelist=n1,n2,n3"]
-    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl_one_allocation.sbatch", *words)
+    script = script_of("steps=100000", "checkpoint.every_steps=100000", "rollout.servers=2")
+    job = cluster.submit(tmp_path, script, "--nodes=3", "--nodelist=n1,n2,n3")
     run_dir = tmp_path / "runs" / "run"
     logs = run_dir / "logs"
 
@@ -174,8 +189,8 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
 def test_a_node_with_too_few_gpus_is_named_before_anything_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    nodes = ["--nodes=1", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1"]
-    job = cluster.submit(tmp_path, *nodes, SCRIPTS / "qurl.sbatch", *WORDS)
+    script = script_of(heterogeneous=True)
+    job = cluster.submit(tmp_path, script, "--gpus-per-node=1", ":", "--gpus-per-node=1")
     assert wait_for_end(job) == "FAILED"
     assert job.exit_code() == 2
     assert "preflight of n1: Slurm granted 1 GPUs, 2 are needed" in job.text()
