@@ -124,7 +124,6 @@ def test_deepscaler_stages_are_those_of_the_paper() -> None:
         ("evaluation.data.aime=/no/such/aime.parquet", "/no/such/aime.parquet"),
         ("learner.tensor_parallel_size=3", "tensor_parallel_size=3"),
         ("learner.pipeline_parallel_size=5", "pipeline_parallel_size=5"),
-        ("rollout.top_p=0.9", "rollout.top_p=0.9"),
         ("rollout.max_prompt_length=3", "more than max_prompt_length"),
         ("no_such_field=1", "no_such_field"),
     ],

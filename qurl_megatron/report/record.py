@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,7 +40,7 @@ class RunRecord:
 
     def late(self, metric: str) -> float:
         """Return the mean of a metric over the last tenth of the steps."""
-        return fmean(step[metric] for step in self.late_steps)
+        return fmean(self.series(metric)[-self._tenth :])
 
     @property
     def late_steps(self) -> list[dict[str, Any]]:
@@ -61,7 +60,7 @@ class RunRecord:
         """Return the values of a metric of `by_lag`, one per step, by lag; NaN without tokens."""
         tables = [step.get("by_lag") or {} for step in self.steps]
         lags = sorted({lag for table in tables for lag in table})
-        return {lag: [table.get(lag, {}).get(metric, nan) for table in tables] for lag in lags}
+        return {lag: [table.get(lag, {}).get(metric, math.nan) for table in tables] for lag in lags}
 
     def evaluations(self) -> dict[str, dict[int, Averages]]:
         """Return the averages of each evaluation, by file name, then by step (0: before RL)."""

@@ -32,7 +32,7 @@ from rich.table import Table
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
-from qurl_megatron.report.console import RunConsole, hours_minutes
+from qurl_megatron.report.console import RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from qurl_megatron.report.samples import COLUMNS, Sample, markdown_table, table_rows
 
@@ -108,16 +108,11 @@ class RunLog:
             return
         run_dir = self._config.run_dir
         (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
-        steps = read_json_lines(run_dir / "metrics.jsonl")
-        steps = [line for line in steps if line["step"] <= after_step]
+        steps = self._keep("metrics.jsonl", "step", after_step)
         self._steps = [StepMetrics(**line) for line in steps]
         version = self._steps[-1].weight_version if self._steps else 0
-        publishes = read_json_lines(run_dir / "weights.jsonl")
-        publishes = [line for line in publishes if line["weight_version"] <= version]
-        self._rewrite("metrics.jsonl", steps)
-        self._rewrite("weights.jsonl", publishes)
-        samples = read_json_lines(run_dir / "samples.jsonl")
-        self._rewrite("samples.jsonl", [line for line in samples if line["step"] <= after_step])
+        self._keep("weights.jsonl", "weight_version", version)
+        self._keep("samples.jsonl", "step", after_step)
         last = evaluation_directory(run_dir, after_step)
         for answers in last.parent.glob("step_*"):
             if answers.name > last.name:
@@ -200,23 +195,20 @@ class RunLog:
         path = self._config.run_dir / "summary.json"
         write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
-        self._console.show(self._summary_table(summary, after))
-
-    def _summary_table(self, summary: RunSummary, evaluation: Evaluation) -> Table:
         table = Table(title=str(self._config.run_dir), show_header=False)
-        for when, scores in (("before RL", self.before), ("after RL", evaluation)):
+        for when, scores in (("before RL", self.before), ("after RL", after)):
             for name, value in scores.lines():
                 table.add_row(f"{name} {when}", value)
-        before, after = summary.held_out_accuracy_before, summary.held_out_accuracy_after
-        if before is not None and after is not None:
-            table.add_row("gain", f"{100 * (after - before):+.1f} points")
+        before, accuracy = self.before.held_out_accuracy, after.held_out_accuracy
+        if before is not None and accuracy is not None:
+            table.add_row("gain", f"{100 * (accuracy - before):+.1f} points")
         table.add_row("steps", f"{summary.steps}")
-        table.add_row("RL time", f"{hours_minutes(summary.time_s)} h ({summary.time_s:.0f} s)")
+        table.add_row("RL time", duration(summary.time_s))
         table.add_row("weight versions published", f"{summary.weight_version}")
         table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
         sent, full = summary.publish_bytes, summary.publish_full_bytes
         table.add_row("bytes of last publish", f"{sent:,} of {full:,}")
-        return table
+        self._console.show(table)
 
     def close(self) -> None:
         """Stop the display, leaving its last state on the screen, and close the curve writers."""
@@ -277,8 +269,12 @@ class RunLog:
         with (self._config.run_dir / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _rewrite(self, name: str, lines: list[dict[str, Any]]) -> None:
-        write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))
+    def _keep(self, name: str, number: str, last: int) -> list[dict[str, Any]]:
+        """Drop the lines of a file whose `number` is above `last`, and return the others."""
+        path = self._config.run_dir / name
+        lines = [line for line in read_json_lines(path) if line[number] <= last]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+        return lines
 
     def _left_s(self, step: int) -> float:
         """Estimate the seconds of RL left after `step`, at the pace of the last steps.
