@@ -66,12 +66,10 @@ def configuration_page() -> Iterator[str]:
         "`config.yaml` holds all values as resolved.\n"
     )
 
-    def part(field: FieldDescription) -> tuple[str, str]:
-        return field.path.rpartition(".")[0], field.section
-
     parts: dict[tuple[str, str], list[FieldDescription]] = {}
     for field in describe(Config()):
-        parts.setdefault(part(field), []).append(field)
+        part = field.path.rpartition(".")[0], field.section
+        parts.setdefault(part, []).append(field)
     for (name, section), fields in parts.items():
         yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
         for field in fields:

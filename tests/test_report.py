@@ -16,11 +16,11 @@ from PIL import Image
 
 from logs import write_run
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import save
 from qurl_megatron.report import plots
 from qurl_megatron.report.page import write_report
-from qurl_megatron.report.record import ReportError, read_run
+from qurl_megatron.report.record import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -125,7 +125,7 @@ def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
     assert cells["KL before training, BF16 servers"] == ["not measured"]
     plot = plots.svg("divergence", plots.divergence, [read_run(run_dir)])
     assert "nats" in plot and "before training" not in plot
-    assert list(read_run(run_dir).evaluations()["aime24"]) == [20]
+    assert list(read_run(run_dir).scores()["aime24", "Avg@1"]) == [20]
     for name in ("summary.json", "mismatch.json"):  # a copy that was interrupted
         (run_dir / name).write_text("")
     record = read_run(run_dir)
@@ -141,19 +141,16 @@ def test_the_page_shows_the_mismatch_of_each_server_set_before_training(one_run:
 
 def test_evaluations_are_ordered_by_step(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
-    by_step = read_run(run_dir).evaluations()["aime24"]
-    assert [(step, a["Avg@1"]["mean"]) for step, a in by_step.items()] == [
-        (0, 0.2),
-        (20, 0.3),
-        (40, 0.4),
-    ]
+    by_step = read_run(run_dir).scores()["aime24", "Avg@1"]
+    means = [(step, average["mean"]) for step, average in by_step.items()]
+    assert means == [(0, 0.2), (20, 0.3), (40, 0.4)]
 
 
 def test_a_directory_without_a_run_or_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="no config.yaml"):
+    with pytest.raises(ConfigError, match="no config.yaml"):
         read_run(tmp_path)
     save(Config(), tmp_path / "config.yaml")
-    with pytest.raises(ReportError, match="no step is complete yet"):
+    with pytest.raises(ConfigError, match="no step is complete yet"):
         read_run(tmp_path)
 
 

@@ -41,11 +41,13 @@ def with_overrides(config: T, overrides: list[str]) -> T:
         node = tree
         for name in section.split(".") if section else []:
             node = node[name]
-        if is_key:
-            node[leaf] = _from_yaml(override, value)
-        elif isinstance(leaves[path], dict):
-            node[leaf] = _from_yaml(override, value)
-            if not isinstance(node[leaf], dict):
+        if is_key or isinstance(leaves[path], dict):
+            try:
+                node[leaf] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
+            if not is_key and not isinstance(node[leaf], dict):
                 raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
         elif isinstance(leaves[path], list):
             node[leaf] = _items(value)
@@ -72,14 +74,6 @@ def _items(value: str) -> list[str]:
     if value.startswith("[") and value.endswith("]"):
         value = value[1:-1]
     return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
-
-
-def _from_yaml(override: str, value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
 
 
 def _suggestion(path: str, config: Any) -> str:

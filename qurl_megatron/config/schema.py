@@ -248,20 +248,17 @@ class CriticConfig:
         """Return the critic's layout on the ranks of a policy with layout `learner`."""
         tensor_parallel_size = self.tensor_parallel_size or learner.tensor_parallel_size
         pipeline_parallel_size = self.pipeline_parallel_size or learner.pipeline_parallel_size
-        has_policy_stages = pipeline_parallel_size == learner.pipeline_parallel_size
-        return dataclasses.replace(
+        ranks = tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size
+        layout = dataclasses.replace(
             learner,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=learner.world_size
-            // (tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size),
-            virtual_pipeline_parallel_size=(
-                learner.virtual_pipeline_parallel_size if has_policy_stages else 1
-            ),
-            layers_in_last_pipeline_stage=(
-                learner.layers_in_last_pipeline_stage if has_policy_stages else None
-            ),
+            data_parallel_size=learner.world_size // ranks,
         )
+        if pipeline_parallel_size != learner.pipeline_parallel_size:
+            layout.virtual_pipeline_parallel_size = 1
+            layout.layers_in_last_pipeline_stage = None
+        return layout
 
 
 @dataclasses.dataclass

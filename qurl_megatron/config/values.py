@@ -137,7 +137,7 @@ def describe(config: Any, prefix: str = "") -> Iterator[FieldDescription]:
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the docstring of each field of a dataclass on one line, in the order of its fields."""
-    # A dataclass takes the settings of what it is in, but none beside its own: hence the list.
+    # pydantic gives a dataclass the settings of what holds it; here that is a list.
     settings = pydantic.ConfigDict(use_attribute_docstrings=True)
     schema = pydantic.TypeAdapter(list[kind], config=settings).json_schema()  # type: ignore[valid-type]
     fields = schema["$defs"][kind.__name__]["properties"]

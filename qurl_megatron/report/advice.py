@@ -38,7 +38,7 @@ Values = Callable[[str], float]
 def rules(
     config: Config, first: Values, now: Values, rewards: set[float]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and the sentence of each rule that holds.
+    """Yield the name and the sentence of each rule that holds, but for metrics that are not finite.
 
     Args:
         first: metrics of the first steps.

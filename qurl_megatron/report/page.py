@@ -12,8 +12,8 @@ from typing import Any
 from qurl_megatron.files import write_whole
 from qurl_megatron.report import plots, samples
 from qurl_megatron.report.advice import KL, advice
-from qurl_megatron.report.metrics import PHASES
-from qurl_megatron.report.record import RunRecord, evaluation_measures, read_run
+from qurl_megatron.report.metrics import PHASES, mean_and_error
+from qurl_megatron.report.record import RunRecord, read_run
 
 NOT_MEASURED = "not measured"
 
@@ -22,7 +22,7 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
     """Write the page on `run_dirs` to `destination`, making its directory.
 
     Raises:
-        ReportError: a directory is not that of a run, or no step is complete.
+        ConfigError: a directory is not that of a run, or no step is complete.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def _page(runs: list[RunRecord]) -> str:
     training = [_figure(title, plot, runs) for title, plot in plots.TRAINING_PLOTS.items()]
     training += [
         _figure(f"Evaluation: {name}", partial(plots.evaluation, name=name), runs)
-        for name in evaluation_measures(runs)
+        for name in dict.fromkeys(name for run in runs for name, _ in run.scores())
     ]
     with_rewards = [run for run in runs if any(step.get("reward_counts") for step in run.steps)]
     training += _figures_of_each({"Time per step": plots.phase_times}, runs)
@@ -164,16 +164,10 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
         stale = f"{run.late('stale_token_fraction'):.1%}" if run.has_stale_tokens else "none"
         quantities[f"stale tokens, {late}"] = stale
         quantities[f"KL at lag 0, above lag 0, {late}"] = _kl_by_lag(run)
-    for name, measures in evaluation_measures([run]).items():
-        for measure in measures:
-            scores = [
-                f"{averages[measure]['mean']:.1%} \N{PLUS-MINUS SIGN} "
-                f"{averages[measure]['standard_error']:.1%}"
-                for averages in run.evaluations()[name].values()
-                if measure in averages
-            ]
-            change = f"{scores[0]} \N{RIGHTWARDS ARROW} {scores[-1]}"
-            quantities[f"{name} {measure}, first \N{RIGHTWARDS ARROW} last"] = change
+    for (name, measure), averages in run.scores().items():
+        scores = [mean_and_error(average) for average in averages.values()]
+        change = f"{scores[0]} \N{RIGHTWARDS ARROW} {scores[-1]}"
+        quantities[f"{name} {measure}, first \N{RIGHTWARDS ARROW} last"] = change
     return quantities
 
 

@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from qurl_megatron.report.metrics import MAX_REWARDS, PHASES
-from qurl_megatron.report.record import RunRecord, evaluation_measures
+from qurl_megatron.report.record import RunRecord
 
 COLOURS = (  # legible on light and on dark paper
     "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
@@ -133,19 +133,15 @@ def by_lag(axes: Axes, runs: list[RunRecord], metric: str) -> None:
 
 def evaluation(axes: Axes, runs: list[RunRecord], name: str) -> None:
     """Draw one file's averages over steps, with their standard errors."""
-    measures = evaluation_measures(runs)[name]
-    for number, run in enumerate(runs):
-        by_step = run.evaluations().get(name, {})
+    scores = [run.scores() for run in runs]
+    keys = dict.fromkeys(key for of_run in scores for key in of_run)
+    measures = [measure for each, measure in keys if each == name]
+    for number, of_run in enumerate(scores):
         for measure, style in _line_styles(measures, number, runs).items():
-            steps = [step for step, averages in by_step.items() if measure in averages]
-            axes.errorbar(
-                steps,
-                [by_step[step][measure]["mean"] for step in steps],
-                yerr=[by_step[step][measure]["standard_error"] for step in steps],
-                **style,
-                marker="o",
-                markersize=3,
-            )
+            averages = of_run.get((name, measure), {})
+            means = [average["mean"] for average in averages.values()]
+            errors = [average["standard_error"] for average in averages.values()]
+            axes.errorbar(list(averages), means, yerr=errors, **style, marker="o", markersize=3)
     axes.set_ylabel("fraction of answers correct")
     _add_legend(axes, measures, runs)
 
@@ -162,41 +158,36 @@ def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
     axes.set_ylim(bottom=0)
     # Above the axes, because a legend over the stacked areas would hide their colours.
     axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        ncols=len(times),
-        handlelength=1,
-        fontsize=7,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times), handlelength=1, fontsize=7
     )
 
 
 def reward_distribution(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw the share of each reward among the sampled completions over steps, for a single run."""
     (run,) = runs
-    by_step = [dict(map(tuple, step.get("reward_counts") or [])) for step in run.steps]
-    rewards = sorted({reward for counts in by_step for reward in counts})
-    low, high = rewards[0], rewards[-1]
-    rows = min(len(rewards), MAX_REWARDS)
+    points = [
+        (step["step"], reward, count / sum(count for _, count in step["reward_counts"]))
+        for step in run.steps
+        for reward, count in step.get("reward_counts") or []
+    ]
+    steps, rewards, weights = zip(*points, strict=True)
+    low, high = min(rewards), max(rewards)
+    rows = min(len(set(rewards)), MAX_REWARDS)
     width = (high - low) / max(1, rows - 1) or 1.0  # of a row; rows are centred on their rewards
-    shares = [[0.0 if counts else math.nan for counts in by_step] for _ in range(rows)]
-    for column, counts in enumerate(by_step):
-        for reward, count in counts.items():
-            shares[round((reward - low) / width)][column] += count / sum(counts.values())
-    steps = run.series("step")
-    image = axes.imshow(
-        shares,
-        aspect="auto",
-        cmap="viridis",
+    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    *_, image = axes.hist2d(
+        steps,
+        rewards,
+        weights=weights,
+        bins=(last - first + 1, rows),
+        range=((first - 0.5, last + 0.5), (low - width / 2, high + width / 2)),
         vmin=0.0,
         vmax=1.0,
-        origin="lower",
-        interpolation="nearest",
-        extent=(steps[0] - 0.5, steps[-1] + 0.5, low - width / 2, high + width / 2),
+        rasterized=True,
     )
     axes.set_ylabel("reward")
-    if len(rewards) <= 5:
-        axes.set_yticks(rewards)
+    if rows <= 5:
+        axes.set_yticks(sorted(set(rewards)))
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, label="share of completions")
 

@@ -73,6 +73,7 @@ class RunLog:
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
         self._console = RunConsole(config, quiet=not writes)
+        self.say = self._console.say
         self._writes = writes
         self._start = time.perf_counter()
         self.before = Evaluation()
@@ -81,10 +82,6 @@ class RunLog:
         self._wandb: wandb.Run | None = None
         self._steps: list[StepMetrics] = []
         self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
-
-    def say(self, text: str) -> None:
-        """Print one line, above the live display if there is one."""
-        self._console.say(text)
 
     def start(self, before: Evaluation) -> None:
         """Begin the log of RL; `before` is the evaluation before its first step."""
