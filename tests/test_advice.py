@@ -27,11 +27,12 @@ GOOD: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepMetr
     "evaluation": None,
 }
 BAD: dict[str, dict[str, Any]] = {
-    "o reward signal: every completion scores -1": {"reward_counts": [(-1.0, 8)]},
-    "o reward signal: the rewards of 95%": {"equal_reward_fraction": 0.95},
-    "he gradient is 0: the rewards of each prompt": {"grad_norm": 0.0},
-    "he learning rate is 0; raise": {"learning_rate": 0.0},
-    "ntropy has collapsed to 0.05 nats, from 1": {"entropy": 0.05},
+    "no reward signal: every completion scores -1": {"reward_counts": [(-1.0, 8)]},
+    "no reward signal: the rewards of 95%": {"equal_reward_fraction": 0.95},
+    "the gradient is 0: the rewards of each prompt": {"grad_norm": 0.0},
+    "the learning rate is 0; raise": {"learning_rate": 0.0},
+    "each publish changes 0.0010% of the quantized codes": {"code_flip_fraction": 1e-5},
+    "entropy has collapsed to 0.05 nats, from 1": {"entropy": 0.05},
     "25% of completions are cut off": {"response_truncated_fraction": 0.25},
     "has grown to 2.0e-03, from 1.0e-04 in the first steps, and 2.0% of tokens": {
         "kl_behaviour_proximal_k3": 2e-3
@@ -44,10 +45,7 @@ def lines(steps: list[dict[str, Any]], config: Config | None = None) -> list[lis
     """Return the lines that each step adds, after `WINDOW` good steps that add none."""
     watch = Watch(config or Config())
     every: list[dict[str, Any]] = [{}] * WINDOW + steps
-    told = [
-        watch.update(StepMetrics(**(GOOD | step | {"step": number})))
-        for number, step in enumerate(every, start=1)
-    ]
+    told = [watch.update(GOOD | step | {"step": n}) for n, step in enumerate(every, start=1)]
     assert told[:WINDOW] == [[]] * WINDOW
     return told[WINDOW:]
 
@@ -68,7 +66,8 @@ def test_a_rule_is_told_once_when_it_has_held_for_some_steps_and_in_the_report(w
     assert words in line and line.startswith(f"warning at step {2 * WINDOW}: ")
     assert lines([BAD[words]] * 40)[WINDOW:] == [[]] * (40 - WINDOW)
     sentence = advised(BAD[words])
-    assert words in sentence and "(rule: " in sentence and "." == sentence[-1]
+    assert words in sentence and "(rule: " in sentence
+    assert sentence.startswith("Warning at step 35: ") and sentence.endswith(").")
 
 
 def test_a_rule_is_told_again_after_it_was_over_but_not_at_each_change() -> None:
@@ -82,12 +81,12 @@ def test_a_rule_is_told_again_after_it_was_over_but_not_at_each_change() -> None
         assert lines([bad] * WINDOW + [{}, bad] * 20)[WINDOW:] == [[]] * 40
 
 
-def test_a_metric_that_is_not_finite_is_told_at_once_and_alone_in_the_report() -> None:
+def test_a_metric_that_is_not_finite_is_told_at_once() -> None:
     for name in FINITE:
         for value in (math.nan, math.inf):
             told = lines([{name: value}, {name: value}])
             assert f"{name} is not finite: stop the run" in told[0][0] and told[1] == []
-            assert advised({name: value}).startswith(f"At step 31, {name} is not finite")
+            assert f"Warning at step 31: {name} is not finite" in advised({name: value})
 
 
 def test_a_critic_learns_from_prompts_with_equal_rewards() -> None:
@@ -101,25 +100,28 @@ def test_small_growth_of_a_tiny_divergence_is_not_told() -> None:
     for number in range(1, 30):
         kl = 1e-6 if number <= WINDOW else 9e-4
         step = GOOD | {"step": number, "kl_behaviour_proximal_k3": kl}
-        assert watch.update(StepMetrics(**step)) == []
+        assert watch.update(step) == []
 
 
 def test_a_resumed_run_repeats_the_warnings_that_stand() -> None:
     watch = Watch(Config())
     for number in range(1, 9):
-        watch.update(StepMetrics(**(GOOD | {"step": number, "verifier_failures": 100})))
+        watch.update(GOOD | {"step": number, "verifier_failures": 100})
     (line,) = watch.raised
     assert line.startswith("warning at step 5: 19.5% of verifier calls fail")
 
 
-def test_the_report_advises_on_few_changed_codes_and_on_the_naive_objective() -> None:
-    assert "changes 0.0010% of the quantized codes" in advised({"code_flip_fraction": 1e-5})
+def test_the_report_says_if_nothing_is_wrong() -> None:
+    good = advised({"kl_behaviour_proximal_k3": 9e-4})
+    assert good.startswith("No sign that quantized rollouts harm this run: KL(behaviour, proximal)")
+    assert "went from 1.0e-04 to 9.0e-04, and 2.00% of tokens" in good
     in_bf16 = advised({"code_flip_fraction": 0.0}, "quantization.format=bf16")
     assert in_bf16.startswith("No sign that BF16 rollouts harm this run: ")
-    large = {"kl_behaviour_proximal_k3": 9e-4}
-    assert advised(large).startswith("No sign that quantized rollouts harm this run: ")
-    steps = [GOOD | {"step": number, "kl_behaviour_proximal_k3": 6e-3} for number in range(1, 41)]
+
+
+def test_only_the_naive_objective_is_warned_of_a_large_divergence_from_the_start() -> None:
     for objective, count in {"naive": 1, "acr": 0}.items():
-        config = with_overrides(Config(), [f"objective.objective={objective}"])
-        sentences = advice(RunRecord("run", config, steps, {}, {}, {}, []))
-        assert sum("the naive objective does not" in each for each in sentences) == count
+        watch = Watch(with_overrides(Config(), [f"objective.objective={objective}"]))
+        for number in range(1, 9):
+            watch.update(GOOD | {"step": number, "kl_behaviour_proximal_k3": 6e-3})
+        assert sum("the naive objective does not" in each for each in watch.raised) == count

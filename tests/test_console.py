@@ -30,6 +30,7 @@ STEP: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetric
     "memory_bytes": 79 * 2**30,
     "grad_norm": 0.5,
     "learning_rate": 1e-6,
+    "code_flip_fraction": 0.1,
     "reward_counts": [(-1.0, 1), (1.0, 1)],
     "evaluation": None,
 }

@@ -60,7 +60,7 @@ class RunConsole:
     def start(self, earlier: list[StepMetrics]) -> None:
         """Begin to show steps, after those of earlier attempts; repeat the warnings that stand."""
         for step in earlier:
-            self._watch.update(step)
+            self._watch.update(vars(step))
         self.say(LEGEND)
         self._warn(self._watch.raised)
         self._step_start = time.monotonic()
@@ -70,7 +70,7 @@ class RunConsole:
     def step(self, metrics: StepMetrics, evaluation: Evaluation | None, left_s: float) -> None:
         """Show a step that has ended, its evaluation if it has one, and the warnings it raises."""
         now = time.monotonic()
-        warnings = self._watch.update(metrics)
+        warnings = self._watch.update(vars(metrics))
         self._steps += 1
         is_due = self._steps <= FIRST_STEPS or metrics.step % LINE_EVERY == 0
         is_late = now - self._line_time >= LINE_EVERY_S or metrics.step == self._config.steps
