@@ -13,6 +13,7 @@ from __future__ import annotations
 import textwrap
 import time
 from datetime import datetime
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -57,10 +58,13 @@ class RunConsole:
         """Print a line, above the live bar if there is one."""
         self._console.print(text, style=style, markup=False, soft_wrap=True)
 
-    def start(self, earlier: list[StepMetrics]) -> None:
-        """Begin to show steps, after those of earlier attempts; repeat the warnings that stand."""
+    def start(self, earlier: list[dict[str, Any]]) -> None:
+        """Begin to show steps, after those of earlier attempts; repeat the warnings that stand.
+
+        `earlier` has their lines of metrics.jsonl.
+        """
         for step in earlier:
-            self._watch.update(vars(step))
+            self._watch.update(step)
         self.say(LEGEND)
         self._warn(self._watch.raised)
         self._step_start = time.monotonic()

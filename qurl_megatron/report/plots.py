@@ -28,12 +28,8 @@ COLOURS = (  # legible on light and on dark paper
     "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
 )  # fmt: skip
 INK = "#010203"  # placeholder for the page's text colour, light or dark
-LOGARITHMIC = {
-    "kl_behaviour_proximal_k3",
-    "weight_update_norm",
-    "weight_quant_error",
-    "grad_norm",
-}  # metrics whose axis is
+# Metrics whose axis is logarithmic.
+LOGARITHMIC = {"kl_behaviour_proximal_k3", "weight_update_norm", "weight_quant_error", "grad_norm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WINDOWS_PER_RUN = 20  # the window of a running mean is this part of the steps: a twentieth
 
@@ -83,12 +79,20 @@ def curves(axes: Axes, runs: list[RunRecord], metrics: Sequence[str], ylabel: st
     _add_legend(axes, metrics, runs)
 
 
-def _draw(axes: Axes, run: RunRecord, metric: str, values: list[float], **style: Any) -> None:
+def _draw(
+    axes: Axes,
+    run: RunRecord,
+    metric: str,
+    values: list[float],
+    label: str | None = None,
+    **style: Any,
+) -> None:
     """Draw the value at each step as a thin line, and the running mean of known ones as a thick."""
     steps = run.series("step")
-    axes.plot(steps, values, **(style | {"label": None}), alpha=0.35, linewidth=0.8)
+    axes.plot(steps, values, **style, alpha=0.35, linewidth=0.8)
     known = {step: value for step, value in zip(steps, values, strict=True) if value == value}
-    axes.plot(list(known), _running_mean(list(known.values())), **style, linewidth=1.6)
+    means = _running_mean(list(known.values()))
+    axes.plot(list(known), means, **style, linewidth=1.6, label=label)
     if metric in LOGARITHMIC and any(value > 0 for value in values):
         axes.set_yscale("log")
 

@@ -80,7 +80,7 @@ class RunLog:
         self.steps_done = 0  # the last step that was logged, by any attempt of the run
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
-        self._steps: list[StepMetrics] = []
+        self._steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
 
     def start(self, before: Evaluation) -> None:
@@ -105,9 +105,8 @@ class RunLog:
             return
         run_dir = self._config.run_dir
         (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
-        steps = self._keep("metrics.jsonl", "step", after_step)
-        self._steps = [StepMetrics(**line) for line in steps]
-        version = self._steps[-1].weight_version if self._steps else 0
+        self._steps = self._keep("metrics.jsonl", "step", after_step)
+        version = self._steps[-1]["weight_version"] if self._steps else 0
         self._keep("weights.jsonl", "weight_version", version)
         self._keep("samples.jsonl", "step", after_step)
         last = evaluation_directory(run_dir, after_step)
@@ -128,18 +127,16 @@ class RunLog:
         self.steps_done = metrics.step
         if not self._writes:
             return
+        line = dataclasses.asdict(metrics)
         if evaluation is not None:
-            metrics = dataclasses.replace(
-                metrics,
-                held_out_accuracy=evaluation.held_out_accuracy,
-                evaluation=evaluation.files,
-            )
-        self._steps.append(metrics)
-        self._append("metrics.jsonl", dataclasses.asdict(metrics))
-        self._write_curves(metrics.step, dataclasses.asdict(metrics))
-        self._ends_s.append(self.time_s)
-        if metrics.verifier_failure and not any(s.verifier_failure for s in self._steps[:-1]):
+            line["held_out_accuracy"] = evaluation.held_out_accuracy
+            line["evaluation"] = evaluation.files
+        if metrics.verifier_failure and not any(s.get("verifier_failure") for s in self._steps):
             self.say(f"a verifier failed: {metrics.verifier_failure}")
+        self._steps.append(line)
+        self._append("metrics.jsonl", line)
+        self._write_curves(metrics.step, line)
+        self._ends_s.append(self.time_s)
         self._console.step(metrics, evaluation, self._left_s(metrics.step))
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
@@ -184,10 +181,10 @@ class RunLog:
             evaluation_after=after.files,
             steps=len(self._steps),
             time_s=self.time_s,
-            weight_version=self._steps[-1].weight_version,
-            time_publish_s_mean=fmean(metrics.time_publish_s for metrics in self._steps),
-            publish_bytes=self._steps[-1].publish_bytes,
-            publish_full_bytes=self._steps[-1].publish_full_bytes,
+            weight_version=self._steps[-1]["weight_version"],
+            time_publish_s_mean=fmean(step["time_publish_s"] for step in self._steps),
+            publish_bytes=self._steps[-1]["publish_bytes"],
+            publish_full_bytes=self._steps[-1].get("publish_full_bytes", 0),
         )
         path = self._config.run_dir / "summary.json"
         write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
