@@ -171,8 +171,8 @@ def advice(run: RunRecord) -> list[str]:
         watch.update(step)
     kind = "quantized" if run.config.quantization.format != "bf16" else "BF16"
     return [f"{line[0].upper()}{line[1:]}." for line in watch.raised] or [
-        f"No sign that {kind} rollouts harm this run: KL(behaviour, proximal) went from "
-        f"{run.early(KL):.1e} to {run.late(KL):.1e}, and {run.late('tis_truncated_fraction'):.2%} "
-        "of tokens have a ratio proximal / behaviour above C (rule: at most tenfold, or at most "
-        "1e-3)."
+        f"No sign that {kind} rollouts harm this run: no warning stands at its last step. "
+        f"KL(behaviour, proximal) went from {run.early(KL):.1e} to {run.late(KL):.1e}, and "
+        f"{run.late('tis_truncated_fraction'):.2%} of tokens have a ratio proximal / behaviour "
+        "above C."
     ]
