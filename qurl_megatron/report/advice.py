@@ -50,6 +50,9 @@ def rules(
             "and resume from a checkpoint before this step with a lower optimizer.learning_rate",
         )
         return
+    is_quantized = config.quantization.format != "bf16"
+    kl, flips = now[KL], now["code_flip_fraction"]
+    cut_off = now["response_truncated_fraction"]
     if reason := _no_signal(config, now):
         yield "no reward signal", f"no reward signal: {reason}"
     elif now["grad_norm"] == 0:
@@ -60,17 +63,17 @@ def rules(
         )
     elif now["learning_rate"] == 0:
         yield "no learning rate", "the learning rate is 0; raise optimizer.learning_rate (rule: 0)"
-    elif config.quantization.format != "bf16" and now["code_flip_fraction"] < 1e-4:
+    elif is_quantized and flips < 1e-4:
         yield (
             "few changed codes",
-            f"each publish changes {now['code_flip_fraction']:.4%} of the quantized codes. A small "
+            f"each publish changes {flips:.4%} of the quantized codes. A small "
             "learning rate does that, and small updates add up until a code changes; raise "
             "optimizer.learning_rate only if the reward stalls too (rule: below 0.01%)",
         )
-    if now["response_truncated_fraction"] > 0.2:
+    if cut_off > 0.2:
         yield (
             "cut-off completions",
-            f"{now['response_truncated_fraction']:.0%} of completions are cut off, so the reward "
+            f"{cut_off:.0%} of completions are cut off, so the reward "
             "favours short answers; raise rollout.max_response_length (rule: more than 20%)",
         )
     rollout = config.rollout.at(step["step"])
@@ -88,23 +91,23 @@ def rules(
             "steps; lower optimizer.learning_rate or raise objective.eps_high (rule: less than a "
             "tenth)",
         )
-    if first and now[KL] > 1e-3 and now[KL] > 10 * (kl := fmean(each[KL] for each in first)):
+    if first and kl > 1e-3 and kl > 10 * (early := fmean(each[KL] for each in first)):
         compare = (
             ". A run with quantization.format=bf16 shows whether quantization is the cause; if it "
             "is, keep the layers that `qurl mismatch` names in BF16 (quantization.keep)"
         )
         yield (
             "growing KL",
-            f"KL(behaviour, proximal) has grown to {now[KL]:.1e}, from {kl:.1e} in the first "
+            f"KL(behaviour, proximal) has grown to {kl:.1e}, from {early:.1e} in the first "
             f"steps, and {now['tis_truncated_fraction']:.1%} of tokens have a ratio proximal / "
             "behaviour above C; lower optimizer.learning_rate"
-            f"{compare if config.quantization.format != 'bf16' else ''} (rule: more than tenfold, "
+            f"{compare if is_quantized else ''} (rule: more than tenfold, "
             "and above 1e-3)",
         )
-    if now[KL] > 5e-3 and config.objective.objective == "naive":
+    if kl > 5e-3 and config.objective.objective == "naive":
         yield (
             "naive objective",
-            f"KL(behaviour, proximal) is {now[KL]:.1e}, and the naive objective does not correct "
+            f"KL(behaviour, proximal) is {kl:.1e}, and the naive objective does not correct "
             "for it; set objective.objective=tis or acr (rule: above 5e-3)",
         )
 
