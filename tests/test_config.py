@@ -324,9 +324,9 @@ def test_every_field_has_a_docstring_that_names_the_unit_of_a_size_or_a_time() -
             assert len(field.meaning.split()) > 1 and field.meaning.endswith("."), field
             unit = next((unit for end, unit in units.items() if field.path.endswith(end)), "")
             assert unit in field.meaning, field.path
-    for kind in (Evaluation, StepMetrics, RunSummary):
-        docs = field_docs(kind)
-        assert list(docs) == [field.name for field in dataclasses.fields(kind)]
+    for measured in (Evaluation, StepMetrics, RunSummary):
+        docs = field_docs(measured)
+        assert list(docs) == [field.name for field in dataclasses.fields(measured)]
         assert [name for name, meaning in docs.items() if not meaning.endswith(".")] == []
 
 

@@ -124,7 +124,7 @@ def describe(config: Any, prefix: str = "") -> Iterator[FieldDescription]:
 
     Each path starts with `prefix`.
     """
-    meanings, section = field_docs(type(config)), first_line(config)
+    meanings, section = field_docs(type(config)), first_line(config)  # type: ignore[arg-type]
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
