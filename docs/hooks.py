@@ -22,8 +22,8 @@ from qurl_megatron import (
     cli,  # noqa: E402
     recipes,  # noqa: E402
 )
-from qurl_megatron.config.fields import FieldDescription, describe, field_docs  # noqa: E402
 from qurl_megatron.config.schema import Config  # noqa: E402
+from qurl_megatron.config.values import FieldDescription, describe, field_docs  # noqa: E402
 from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
 from qurl_megatron.launch.serve import ServeConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
@@ -66,12 +66,10 @@ def configuration_page() -> Iterator[str]:
         "`config.yaml` holds all values as resolved.\n"
     )
 
-    def part(field: FieldDescription) -> tuple[str, str]:
-        return field.path.rpartition(".")[0], field.section
-
     parts: dict[tuple[str, str], list[FieldDescription]] = {}
-    for field in describe(Config):
-        parts.setdefault(part(field), []).append(field)
+    for field in describe(Config()):
+        part = field.path.rpartition(".")[0], field.section
+        parts.setdefault(part, []).append(field)
     for (name, section), fields in parts.items():
         yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
         for field in fields:
@@ -82,14 +80,14 @@ def configuration_page() -> Iterator[str]:
     }
     for command, (words, kind) in commands.items():
         yield f"## `qurl {command}` {{ #{command} }}\n\nThe fields of `qurl {command} {words}`.\n"
-        for field in describe(kind):
+        for field in describe(kind()):
             yield _entry(
                 field.path, field.meaning, _values(field), anchor=f"{command}.{field.path}"
             )
 
 
 def _values(field: FieldDescription) -> str:
-    return f"Type `{field.type}`, default `{field.default}`."
+    return f"Type `{field.type}`, default `{field.value}`."
 
 
 def metrics_page() -> Iterator[str]:

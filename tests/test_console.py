@@ -1,4 +1,4 @@
-"""What a run shows: lines of 80 columns that can be read after ten hours, on any output."""
+"""What a run shows: a log that can be read after ten hours, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from rich.console import Console
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.evaluation.evaluate import show_progress
-from qurl_megatron.report.console import HEADER_EVERY, LEGEND, RunConsole, hours_minutes
+from qurl_megatron.report import console
+from qurl_megatron.report.console import LEGEND, RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 
 STEP: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)} | {
     "reward_mean": -0.125,
-    "response_length_mean": 32768.0,
+    "response_length_mean": 3276.8,
     "response_truncated_fraction": 1.0,
     "kl_behaviour_proximal_k3": 1.3e-4,
     "entropy": 0.5,
-    "rollout_tokens_per_s": 123456.7,
+    "rollout_tokens_per_s": 12345.6,
     "memory_bytes": 79 * 2**30,
+    "grad_norm": 0.5,
+    "learning_rate": 1e-6,
+    "code_flip_fraction": 0.1,
     "reward_counts": [(-1.0, 1), (1.0, 1)],
     "evaluation": None,
 }
@@ -46,14 +50,14 @@ console.stop()
 
 
 def shown(capsys: pytest.CaptureFixture[str], steps: int, **fields: Any) -> list[str]:
-    """Return the lines of a run of 4000 steps that are shown for its first steps."""
-    console = RunConsole(Config(steps=4000), quiet=False)
-    console.start([])
+    """Return the lines of a run of 400 steps that are shown for its first steps."""
+    shows = RunConsole(Config(steps=400), quiet=False)
+    shows.start([])
     for step in range(1, steps + 1):
         metrics = StepMetrics(**(STEP | fields | {"step": step}))
-        evaluation = Evaluation(0.412) if step == 20 else None
-        console.step(metrics, evaluation, left_s=36_000.0 + step)
-    console.stop()
+        evaluation = Evaluation(0.412) if step == 23 else None
+        shows.step(metrics, evaluation, left_s=3600.0 + step)
+    shows.stop()
     return capsys.readouterr().out.splitlines()
 
 
@@ -62,40 +66,41 @@ def test_a_step_is_one_line_with_every_column(capsys: pytest.CaptureFixture[str]
     assert "\n".join(legend) == LEGEND
     assert header.split() == COLUMN
     assert re.fullmatch(r"\d\d:\d\d:\d\d", line.split()[0])
-    expected = "step 1/4000 0.0 -0.125 32768 100% 1.3e-4 0.500 123k 79.0 10:01"
+    expected = "step 1/400 0.0 -0.125 3277 100% 1.3e-04 0.500 12346 79.0 1 h 0 min"
     assert line.split()[1:] == expected.split()
-    ends = [re.search(rf"(?<!\S){re.escape(name)}(?!\S)", header) for name in COLUMN[2:]]
+    ends = [re.search(rf"(?<!\S){re.escape(name)}(?!\S)", header) for name in COLUMN[2:-1]]
     assert all(end and line[end.end() - 1] != " " for end in ends), "columns are aligned"
-    assert all(end and line[end.end() : end.end() + 1] in ("", " ") for end in ends)
+    assert all(end and line[end.end()] == " " for end in ends)
+    assert len(line) <= 84
 
 
-def test_ten_hours_of_steps_are_lines_of_80_columns_with_a_header_every_25(
+def test_a_log_has_the_first_steps_every_tenth_and_those_with_something_to_say(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = shown(capsys, 1200)
-    assert max(len(line) for line in lines) <= 80
-    headers = [line for line in lines if line.split() == COLUMN]
-    assert len(headers) == 1200 / HEADER_EVERY
-    warning = [line for line in lines if line.startswith(("warning", "  "))]
-    others = len(LEGEND.splitlines()) + len(headers) + len(warning) + 1  # one evaluation
-    assert len(warning) == 2 and len(lines) == 1200 + others
-
-
-def test_an_evaluation_is_shown_below_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, 20)
-    assert "step 20/4000" in lines[-2]
-    assert lines[-1].endswith("step 20/4000 held-out accuracy 41.2%")
-
-
-def test_a_warning_is_shown_at_the_step_that_raises_it(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, 8)
+    lines = shown(capsys, 400)
+    rows = [line for line in lines if re.match(r"[\d:]{8} step \d", line)]
+    numbers = [int(re.split("[ /]+", row)[2]) for row in rows]
+    assert numbers == [*range(1, 11), 20, 23, 23, *range(30, 401, 10)]
+    assert rows[12].endswith("step 23/400 held-out accuracy 41.2%")
+    assert sum(line.split() == COLUMN for line in lines) == 2
     (place,) = [number for number, line in enumerate(lines) if line.startswith("warning")]
-    assert "step 5/4000" in lines[place - 1] and "100% of completions are cut" in lines[place]
+    assert "step 5/400" in lines[place - 1] and "100% of completions are cut" in lines[place]
+
+
+def test_a_slow_run_has_a_line_a_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 25))
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
+    rows = [line for line in shown(capsys, 22) if re.match(r"[\d:]{8} step \d", line)]
+    numbers = [int(re.split("[ /]+", row)[2]) for row in rows]
+    assert numbers == [*range(1, 11), 13, 16, 19, 20]
+    assert rows[11].split()[3] == "25.0"  # seconds of that step alone
 
 
 def test_values_that_are_not_finite_keep_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
     _, line = shown(capsys, 1, kl_behaviour_proximal_k3=float("nan"), entropy=float("inf"))[3:5]
-    assert len(line.split()) == len(COLUMN) + 1 and "nan" in line and "inf" in line
+    assert line.split()[7:9] == ["nan", "inf"]
 
 
 def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +133,7 @@ def test_a_terminal_has_a_live_line_and_colours_and_no_color_takes_the_colours()
     yellow = "\x1b[33m"
     coloured, plain = on_terminal(), on_terminal(NO_COLOR="1")
     for text in (coloured, plain):
-        assert "7/7" in text and "0:10 left, this step for 0:00" in text
+        assert "7/7" in text and "reward 0.000, 10 min 0 s left, this step for " in text
         assert text.count("step 3/7") == 1
     assert yellow in coloured
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
@@ -139,11 +144,15 @@ def test_a_terminal_that_cannot_move_its_cursor_has_lines_only() -> None:
     assert "step 3/7" in text and "this step for" not in text and "\x1b[2K" not in text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (1, "0:01"), (60, "0:01"), (3599, "1:00"), (90_061, "25:02")]
-)
-def test_durations_are_hours_and_minutes_rounded_up(seconds: float, text: str) -> None:
-    assert hours_minutes(seconds) == text
+def test_a_duration_has_its_two_largest_units() -> None:
+    for seconds, text in {
+        0.4: "0 s",
+        59.6: "1 min 0 s",
+        181: "3 min 1 s",
+        3600: "1 h 0 min",
+        90_061: "25 h 1 min",
+    }.items():
+        assert duration(seconds) == text
 
 
 def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
@@ -154,8 +163,8 @@ def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
             answered()
     lines = file.getvalue().splitlines()
     assert len(lines) == 10
-    assert lines[0].startswith("[x]/data.jsonl: 3 of 25 requests, 0:0")
-    assert lines[-1] == "[x]/data.jsonl: 25 of 25 requests, 0:00 left"
+    assert lines[0].startswith("[x]/data.jsonl: 3 of 25 requests, 0 s left")
+    assert lines[-1] == "[x]/data.jsonl: 25 of 25 requests, 0 s left"
 
 
 def test_an_evaluation_shows_a_bar_on_a_terminal() -> None:

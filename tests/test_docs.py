@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from typer.testing import CliRunner
 from qurl_megatron import recipes
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.yaml_file import leaf_values
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
@@ -55,41 +55,23 @@ def anchors(page: Path) -> set[str]:
     return set(re.findall(r'id="([^"]+)"', page.read_text()))
 
 
-def leaves(tree: dict[str, object], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every leaf of nested dicts; an empty dict is a leaf."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def test_every_recipe_has_a_section(site: Path) -> None:
+def test_everything_has_a_section_or_an_entry(site: Path) -> None:
+    """Every recipe, configuration field, metric and command."""
     names = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
     assert names <= anchors(site / "qurl_megatron.recipes.html")
-
-
-def test_every_configuration_field_has_an_entry(site: Path) -> None:
-    fields = set(leaves(dataclasses.asdict(Config())))
+    fields = {*leaf_values(Config())}
     for command, kind in {"eval": EvalConfig, "serve": ServeConfig}.items():
-        fields |= {f"{command}.{field}" for field in leaves(dataclasses.asdict(kind()))}
+        fields |= {f"{command}.{field}" for field in leaf_values(kind())}
     assert fields <= anchors(site / "configuration.html")
-
-
-def test_every_metric_has_an_entry(site: Path) -> None:
-    fields = {
+    metrics = {
         f"{kind.__name__}.{field.name}"
         for kind in (StepMetrics, RunSummary)
         for field in dataclasses.fields(kind)
     }
-    assert fields <= anchors(site / "metrics.html")
-
-
-def test_every_command_has_a_section(site: Path) -> None:
+    assert metrics <= anchors(site / "metrics.html")
     help_text = CliRunner().invoke(app, ["--help"]).stdout
     commands = set(re.findall(r"^│ ([a-z]+) ", help_text, re.MULTILINE))
-    assert commands
-    assert commands <= anchors(site / "commands.html")
+    assert commands and commands <= anchors(site / "commands.html")
 
 
 class Loads(HTMLParser):
@@ -136,7 +118,7 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
 def test_every_field_that_is_named_exists(page: Path) -> None:
     """Check `part.field` in backticks or commands where `part` is a part of a configuration."""
-    fields = set(leaves(dataclasses.asdict(Config())))
+    fields = {*leaf_values(Config())}
     parts = {field.rpartition(".")[0] for field in fields} - {""}
     parts |= {part.partition(".")[0] for part in parts}
     tables = {"evaluation.data", "quantization.uaq.layer_scales", "rollout.stages"}

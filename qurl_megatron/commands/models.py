@@ -134,7 +134,7 @@ def uaq(
     Then print how much the model's logits changed.
     """
     from qurl_megatron.config.schema import ConfigError, UaqConfig
-    from qurl_megatron.config.tree import from_tree
+    from qurl_megatron.config.yaml_file import from_tree
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
     title = "undoing UAQ" if undo else f"scaling by {scale}"

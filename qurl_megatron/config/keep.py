@@ -57,8 +57,9 @@ def kept_layers(
         return []
     groups = fused_layers(architecture)
     kept: set[str] = set()
+    names = [name for group in groups for name in group]
     for pattern in keep:
-        matches = {name for group in groups for name in group if _matches(pattern, name)}
+        matches = {name for name in names if fnmatchcase(f".{name}.", f"*.{pattern}.*")}
         if not matches:
             raise ConfigError(
                 f"{field}={pattern}: matches no quantized layer (embeddings, norms and "
@@ -72,11 +73,7 @@ def kept_layers(
                 f"{field}: has {_listed(sorted(kept & {*group}))} without "
                 f"{_listed(missing)}; a server holds them as one layer, so keep all or none"
             )
-    return [name for group in groups for name in group if name in kept]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+    return [name for name in names if name in kept]
 
 
 def _listed(names: list[str]) -> str:

@@ -11,64 +11,61 @@ from typing import Any, TypeVar
 
 import yaml
 
-from qurl_megatron.config.fields import describe
 from qurl_megatron.config.schema import ConfigError
-from qurl_megatron.config.tree import FREE_FORM_FIELDS, from_tree, leaf_values
+from qurl_megatron.config.values import describe
+from qurl_megatron.config.yaml_file import from_tree, leaf_values
 
 T = TypeVar("T")
-_ABSENT = object()
 
 
 def with_overrides(config: T, overrides: list[str]) -> T:
     """Return `config`, a dataclass, with each `field=value` override applied.
 
-    The field of a section is given by its dotted path: `rollout.top_k=-1`. A free-form dict gets a
+    The field of a section is given by its dotted path: `rollout.temperature=0.6`. A dict gets a
     single key by its path, `data_options.size=9`, and all its keys by its own: `data_options={}`
     leaves none.
 
     Raises:
         ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
     """
-    tree = dataclasses.asdict(config)  # type: ignore[call-overload]
+    tree: dict[str, Any] = dataclasses.asdict(config)  # type: ignore[call-overload]
+    leaves = leaf_values(config)
     for override in overrides:
         path, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: not of the form field=value")
-        *parents, leaf = path.split(".")
-        node, is_known = tree, True
-        for parent in parents:
-            is_known = is_known and isinstance(node.get(parent), dict)
-            node = node[parent] if is_known else node
-        is_free_form, is_key = path in FREE_FORM_FIELDS, ".".join(parents) in FREE_FORM_FIELDS
-        is_section = isinstance(node.get(leaf), dict) and not (is_free_form or is_key)
-        if not is_known or not (leaf in node or is_key) or is_section:
-            raise ConfigError(f"{path}: no such field{_suggestion(path, type(config))}")
-        if is_free_form or is_key:
-            node[leaf] = _from_yaml(override, value)
+        section, _, leaf = path.rpartition(".")
+        is_key = isinstance(leaves.get(section), dict)
+        if path not in leaves and not is_key:
+            raise ConfigError(f"{path}: no such field{_suggestion(path, config)}")
+        node = tree
+        for name in section.split(".") if section else []:
+            node = node[name]
+        if is_key or isinstance(leaves[path], dict):
+            try:
+                node[leaf] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
+            if not is_key and not isinstance(node[leaf], dict):
+                raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
+        elif isinstance(leaves[path], list):
+            node[leaf] = _items(value)
         else:
-            node[leaf] = _items(value) if isinstance(node[leaf], list) else _plain(value)
-        if is_free_form and not isinstance(node[leaf], dict):
-            raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
+            node[leaf] = None if value in ("null", "none", "None") else value
     return from_tree(type(config), tree)
 
 
 def overrides_between(config: T, changed: T) -> list[str]:
     """Return the `field=value` overrides that turn `config` into `changed`, of the same type."""
-    before, after = (leaf_values(dataclasses.asdict(each)) for each in (config, changed))  # type: ignore[call-overload]
+    before = leaf_values(config)
     overrides = []
-    for field, value in after.items():
-        if field in FREE_FORM_FIELDS and not before[field].keys() <= value.keys():
-            overrides.append(f"{field}={json.dumps(value)}")
-        elif field in FREE_FORM_FIELDS:
-            overrides += [
-                f"{field}.{key}={json.dumps(part)}"
-                for key, part in value.items()
-                if before[field].get(key, _ABSENT) != part
-            ]
-        elif value != before[field] and isinstance(value, list):
-            overrides.append(f"{field}={json.dumps(value)}")
-        elif value != before[field]:
-            overrides.append(f"{field}={'null' if value is None else value}")
+    for field, value in leaf_values(changed).items():
+        if value != before[field]:
+            text = "null" if value is None else value
+            if isinstance(value, dict | list):
+                text = json.dumps(value, default=vars)
+            overrides.append(f"{field}={text}")
     return overrides
 
 
@@ -79,21 +76,9 @@ def _items(value: str) -> list[str]:
     return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
 
 
-def _from_yaml(override: str, value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
-
-
-def _plain(value: str) -> str | None:
-    return None if value in ("null", "none", "None") else value
-
-
-def _suggestion(path: str, kind: type[Any]) -> str:
+def _suggestion(path: str, config: Any) -> str:
     """Return `; did you mean ...?` with the closest fields and their meanings, or nothing."""
-    meanings = {field.path: _first_sentence(field.meaning) for field in describe(kind)}
+    meanings = {field.path: _first_sentence(field.meaning) for field in describe(config)}
     close_fields = " or ".join(f"{name} ({meanings[name]})" for name in _closest(path, meanings))
     return f"; did you mean {close_fields}?" if close_fields else ""
 

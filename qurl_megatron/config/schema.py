@@ -2,15 +2,15 @@
 
 A recipe is a function that returns a `Config`. `with_overrides` applies overrides to it
 and `validate` names the first field that does not fit. Both raise `ConfigError`, whose text is the
-one line a user sees. `fields.describe` reads the docstrings below the fields, so a type checker, an
-editor, `qurl config` and the documentation all show the same text.
+one line a user sees. `values.field_docs` returns the docstrings below the fields, so a type
+checker, an editor, `qurl config` and the documentation all show the same text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -45,18 +45,11 @@ from qurl_megatron.config.values import (
 )
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
-Aggregation = Literal["sequence_mean", "token_mean"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 PublishMode = Literal["full", "delta", "auto"]
-RoutingMode = Literal["ignore", "compare", "replay"]
 Transport = Literal["broadcast", "direct", "auto"]
-AdvantageEstimator = Literal["grpo", "gae"]
-VerifierName = Literal[
-    "math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact"
-]
-VERIFIER_NAMES: tuple[str, ...] = get_args(VerifierName)
-Fp8Recipe = Literal["tensorwise", "blockwise"]
+VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
 
@@ -129,7 +122,7 @@ class LearnerConfig:
     """Keep master weights and Adam's moments in the host's memory while activations take the
     GPU's. They are copied there and back once per optimizer step."""
 
-    fp8: Fp8Recipe | None = None
+    fp8: Literal["tensorwise", "blockwise"] | None = None
     """Recipe of Transformer Engine by which layers multiply in FP8; parameters keep `dtype`.
     tensorwise: one scale per tensor, E4M3 forward and E5M2 backward. blockwise: one scale per
     128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and were
@@ -144,14 +137,12 @@ class LearnerConfig:
     parallelism, not further ones."""
 
     @property
-    def model_parallel_size(self) -> int:
-        """Number of learner ranks that share one replica of the model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-
-    @property
     def world_size(self) -> int:
         """Number of learner ranks."""
-        return self.model_parallel_size * self.data_parallel_size
+        replica = (
+            self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+        )
+        return replica * self.data_parallel_size
 
     @property
     def expert_data_parallel_size(self) -> int:
@@ -208,7 +199,7 @@ class ObjectiveConfig:
     """Cap C on the ratio of proximal to behaviour probability (Eq. 5 and 9). Only tis and acr use
     it."""
 
-    aggregation: Aggregation = "sequence_mean"
+    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     """The average of token losses. sequence_mean: over each response, then over responses.
     token_mean: over all tokens of the minibatch."""
 
@@ -257,20 +248,17 @@ class CriticConfig:
         """Return the critic's layout on the ranks of a policy with layout `learner`."""
         tensor_parallel_size = self.tensor_parallel_size or learner.tensor_parallel_size
         pipeline_parallel_size = self.pipeline_parallel_size or learner.pipeline_parallel_size
-        has_policy_stages = pipeline_parallel_size == learner.pipeline_parallel_size
-        return dataclasses.replace(
+        ranks = tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size
+        layout = dataclasses.replace(
             learner,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=learner.world_size
-            // (tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size),
-            virtual_pipeline_parallel_size=(
-                learner.virtual_pipeline_parallel_size if has_policy_stages else 1
-            ),
-            layers_in_last_pipeline_stage=(
-                learner.layers_in_last_pipeline_stage if has_policy_stages else None
-            ),
+            data_parallel_size=learner.world_size // ranks,
         )
+        if pipeline_parallel_size != learner.pipeline_parallel_size:
+            layout.virtual_pipeline_parallel_size = 1
+            layout.layers_in_last_pipeline_stage = None
+        return layout
 
 
 @dataclasses.dataclass
@@ -380,13 +368,8 @@ class RolloutConfig:
     """Number of responses to each prompt: GRPO's group size."""
 
     temperature: Temperature = 1.0
-    """Sampling temperature in training."""
-
-    top_p: float = 1.0
-    """Must stay 1 in training: SGLang does not renormalize the log-probs of truncated sampling."""
-
-    top_k: int = -1
-    """Must stay -1 (off) in training, for the same reason as `top_p`."""
+    """Sampling temperature in training. Every token of the vocabulary can be sampled (top_p=1, no
+    top_k): SGLang does not renormalize the log-probs of truncated sampling."""
 
     max_prompt_length: Count = 1024
     """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
@@ -430,7 +413,7 @@ class RolloutConfig:
     new weights. in_place: they keep the keys and values of older weights, which is cheaper for long
     contexts; their log-probs are then those of the mixture."""
 
-    routing: RoutingMode = "ignore"
+    routing: Literal["ignore", "compare", "replay"] = "ignore"
     """Mixture of experts: what becomes of the experts that the servers chose for each token.
     ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
     replay: the learner's forward passes choose the same. A request that a publish retracts has the
@@ -600,7 +583,7 @@ class Config:
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     """The policy's objective."""
 
-    advantage_estimator: AdvantageEstimator = "grpo"
+    advantage_estimator: Literal["grpo", "gae"] = "grpo"
     """Advantages. grpo: rewards compared within a prompt's group. gae: PPO, with a critic."""
 
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)

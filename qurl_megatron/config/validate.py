@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from pathlib import Path
@@ -18,7 +17,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_names
-from qurl_megatron.config.tree import leaf_values
+from qurl_megatron.config.yaml_file import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -52,17 +51,8 @@ def validate(config: Config) -> Architecture:
     Raises:
         ConfigError: the first thing that does not fit: `field=value: what is wrong`.
     """
-    _validate_sampling(config)
-    _validate_staleness(config)
-    _validate_transport(config)
-    _validate_warmup(config)
+    _validate_fields(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
-    _validate_data(config)
-    if config.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"wandb_project={config.wandb_project}: the package wandb is not installed; "
-            "pip install wandb, or leave wandb_project empty"
-        )
     check_fp8(config.learner, importlib.util.find_spec("transformer_engine") is not None)
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
@@ -210,7 +200,7 @@ def validate_resume(saved: Config, config: Config) -> None:
     Raises:
         ConfigError: a changed field that its checkpoints or its position in the data depend on.
     """
-    before, after = (leaf_values(dataclasses.asdict(each)) for each in (saved, config))
+    before, after = leaf_values(saved), leaf_values(config)
     for field, value in after.items():
         reason = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
@@ -225,8 +215,9 @@ def validate_resume(saved: Config, config: Config) -> None:
         )
 
 
-def _validate_sampling(config: Config) -> None:
-    rollout = config.rollout
+def _validate_fields(config: Config) -> None:
+    """Check the fields that must fit each other whatever the model is."""
+    rollout, quantization, warmup = config.rollout, config.quantization, config.warmup
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
         raise ConfigError("rollout.servers=0: nobody samples; give servers, or rollout.servers_at")
@@ -238,55 +229,36 @@ def _validate_sampling(config: Config) -> None:
         )
     if len(set(rollout.servers_at)) < len(rollout.servers_at):
         raise ConfigError("rollout.servers_at: lists a server twice")
-    if rollout.top_p != 1 or rollout.top_k != -1:
-        field = "top_p" if rollout.top_p != 1 else "top_k"
+    if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
-            f"rollout.{field}={getattr(rollout, field)}: training needs top_p=1 and top_k=-1, "
-            "because SGLang's log-probs are those of the full vocabulary, not of a truncated one"
+            f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "
+            "every token as sampled by the current policy, so nothing corrects for older weights; "
+            "choose acr, tis or decoupled"
         )
 
-
-def _validate_staleness(config: Config) -> None:
-    staleness = config.rollout.max_staleness
-    if staleness and config.objective.objective == "on_policy":
-        raise ConfigError(
-            f"rollout.max_staleness={staleness}: objective.objective=on_policy treats every token "
-            "as sampled by the current policy, so nothing corrects for older weights; choose acr, "
-            "tis or decoupled"
-        )
-
-
-def _validate_transport(config: Config) -> None:
-    quantization = config.quantization
     if quantization.transport == "direct" and quantization.publish != "full":
         raise ConfigError(
             f"quantization.publish={quantization.publish}: with quantization.transport=direct all "
             "tensors are written in place, and nothing is sent that a delta could shorten; set it "
             "to full, or the transport to broadcast"
         )
-    if quantization.transport == "direct" and config.rollout.servers_at:
+    if quantization.transport == "direct" and rollout.servers_at:
         raise ConfigError(
             "quantization.transport=direct: the servers of rollout.servers_at are on other "
             "machines; set it to broadcast or auto"
         )
 
-
-def _validate_warmup(config: Config) -> None:
-    if not config.warmup.max_steps:
-        return
-    if not config.evaluation.enabled:
+    if warmup.max_steps and not config.evaluation.enabled:
         raise ConfigError(
             "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
             "server; give evaluation problems, or set warmup.max_steps=0"
         )
-    if config.objective.kl_coefficient:
+    if warmup.max_steps and config.objective.kl_coefficient:
         raise ConfigError(
             f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
             "the model before its warm-up; set it to 0, or warmup.max_steps=0"
         )
 
-
-def _validate_data(config: Config) -> None:
     if HELD_OUT in config.evaluation.data:
         raise ConfigError(
             f"evaluation.data.{HELD_OUT}: this name is reserved for held-out problems of the run's "
@@ -296,6 +268,11 @@ def _validate_data(config: Config) -> None:
         raise ConfigError(
             "data=: missing; give a .jsonl or .parquet file, a dataset directory or "
             "reasoning_gym:TASK"
+        )
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"wandb_project={config.wandb_project}: the package wandb is not installed; "
+            "pip install wandb, or leave wandb_project empty"
         )
 
 
@@ -330,11 +307,10 @@ def _validate_model(config: Config) -> Architecture:
         )
     directory = Path(config.model)
     try:
-        architecture = _architecture_in(directory, config.learner)
+        architecture = Architecture.from_directory(directory)
+        check_layout(architecture, config.learner)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(f"model={directory}: has no .safetensors file")
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     rollout = config.rollout
@@ -380,24 +356,12 @@ def _validate_critic(config: Config, policy: Architecture, completions_per_step:
         )
     directory = Path(critic.model or config.model)
     try:
-        architecture = _architecture_in(directory, layout)
+        architecture = Architecture.from_directory(directory)
+        check_layout(architecture, layout)
     except ArchitectureError as error:
         raise ConfigError(f"critic: {error}") from None
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(f"critic.model={directory}: has no .safetensors file")
     if architecture.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"critic.model={directory}: has a vocabulary of {architecture.vocab_size} "
             f"tokens, the policy one of {policy.vocab_size}; they must be equal"
         )
-
-
-def _architecture_in(directory: Path, layout: LearnerConfig) -> Architecture:
-    """Return the shape of a model that divides into `layout`.
-
-    Raises:
-        ArchitectureError: it does not divide, or the directory has no supported model.
-    """
-    architecture = Architecture.from_directory(directory)
-    check_layout(architecture, layout)
-    return architecture

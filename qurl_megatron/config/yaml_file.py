@@ -1,21 +1,56 @@
-"""Write a configuration as YAML: a run's config.yaml, and the commented page of `qurl config`."""
+"""A configuration as a tree of dicts, back from one with every value checked, and as YAML.
+
+The YAML is a run's config.yaml, or the commented page of `qurl config`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pydantic
 import yaml
 
-from qurl_megatron.config.fields import field_docs
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.tree import from_tree
+from qurl_megatron.config.values import field_docs, first_line
 
+T = TypeVar("T")
 _WIDTH = 100
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
+
+
+def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of every field of a dataclass and of those in it, by its dotted path."""
+    leaves: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        path = prefix + name
+        is_section = dataclasses.is_dataclass(value)
+        leaves |= leaf_values(value, f"{path}.") if is_section else {path: value}
+    return leaves
+
+
+def from_tree(kind: type[T], tree: Any) -> T:
+    """Return a dataclass of type `kind` with every value converted to its field's type.
+
+    Raises:
+        ConfigError: the first value or key that its field does not accept.
+    """
+    try:
+        return _adapter(kind).validate_python(tree)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+    if not first["loc"]:
+        raise ConfigError("not a mapping of fields to values")
+    reason = first["msg"].removeprefix("Value error, ")
+    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    word = path if first["loc"][-1] == "[key]" else f"{path}={first['input']}"
+    if not word.isprintable():
+        word = ascii(word)
+    raise ConfigError(f"{word}: {reason[0].lower()}{reason[1:]}")
 
 
 def save(config: Config, path: Path) -> None:
@@ -24,7 +59,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Return the configuration in a YAML file.
+    """Return the configuration in a YAML file, also in one of an older version.
 
     Raises:
         ConfigError: it is not YAML, or has a value that its field does not accept.
@@ -39,10 +74,21 @@ def load(path: Path) -> Config:
 
 
 def _in_todays_fields(tree: Any) -> Any:
-    """Return `tree` with the fields that an older version saved under their present names."""
-    learner = tree.get("learner") if isinstance(tree, dict) else None
+    """Return `tree` with the fields that an older version saved under their present names.
+
+    Raises:
+        ConfigError: a field that is gone has another value than the only one it could have.
+    """
+    sections = tree if isinstance(tree, dict) else {}
+    learner, rollout = (sections.get(name) for name in ("learner", "rollout"))
     if isinstance(learner, dict) and learner.pop("recompute_activations", False):
         learner["recompute"] = "full"
+    for name, value in {"top_p": 1, "top_k": -1}.items():
+        if isinstance(rollout, dict) and rollout.get(name, value) != value:
+            raise ConfigError(
+                f"rollout.{name}={rollout[name]}: training samples from the full vocabulary, "
+                "because SGLang's log-probs are not those of a truncated one; remove the field"
+            )
     return tree
 
 
@@ -52,22 +98,18 @@ def commented_yaml(config: Config) -> str:
 
 
 def _commented(section: Any, indent: str) -> Iterator[str]:
-    for name, meaning in field_docs(type(section)).items():
+    tree = dataclasses.asdict(section)
+    for name, meaning in field_docs(type(section)).items():  # type: ignore[arg-type]
         value = getattr(section, name)
-        if dataclasses.is_dataclass(value):
-            summary = (inspect.getdoc(value) or "").partition("\n")[0]
+        is_section = dataclasses.is_dataclass(value)
+        if is_section:
             yield ""
-            yield from _comment(summary, indent)
+        margin = f"{indent}# "
+        text = first_line(value) if is_section else meaning
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+        if is_section:
             yield f"{indent}{name}:"
             yield from _commented(value, f"{indent}  ")
         else:
-            yield from _comment(meaning, indent)
-            tree = dataclasses.asdict(section)[name]
-            text = yaml.safe_dump({name: tree}, sort_keys=False, width=_WIDTH)
+            text = yaml.safe_dump({name: tree[name]}, sort_keys=False, width=_WIDTH)
             yield textwrap.indent(text.rstrip(), indent)
-
-
-def _comment(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-    )

@@ -37,7 +37,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.check import check_model, load_tokenizer
 from qurl_megatron.process import ending_signals, exit_on
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.report.console import hours_minutes
+from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.options import check_options
@@ -167,7 +167,7 @@ def show_progress(title: str, requests: int, console: Console) -> Iterator[Calla
             bar.advance(task)
             if not console.is_interactive and 10 * done // requests > 10 * (done - 1) // requests:
                 left_s = (time.monotonic() - start) / done * (requests - done)
-                line = f"{title}: {done} of {requests} requests, {hours_minutes(left_s)} left"
+                line = f"{title}: {done} of {requests} requests, {duration(left_s)} left"
                 console.print(line, markup=False, soft_wrap=True)
 
         yield answered

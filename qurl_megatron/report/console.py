@@ -1,34 +1,36 @@
-"""What a training run shows: a table of its steps, warnings, and on a terminal a live last line.
+"""What a training run shows: lines on its steps, warnings, and on a terminal a live bar below.
 
-    time     step         s reward   len  cut     KL entropy tok/s  GiB  left
-    14:02:11 step 12/80 3.2  0.431   6.1   0% 1.3e-4   0.512  2180  1.2  0:04
+    time     step           s reward   len  cut      KL entropy tok/s  GiB left
+    14:02:11 step 12/80   3.2  0.431   6.1   0% 1.3e-04   0.512  2180  1.2 3 min 37 s
 
-Each step is one line of at most 80 columns, wherever it is shown, so the log of a job and the
-scrollback of a terminal read alike. Colours follow the terminal and the variable NO_COLOR.
+The first steps have a line each. Later a step has one if it was evaluated or warns, and so that a
+log goes on: every tenth step, and when a minute has passed. Colours follow the terminal and the
+variable NO_COLOR.
 """
 
 from __future__ import annotations
 
-import math
 import textwrap
 import time
 from datetime import datetime
+from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qurl_megatron.config.schema import Config
+from qurl_megatron.report.advice import Watch
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
-from qurl_megatron.report.watch import Watch
 
-WIDTH = 80
+FIRST_STEPS = 10  # of an attempt, each with a line
+LINE_EVERY = 10  # steps
+LINE_EVERY_S = 60.0
 HEADER_EVERY = 25  # lines of steps between two headers
 LEGEND = """\
 s: seconds of a step   len: mean response length in tokens   cut: share cut off
 KL: of behaviour and proximal, k3, in nats   entropy: in nats
-tok/s: sampled   GiB: memory of learner rank 0   left: hours:minutes"""
+tok/s: sampled   GiB: memory of learner rank 0   left: time to the last step"""
 
 
 class RunConsole:
@@ -38,69 +40,55 @@ class RunConsole:
         self._config = config
         self._console = Console(quiet=quiet, highlight=False)
         self._watch = Watch(config)
-        self._lines = 0  # of steps
-        self._step_start = time.monotonic()
-        self._widths = {
-            "time": 8,
-            "step": len(f"step {config.steps}/{config.steps}"),
-            "s": 5,
-            "reward": 6,
-            "len": 5,
-            "cut": 4,
-            "KL": 6,
-            "entropy": 7,
-            "tok/s": 5,
-            "GiB": 4,
-            "left": 5,
-        }
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}", markup=True),
-            BarColumn(),
+        self._steps = self._lines = 0  # of this attempt
+        self._step_start = self._line_time = time.monotonic()
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[left]} left, this step for {task.fields[elapsed]}"),
+            TextColumn("{task.fields[state]}this step for"),
+            TimeElapsedColumn(),
+            console=self._console,
+            refresh_per_second=1,
+            disable=not self._console.is_interactive,
         )
-        self._task = self._progress.add_task(
-            config.name[:20], total=config.steps, left="", elapsed=""
-        )
-        self._live: Live | None = None
+        self._task = self._bar.add_task(config.name[:20], total=config.steps, state="")
 
-    def say(self, text: str) -> None:
-        """Print a line, above the live one if there is one."""
-        self._console.print(text, markup=False, soft_wrap=True)
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line, above the live bar if there is one."""
+        self._console.print(text, style=style, markup=False, soft_wrap=True)
 
-    def start(self, earlier: list[StepMetrics]) -> None:
-        """Begin to show steps, after those of earlier attempts; repeat the warnings that stand."""
+    def start(self, earlier: list[dict[str, Any]]) -> None:
+        """Begin to show steps, after those of earlier attempts; repeat the warnings that stand.
+
+        `earlier` has their lines of metrics.jsonl.
+        """
         for step in earlier:
             self._watch.update(step)
         self.say(LEGEND)
         self._warn(self._watch.raised)
         self._step_start = time.monotonic()
-        if self._console.is_interactive:
-            self._progress.update(self._task, completed=len(earlier))
-            self._live = Live(
-                console=self._console, refresh_per_second=1, get_renderable=self._last_line
-            )
-            self._live.start()
+        self._bar.reset(self._task, completed=len(earlier))
+        self._bar.start()
 
     def step(self, metrics: StepMetrics, evaluation: Evaluation | None, left_s: float) -> None:
         """Show a step that has ended, its evaluation if it has one, and the warnings it raises."""
         now = time.monotonic()
-        cells = self._cells(metrics, now - self._step_start, left_s)
+        warnings = self._watch.update(vars(metrics))
+        self._steps += 1
+        is_due = self._steps <= FIRST_STEPS or metrics.step % LINE_EVERY == 0
+        is_late = now - self._line_time >= LINE_EVERY_S or metrics.step == self._config.steps
+        if evaluation or warnings or is_due or is_late:
+            self._line_time = now
+            self._show(metrics, evaluation, now - self._step_start, left_s)
+        self._warn(warnings)
         self._step_start = now
-        if self._lines % HEADER_EVERY == 0:
-            self.say(self._row({name: name for name in self._widths}))
-        self._lines += 1
-        self.say(self._row(cells))
-        for name, value in evaluation.lines() if evaluation else []:
-            self.say(f"{cells['time']} {cells['step']} {name} {value}")
-        self._warn(self._watch.update(metrics))
-        self._progress.update(self._task, completed=metrics.step, left=cells["left"])
+        state = f"reward {metrics.reward_mean:.3f}, {duration(left_s)} left, "
+        self._bar.reset(self._task, completed=metrics.step, state=state)
 
     def stop(self) -> None:
-        """Leave the last state of the live line on the screen."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Leave the last state of the live bar on the screen."""
+        self._bar.stop()
 
     def show(self, table: Table) -> None:
         """Print a table."""
@@ -109,42 +97,37 @@ class RunConsole:
     def _warn(self, lines: list[str]) -> None:
         """Print lines of the watch, which are sentences, with line breaks."""
         for line in lines:
-            text = textwrap.fill(line, WIDTH, subsequent_indent="  ")
-            self._console.print(text, style="yellow", markup=False, soft_wrap=True)
+            self.say(textwrap.fill(line, 80, subsequent_indent="  "), style="yellow")
 
-    def _cells(self, metrics: StepMetrics, seconds: float, left_s: float) -> dict[str, str]:
-        length = metrics.response_length_mean
-        rate = metrics.rollout_tokens_per_s
-        return {
-            "time": f"{datetime.now():%H:%M:%S}",
-            "step": f"step {metrics.step}/{self._config.steps}",
-            "s": f"{seconds:.1f}" if seconds < 1000 else f"{seconds:.0f}",
-            "reward": f"{metrics.reward_mean:.3f}",
-            "len": f"{length:.1f}" if length < 1000 else f"{length:.0f}",
-            "cut": f"{metrics.response_truncated_fraction:.0%}",
-            "KL": f"{metrics.kl_behaviour_proximal_k3:.1e}".replace("e-0", "e-").replace(
-                "e+0", "e+"
-            ),
-            "entropy": f"{metrics.entropy:.3f}",
-            "tok/s": f"{rate:.0f}" if rate < 99_999 else f"{rate / 1000:.0f}k",
-            "GiB": f"{metrics.memory_bytes / 2**30:.1f}",
-            "left": hours_minutes(left_s),
-        }
-
-    def _row(self, cells: dict[str, str]) -> str:
-        """Return the cells as a line: time and step to the left, numbers to the right."""
-        return " ".join(
-            cells[name].ljust(width) if name in ("time", "step") else cells[name].rjust(width)
-            for name, width in self._widths.items()
+    def _show(
+        self, metrics: StepMetrics, evaluation: Evaluation | None, seconds: float, left_s: float
+    ) -> None:
+        """Print the line of a step, below a header if one is due, and its scores."""
+        step = f"{datetime.now():%H:%M:%S} step {metrics.step}/{self._config.steps}"
+        width = len(f"00:00:00 step {self._config.steps}/{self._config.steps}")
+        if self._lines % HEADER_EVERY == 0:
+            columns = "    s reward   len  cut      KL entropy tok/s  GiB left"
+            self.say(f"{'time     step':{width}} {columns}")
+        self._lines += 1
+        self.say(
+            f"{step:{width}} {_number(seconds)} {metrics.reward_mean:6.3f} "
+            f"{_number(metrics.response_length_mean)} {metrics.response_truncated_fraction:4.0%} "
+            f"{metrics.kl_behaviour_proximal_k3:7.1e} {metrics.entropy:7.3f} "
+            f"{_number(metrics.rollout_tokens_per_s)} {metrics.memory_bytes / 2**30:4.1f} "
+            f"{duration(left_s)}"
         )
-
-    def _last_line(self) -> Progress:
-        elapsed_s = time.monotonic() - self._step_start
-        self._progress.update(self._task, elapsed=f"{elapsed_s // 60:.0f}:{elapsed_s % 60:02.0f}")
-        return self._progress
+        for name, value in evaluation.lines() if evaluation else []:
+            self.say(f"{step} {name} {value}")
 
 
-def hours_minutes(seconds: float) -> str:
-    """Return a duration as `h:mm`, rounded up to minutes."""
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes // 60}:{minutes % 60:02}"
+def _number(value: float) -> str:
+    """Return a number in five columns, with a digit behind the point if there is room."""
+    return f"{value:5.1f}" if value < 1000 else f"{value:5.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words: `12 s`, `3 min 1 s` or `2 h 5 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -21,6 +21,11 @@ Averages = dict[str, dict[str, float]]
 """`Avg@1`, and `Avg@k sampled` if answers were sampled -> `mean` and `standard_error`."""
 
 
+def mean_and_error(average: dict[str, float]) -> str:
+    """Return an average of answers, as a percentage, with its standard error."""
+    return f"{average['mean']:.1%} \N{PLUS-MINUS SIGN} {average['standard_error']:.1%}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Scores of the policy, served in BF16, at one point of a run."""
@@ -49,8 +54,7 @@ class Evaluation:
             scores.append(("held-out accuracy", f"{self.held_out_accuracy:.1%}"))
         for name, averages in self.files.items():
             for measure, average in averages.items():
-                value = f"{average['mean']:.1%} \N{PLUS-MINUS SIGN} {average['standard_error']:.1%}"
-                scores.append((f"{name} {measure}", value))
+                scores.append((f"{name} {measure}", mean_and_error(average)))
         return scores
 
 

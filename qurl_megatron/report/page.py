@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from qurl_megatron.files import write_whole
-from qurl_megatron.report import completions, plots
-from qurl_megatron.report.advice import advice
-from qurl_megatron.report.metrics import PHASES
-from qurl_megatron.report.record import RunRecord, evaluation_measures, read_run
+from qurl_megatron.report import plots, samples
+from qurl_megatron.report.advice import KL, advice
+from qurl_megatron.report.metrics import PHASES, mean_and_error
+from qurl_megatron.report.record import RunRecord, read_run
 
 NOT_MEASURED = "not measured"
 
@@ -21,7 +22,7 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
     """Write the page on `run_dirs` to `destination`, making its directory.
 
     Raises:
-        ReportError: a directory is not that of a run, or no step is complete.
+        ConfigError: a directory is not that of a run, or no step is complete.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -31,28 +32,18 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
 def _page(runs: list[RunRecord]) -> str:
     training = [_figure(title, plot, runs) for title, plot in plots.TRAINING_PLOTS.items()]
     training += [
-        _figure(f"Evaluation: {name}", plots.evaluation(name), runs)
-        for name in evaluation_measures(runs)
+        _figure(f"Evaluation: {name}", partial(plots.evaluation, name=name), runs)
+        for name in dict.fromkeys(name for run in runs for name, _ in run.scores())
     ]
-    training += [_figure(f"Time per step: {run.name}", plots.phase_times, [run]) for run in runs]
+    with_rewards = [run for run in runs if any(step.get("reward_counts") for step in run.steps)]
+    training += _figures_of_each({"Time per step": plots.phase_times}, runs)
+    training += _figures_of_each(
+        {"Rewards of completions": plots.reward_distribution}, with_rewards
+    )
     stale = [run for run in runs if run.has_stale_tokens]
-    lags = [
-        _figure(f"{title}: {run.name}", plot, [run])
-        for run in stale
-        for title, plot in plots.LAG_PLOTS.items()
-    ]
+    lags = _figures_of_each(plots.LAG_PLOTS, stale)
     drift = f"<h2>Drift and quantization</h2><p>{_LAGS}</p><main>{''.join(lags)}</main>"
-    training += [
-        _figure(f"Rewards of completions: {run.name}", plots.reward_distribution, [run])
-        for run in runs
-        if any(step.get("reward_counts") for step in run.steps)
-    ]
-    layers = [
-        _figure(f"{title}: {run.name}", plot, [run])
-        for run in runs
-        if run.weights
-        for title, plot in plots.LAYER_PLOTS.items()
-    ]
+    layers = _figures_of_each(plots.LAYER_PLOTS, [run for run in runs if run.weights])
     sentences = "".join(
         f"<li><b>{html.escape(run.name)}</b>: {html.escape(sentence)}</li>"
         for run in runs
@@ -67,7 +58,7 @@ def _page(runs: list[RunRecord]) -> str:
         f"<h2>Training</h2><p>{_GLOSSARY}</p>{_key(runs)}<main>{''.join(training)}</main>"
         f"{drift if stale else ''}"
         f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main>"
-        f"{''.join(completions.section(run) for run in runs)}</html>\n"
+        f"{''.join(samples.section(run) for run in runs)}</html>\n"
     )
 
 
@@ -122,84 +113,81 @@ def _figure(title: str, plot: plots.Plot, runs: list[RunRecord]) -> str:
     )
 
 
+def _figures_of_each(titled: dict[str, plots.Plot], runs: list[RunRecord]) -> list[str]:
+    """Return plots that each show a single run."""
+    return [
+        _figure(f"{title}: {run.name}", plot, [run])
+        for run in runs
+        for title, plot in titled.items()
+    ]
+
+
 def _table(runs: list[RunRecord]) -> str:
     """Return the table of settings and results: one row per quantity, one column per run."""
-    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
-        ("objective", lambda run: run.config.objective.objective),
-        ("rollout format", lambda run: run.config.quantization.format),
-        ("UAQ scale s", lambda run: f"{run.config.quantization.uaq.scale:g}"),
-        ("steps", lambda run: f"{len(run.steps)} of {run.config.steps}"),
-        ("held-out accuracy before RL", partial(_accuracy, when="before")),
-        ("held-out accuracy after RL", partial(_accuracy, when="after")),
-        ("reward, last tenth of steps", lambda run: f"{run.late('reward_mean'):.3f}"),
-        ("KL before training, BF16 servers", partial(_mismatch, server_set="evaluation")),
-        ("KL before training, rollout servers", partial(_mismatch, server_set="rollout")),
-        ("largest ratio proximal / behaviour",
-         lambda run: f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"),
-        ("seconds per step, last tenth of steps",
-         lambda run: f"{sum(run.late(f'time_{phase}_s') for phase in PHASES):.2f}"),
-        ("seconds per publish", lambda run: f"{fmean(run.series('time_publish_s')):.3f}"),
-        ("bytes per publish", _publish_bytes),
-    ]  # fmt: skip
-    if any(run.has_stale_tokens for run in runs):
-        rows += [
-            ("stale tokens, last tenth of steps", _stale_fraction),
-            ("KL at lag 0, above lag 0, last tenth of steps", _kl_by_lag),
-        ]
-    rows += [
-        (f"{name} {measure}, first \N{RIGHTWARDS ARROW} last", partial(_score, name, measure))
-        for name, measures in evaluation_measures(runs).items()
-        for measure in measures
-    ]
+    has_stale = any(run.has_stale_tokens for run in runs)
+    columns = [_quantities(run, has_stale) for run in runs]
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    body = "".join(
-        f"<tr><th>{html.escape(label)}</th>"
-        f"{''.join(f'<td>{html.escape(cell(run))}</td>' for run in runs)}</tr>"
-        for label, cell in rows
-    )
-    return f"<div><table><tr><th></th>{head}</tr>{body}</table></div>"
+    rows = []
+    for label in dict.fromkeys(label for column in columns for label in column):
+        cells = [html.escape(column.get(label, NOT_MEASURED)) for column in columns]
+        rows.append(f"<tr><th>{html.escape(label)}</th><td>{'</td><td>'.join(cells)}</td></tr>")
+    return f"<div><table><tr><th></th>{head}</tr>{''.join(rows)}</table></div>"
 
 
-def _accuracy(run: RunRecord, when: str) -> str:
-    accuracy = run.summary.get(f"held_out_accuracy_{when}")
-    return NOT_MEASURED if accuracy is None else f"{accuracy:.1%}"
+def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
+    """Return a run's settings and results, each with what it is.
+
+    Those of stale tokens are among them if `has_stale`, of this run or another on the page.
+    """
+    late = "last tenth of steps"
+    sent, full = fmean(run.series("publish_bytes")), run.steps[-1].get("publish_full_bytes")
+    quantities = {
+        "objective": run.config.objective.objective,
+        "rollout format": run.config.quantization.format,
+        "UAQ scale s": f"{run.config.quantization.uaq.scale:g}",
+        "steps": f"{len(run.steps)} of {run.config.steps}",
+        "held-out accuracy before RL": _if_measured(run.summary, "held_out_accuracy_before", ".1%"),
+        "held-out accuracy after RL": _if_measured(run.summary, "held_out_accuracy_after", ".1%"),
+        f"reward, {late}": f"{run.late('reward_mean'):.3f}",
+        "KL before training, BF16 servers": _if_measured(run.mismatch.get("evaluation"), KL, ".1e"),
+        "KL before training, rollout servers": _if_measured(run.mismatch.get("rollout"), KL, ".1e"),
+        "largest ratio proximal / behaviour": (
+            f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"
+        ),
+        f"seconds per step, {late}": (
+            f"{sum(run.late(f'time_{phase}_s') for phase in PHASES):.2f}"
+        ),
+        "seconds per publish": f"{fmean(run.series('time_publish_s')):.3f}",
+        "bytes per publish": f"{sent:,.0f} of {full:,}" if full else f"{sent:,.0f}",
+    }
+    if has_stale:
+        stale = f"{run.late('stale_token_fraction'):.1%}" if run.has_stale_tokens else "none"
+        quantities[f"stale tokens, {late}"] = stale
+        quantities[f"KL at lag 0, above lag 0, {late}"] = _kl_by_lag(run)
+    for (name, measure), averages in run.scores().items():
+        scores = [mean_and_error(average) for average in averages.values()]
+        change = f"{scores[0]} \N{RIGHTWARDS ARROW} {scores[-1]}"
+        quantities[f"{name} {measure}, first \N{RIGHTWARDS ARROW} last"] = change
+    return quantities
 
 
-def _mismatch(run: RunRecord, server_set: str) -> str:
-    mismatch = run.mismatch.get(server_set)
-    return f"{mismatch['kl_behaviour_proximal_k3']:.1e}" if mismatch else NOT_MEASURED
-
-
-def _publish_bytes(run: RunRecord) -> str:
-    """Return the mean bytes of a publish, and those of all tensors."""
-    sent = f"{fmean(run.series('publish_bytes')):,.0f}"
-    full = run.steps[-1].get("publish_full_bytes")
-    return f"{sent} of {full:,}" if full else sent
-
-
-def _stale_fraction(run: RunRecord) -> str:
-    return f"{run.late('stale_token_fraction'):.1%}" if run.has_stale_tokens else "none"
+def _if_measured(measured: dict[str, Any] | None, name: str, form: str) -> str:
+    """Return a number of `measured` in a format of Python, if it is there."""
+    value = (measured or {}).get(name)
+    return NOT_MEASURED if value is None else f"{value:{form}}"
 
 
 def _kl_by_lag(run: RunRecord) -> str:
     """Return two means over tokens of the late steps: of fresh tokens, and of stale ones."""
-    kl = {True: 0.0, False: 0.0}
-    weight = {True: 0.0, False: 0.0}
-    for step in run.late_steps:
-        for lag, measured in (step.get("by_lag") or {}).items():
-            kl[lag == "0"] += measured["token_fraction"] * measured["kl_behaviour_proximal_k3"]
-            weight[lag == "0"] += measured["token_fraction"]
-    return ", ".join(
-        f"{kl[is_fresh] / weight[is_fresh]:.1e}" if weight[is_fresh] else NOT_MEASURED
-        for is_fresh in (True, False)
-    )
-
-
-def _score(name: str, measure: str, run: RunRecord) -> str:
-    scores = [
-        f"{averages[measure]['mean']:.1%} \N{PLUS-MINUS SIGN} "
-        f"{averages[measure]['standard_error']:.1%}"
-        for averages in run.evaluations().get(name, {}).values()
-        if measure in averages
-    ]
-    return f"{scores[0]} \N{RIGHTWARDS ARROW} {scores[-1]}" if scores else NOT_MEASURED
+    means = []
+    for is_fresh in (True, False):
+        of_lags = [
+            measured
+            for step in run.late_steps
+            for lag, measured in (step.get("by_lag") or {}).items()
+            if (lag == "0") == is_fresh
+        ]
+        weight = sum(measured["token_fraction"] for measured in of_lags)
+        kl = sum(measured["token_fraction"] * measured[KL] for measured in of_lags)
+        means.append(f"{kl / weight:.1e}" if weight else NOT_MEASURED)
+    return ", ".join(means)

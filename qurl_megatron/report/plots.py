@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -22,12 +22,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from qurl_megatron.report.metrics import MAX_REWARDS, PHASES
-from qurl_megatron.report.record import RunRecord, evaluation_measures
+from qurl_megatron.report.record import RunRecord
 
 COLOURS = (  # legible on light and on dark paper
     "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
 )  # fmt: skip
 INK = "#010203"  # placeholder for the page's text colour, light or dark
+# Metrics whose axis is logarithmic.
+LOGARITHMIC = {"kl_behaviour_proximal_k3", "weight_update_norm", "weight_quant_error", "grad_norm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WINDOWS_PER_RUN = 20  # the window of a running mean is this part of the steps: a twentieth
 
@@ -50,20 +52,17 @@ Plot = Callable[[Axes, list[RunRecord]], None]
 
 
 def svg(title: str, plot: Plot, runs: list[RunRecord]) -> str:
-    """Return a plot as an SVG element that scales with the page and takes its text colour.
+    """Return a plot as an SVG element that takes the page's text colour.
 
     The title is not drawn. It must be unique on a page, because element ids are derived from it.
     """
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
-    axes = figure.add_subplot()
-    plot(axes, runs)
+    plot(figure.add_subplot(xlabel="step"), runs)
     output = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(output, format="svg", transparent=True, metadata={"Date": None})
     text = output.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
 def run_colour(number: int) -> str:
@@ -71,46 +70,50 @@ def run_colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def curves(*metrics: str, ylabel: str, log: bool = False) -> Plot:
-    """Return a plot of metrics over steps: one line for each run and metric."""
+def curves(axes: Axes, runs: list[RunRecord], metrics: Sequence[str], ylabel: str) -> None:
+    """Draw metrics over steps: one line for each run and metric."""
+    for number, run in enumerate(runs):
+        for metric, style in _line_styles(metrics, number, runs).items():
+            _draw(axes, run, metric, run.series(metric), **style)
+    axes.set_ylabel(ylabel)
+    _add_legend(axes, metrics, runs)
 
-    def plot(axes: Axes, runs: list[RunRecord]) -> None:
-        for number, run in enumerate(runs):
-            steps = run.series("step")
-            for metric, style in _line_styles(metrics, number, runs).items():
-                values = run.series(metric)
-                axes.plot(steps, values, **style, alpha=0.35, linewidth=0.8)
-                axes.plot(steps, _running_mean(values), **style, linewidth=1.6)
-        if log and any(v > 0 for run in runs for metric in metrics for v in run.series(metric)):
-            axes.set_yscale("log")
-        axes.set_xlabel("step")
-        axes.set_ylabel(ylabel)
-        _add_legend(axes, metrics, runs)
 
-    return plot
+def _draw(
+    axes: Axes,
+    run: RunRecord,
+    metric: str,
+    values: list[float],
+    label: str | None = None,
+    **style: Any,
+) -> None:
+    """Draw the value at each step as a thin line, and the running mean of known ones as a thick."""
+    steps = run.series("step")
+    axes.plot(steps, values, **style, alpha=0.35, linewidth=0.8)
+    known = {step: value for step, value in zip(steps, values, strict=True) if value == value}
+    means = _running_mean(list(known.values()))
+    axes.plot(list(known), means, **style, linewidth=1.6, label=label)
+    if metric in LOGARITHMIC and any(value > 0 for value in values):
+        axes.set_yscale("log")
 
 
 def reward(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw the mean reward as a line, and held-out accuracy as dots where it was measured."""
-    curves("reward_mean", ylabel="reward, held-out accuracy")(axes, runs)
+    curves(axes, runs, ["reward_mean"], "reward, held-out accuracy")
     for number, run in enumerate(runs):
-        accuracies = [
-            (step["step"], step["held_out_accuracy"])
-            for step in run.steps
-            if step["held_out_accuracy"] is not None
-        ]
-        for step, when in [(0, "before"), (run.steps[-1]["step"], "after")]:
-            accuracy = run.summary.get(f"held_out_accuracy_{when}")
-            if accuracy is not None:
-                accuracies.append((step, accuracy))
-        if accuracies:
-            axes.plot(*zip(*sorted(accuracies), strict=True), "o", color=run_colour(number))
+        last = run.steps[-1]
+        accuracies = {
+            0: run.summary.get("held_out_accuracy_before"),
+            **{step["step"]: step["held_out_accuracy"] for step in run.steps},
+            last["step"]: run.summary.get("held_out_accuracy_after", last["held_out_accuracy"]),
+        }
+        axes.plot(list(accuracies), list(accuracies.values()), "o", color=run_colour(number))
 
 
 def divergence(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw KL(behaviour, proximal), and as dots that of the BF16 servers before training."""
     metric = "kl_behaviour_proximal_k3"
-    curves(metric, ylabel="nats", log=True)(axes, runs)
+    curves(axes, runs, [metric], "nats")
     with_mismatch = [number for number, run in enumerate(runs) if "evaluation" in run.mismatch]
     for number in with_mismatch:
         axes.axhline(
@@ -123,49 +126,28 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
         axes.legend(fontsize=7)
 
 
-def by_lag(metric: str, ylabel: str, log: bool = False) -> Plot:
-    """Return a plot of a metric of `by_lag` for one run: one line for each lag."""
-
-    def plot(axes: Axes, runs: list[RunRecord]) -> None:
-        (run,) = runs
-        series = run.series_by_lag(metric)
-        for number, (lag, values) in enumerate(series.items()):
-            colour = run_colour(number)
-            axes.plot(run.series("step"), values, color=colour, alpha=0.35, linewidth=0.8)
-            measured = [(s, v) for s, v in zip(run.series("step"), values, strict=True) if v == v]
-            steps, known = zip(*measured, strict=True)
-            axes.plot(steps, _running_mean(known), color=colour, linewidth=1.6, label=f"lag {lag}")
-        if log and any(value > 0 for values in series.values() for value in values):
-            axes.set_yscale("log")
-        axes.set_xlabel("step")
-        axes.set_ylabel(ylabel)
-        axes.legend(fontsize=7)
-
-    return plot
+def by_lag(axes: Axes, runs: list[RunRecord], metric: str) -> None:
+    """Draw a metric of `by_lag` for a single run: one line for each lag."""
+    (run,) = runs
+    for number, (lag, values) in enumerate(run.series_by_lag(metric).items()):
+        _draw(axes, run, metric, values, color=run_colour(number), label=f"lag {lag}")
+    axes.set_ylabel("nats" if metric in LOGARITHMIC else "fraction of tokens")
+    axes.legend(fontsize=7)
 
 
-def evaluation(name: str) -> Plot:
-    """Return a plot of one file's averages over steps, with their standard errors."""
-
-    def plot(axes: Axes, runs: list[RunRecord]) -> None:
-        measures = evaluation_measures(runs)[name]
-        for number, run in enumerate(runs):
-            by_step = run.evaluations().get(name, {})
-            for measure, style in _line_styles(measures, number, runs).items():
-                steps = [step for step, averages in by_step.items() if measure in averages]
-                axes.errorbar(
-                    steps,
-                    [by_step[step][measure]["mean"] for step in steps],
-                    yerr=[by_step[step][measure]["standard_error"] for step in steps],
-                    **style,
-                    marker="o",
-                    markersize=3,
-                )
-        axes.set_xlabel("step")
-        axes.set_ylabel("fraction of answers correct")
-        _add_legend(axes, measures, runs)
-
-    return plot
+def evaluation(axes: Axes, runs: list[RunRecord], name: str) -> None:
+    """Draw one file's averages over steps, with their standard errors."""
+    scores = [run.scores() for run in runs]
+    keys = dict.fromkeys(key for of_run in scores for key in of_run)
+    measures = [measure for each, measure in keys if each == name]
+    for number, of_run in enumerate(scores):
+        for measure, style in _line_styles(measures, number, runs).items():
+            averages = of_run.get((name, measure), {})
+            means = [average["mean"] for average in averages.values()]
+            errors = [average["standard_error"] for average in averages.values()]
+            axes.errorbar(list(averages), means, yerr=errors, **style, marker="o", markersize=3)
+    axes.set_ylabel("fraction of answers correct")
+    _add_legend(axes, measures, runs)
 
 
 def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
@@ -176,115 +158,113 @@ def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
         del times["critic"]
     times = {phase: _running_mean(series) for phase, series in times.items()}
     axes.stackplot(run.series("step"), *times.values(), labels=list(times), colors=COLOURS)
-    axes.set_xlabel("step")
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
     # Above the axes, because a legend over the stacked areas would hide their colours.
     axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        ncols=len(times),
-        handlelength=1,
-        fontsize=7,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=len(times), handlelength=1, fontsize=7
     )
 
 
 def reward_distribution(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw the share of each reward among the sampled completions over steps, for a single run."""
     (run,) = runs
-    by_step = [dict(map(tuple, step.get("reward_counts") or [])) for step in run.steps]
-    rewards = sorted({reward for counts in by_step for reward in counts})
-    low, high = rewards[0], rewards[-1]
-    rows = min(len(rewards), MAX_REWARDS)
+    points = [
+        (step["step"], reward, count / sum(count for _, count in step["reward_counts"]))
+        for step in run.steps
+        for reward, count in step.get("reward_counts") or []
+    ]
+    steps, rewards, weights = zip(*points, strict=True)
+    low, high = min(rewards), max(rewards)
+    rows = min(len(set(rewards)), MAX_REWARDS)
     width = (high - low) / max(1, rows - 1) or 1.0  # of a row; rows are centred on their rewards
-    shares = [[0.0 if counts else math.nan for counts in by_step] for _ in range(rows)]
-    for column, counts in enumerate(by_step):
-        for reward, count in counts.items():
-            shares[round((reward - low) / width)][column] += count / sum(counts.values())
-    steps = run.series("step")
-    image = axes.imshow(
-        shares,
-        aspect="auto",
-        cmap="viridis",
+    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    *_, image = axes.hist2d(
+        steps,
+        rewards,
+        weights=weights,
+        bins=(last - first + 1, rows),
+        range=((first - 0.5, last + 0.5), (low - width / 2, high + width / 2)),
         vmin=0.0,
         vmax=1.0,
-        origin="lower",
-        interpolation="nearest",
-        extent=(steps[0] - 0.5, steps[-1] + 0.5, low - width / 2, high + width / 2),
+        rasterized=True,
     )
-    axes.set_xlabel("step")
     axes.set_ylabel("reward")
-    if len(rewards) <= 5:
-        axes.set_yticks(rewards)
+    if rows <= 5:
+        axes.set_yticks(sorted(set(rewards)))
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, label="share of completions")
 
 
-def layer_grid(metric: str) -> Plot:
-    """Return a heat map of a measure for one run: one row per layer, one column per projection.
+def layer_grid(axes: Axes, runs: list[RunRecord], metric: str) -> None:
+    """Draw a heat map of a measure for a single run: a row per layer, a column per projection.
 
     Experts count as one projection, with the mean of their measures. A layer that stays in BF16 is
     left empty.
     """
-
-    def plot(axes: Axes, runs: list[RunRecord]) -> None:
-        (run,) = runs
-        layers: dict[int, dict[str, list[float]]] = {}
-        for name, measures in run.weights.items():
-            _, _, layer, *_, projection, _ = name.split(".")
-            values = layers.setdefault(int(layer), {}).setdefault(projection, [])
-            values.append(measures[metric])
-        grid = [
-            [fmean(layers[layer].get(projection, [math.nan])) for projection in PROJECTIONS]
-            for layer in sorted(layers)
-        ]
-        positive = [value for row in grid for value in row if value > 0]
-        norm = LogNorm(min(positive), max(positive)) if positive else None
-        image = axes.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
-        axes.set_xticks(range(len(PROJECTIONS)), [p.removesuffix("_proj") for p in PROJECTIONS])
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylabel("layer")
-        assert axes.figure is not None
-        axes.figure.colorbar(image, ax=axes)
-
-    return plot
+    (run,) = runs
+    layers: dict[int, dict[str, list[float]]] = {}
+    for name, measures in run.weights.items():
+        _, _, layer, *_, projection, _ = name.split(".")
+        layers.setdefault(int(layer), {}).setdefault(projection, []).append(measures[metric])
+    grid = [
+        [fmean(layers[layer].get(projection, [math.nan])) for projection in PROJECTIONS]
+        for layer in sorted(layers)
+    ]
+    positive = [value for row in grid for value in row if value > 0]
+    norm = LogNorm(min(positive), max(positive)) if positive else None
+    image = axes.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
+    axes.set_xticks(range(len(PROJECTIONS)), [p.removesuffix("_proj") for p in PROJECTIONS])
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="", ylabel="layer")
+    assert axes.figure is not None
+    axes.figure.colorbar(image, ax=axes)
 
 
+_CURVES: dict[str, tuple[str, ...]] = {  # title -> label of the y axis, metrics
+    "Largest ratio proximal / behaviour": ("ratio", "ratio_proximal_behaviour_max"),
+    "Tokens truncated at C, tokens kept by ACR": (
+        "fraction of tokens",
+        "tis_truncated_fraction",
+        "acr_widened_fraction",
+    ),
+    "Clipped tokens": ("fraction of tokens", "clip_fraction"),
+    "Weight update (Eq. 13), error (Eq. 14)": (
+        "relative to weights",
+        "weight_update_norm",
+        "weight_quant_error",
+    ),
+    "Quantized codes changed by each publish": ("fraction of codes", "code_flip_fraction"),
+    "Entropy": ("nats", "entropy"),
+    "Mean response length": ("tokens", "response_length_mean"),
+    "Cut-off completions, equal rewards": (
+        "fraction",
+        "response_truncated_fraction",
+        "equal_reward_fraction",
+    ),
+    "Verifier failures": ("completions per step", "verifier_failures"),
+    "Loss": ("loss", "loss"),
+    "Gradient norm, before clipping": ("norm", "grad_norm"),
+    "Learning rate": ("learning rate", "learning_rate"),
+}
 TRAINING_PLOTS: dict[str, Plot] = {
     "Reward (line) and held-out accuracy (dots)": reward,
     "KL(behaviour, proximal), k3 estimate": divergence,
-    "Largest ratio proximal / behaviour": curves("ratio_proximal_behaviour_max", ylabel="ratio"),
-    "Tokens truncated at C, tokens kept by ACR": curves(
-        "tis_truncated_fraction", "acr_widened_fraction", ylabel="fraction of tokens"
-    ),
-    "Clipped tokens": curves("clip_fraction", ylabel="fraction of tokens"),
-    "Weight update (Eq. 13), error (Eq. 14)": curves(
-        "weight_update_norm", "weight_quant_error", ylabel="relative to weights", log=True
-    ),
-    "Quantized codes changed by each publish": curves(
-        "code_flip_fraction", ylabel="fraction of codes"
-    ),
-    "Entropy": curves("entropy", ylabel="nats"),
-    "Mean response length": curves("response_length_mean", ylabel="tokens"),
-    "Cut-off completions, equal rewards": curves(
-        "response_truncated_fraction", "equal_reward_fraction", ylabel="fraction"
-    ),
-    "Verifier failures": curves("verifier_failures", ylabel="completions per step"),
-    "Loss": curves("loss", ylabel="loss"),
-    "Gradient norm, before clipping": curves("grad_norm", ylabel="norm", log=True),
-    "Learning rate": curves("learning_rate", ylabel="learning rate"),
+    **{
+        title: partial(curves, metrics=metrics, ylabel=ylabel)
+        for title, (ylabel, *metrics) in _CURVES.items()
+    },
 }
 LAG_PLOTS: dict[str, Plot] = {
-    "KL(behaviour, proximal) by token lag": by_lag("kl_behaviour_proximal_k3", "nats", log=True),
-    "Tokens truncated at C, by lag": by_lag("tis_truncated_fraction", "fraction of tokens"),
-    "Clipped tokens, by lag": by_lag("clip_fraction", "fraction of tokens"),
-    "Trained tokens, by lag": by_lag("token_fraction", "fraction of tokens"),
+    "KL(behaviour, proximal) by token lag": partial(by_lag, metric="kl_behaviour_proximal_k3"),
+    "Tokens truncated at C, by lag": partial(by_lag, metric="tis_truncated_fraction"),
+    "Clipped tokens, by lag": partial(by_lag, metric="clip_fraction"),
+    "Trained tokens, by lag": partial(by_lag, metric="token_fraction"),
 }
 LAYER_PLOTS: dict[str, Plot] = {
-    "Quantization error (Eq. 14)": layer_grid("weight_quant_error"),
-    "Weight update (Eq. 13)": layer_grid("weight_update_norm"),
-    "Fraction of codes changed": layer_grid("code_flip_fraction"),
+    "Quantization error (Eq. 14)": partial(layer_grid, metric="weight_quant_error"),
+    "Weight update (Eq. 13)": partial(layer_grid, metric="weight_update_norm"),
+    "Fraction of codes changed": partial(layer_grid, metric="code_flip_fraction"),
 }
 
 

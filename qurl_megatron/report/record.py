@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,11 +11,6 @@ from typing import Any
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
 from qurl_megatron.files import read_json_lines, read_json_object
-from qurl_megatron.report.metrics import Averages
-
-
-class ReportError(ConfigError):
-    """A directory that cannot be reported on. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class RunRecord:
 
     def late(self, metric: str) -> float:
         """Return the mean of a metric over the last tenth of the steps."""
-        return fmean(step[metric] for step in self.late_steps)
+        return fmean(self.series(metric)[-self._tenth :])
 
     @property
     def late_steps(self) -> list[dict[str, Any]]:
@@ -61,42 +55,33 @@ class RunRecord:
         """Return the values of a metric of `by_lag`, one per step, by lag; NaN without tokens."""
         tables = [step.get("by_lag") or {} for step in self.steps]
         lags = sorted({lag for table in tables for lag in table})
-        return {lag: [table.get(lag, {}).get(metric, nan) for table in tables] for lag in lags}
+        return {lag: [table.get(lag, {}).get(metric, math.nan) for table in tables] for lag in lags}
 
-    def evaluations(self) -> dict[str, dict[int, Averages]]:
-        """Return the averages of each evaluation, by file name, then by step (0: before RL)."""
+    def scores(self) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+        """Return the averages of evaluations, by file and measure, then by step (0: before RL)."""
         by_step = {0: self.summary.get("evaluation_before")}
         by_step |= {step["step"]: step.get("evaluation") for step in self.steps}
         if after := self.summary.get("evaluation_after"):
             by_step[self.steps[-1]["step"]] = after
-        by_file: dict[str, dict[int, Averages]] = {}
+        scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
         for step, files in by_step.items():
             for name, averages in (files or {}).items():
-                by_file.setdefault(name, {})[step] = averages
-        return by_file
-
-
-def evaluation_measures(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Return the measures (`Avg@1`, ...) of each evaluation file that any of the runs has."""
-    measures: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for name, by_step in run.evaluations().items():
-            for averages in by_step.values():
-                measures.setdefault(name, {}).update(dict.fromkeys(averages))
-    return {name: list(names) for name, names in measures.items()}
+                for measure, average in averages.items():
+                    scores.setdefault((name, measure), {})[step] = average
+        return scores
 
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
-        ReportError: the directory is not that of a run, or no step is complete.
+        ConfigError: the directory is not that of a run, or no step is complete.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise ReportError(f"{run_dir}: not a run directory, it has no config.yaml")
+        raise ConfigError(f"{run_dir}: not a run directory, it has no config.yaml")
     steps = read_json_lines(run_dir / "metrics.jsonl")
     if not steps:
-        raise ReportError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
+        raise ConfigError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
     publishes = read_json_lines(run_dir / "weights.jsonl")
     return RunRecord(
         name=run_dir.name,

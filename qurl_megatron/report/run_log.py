@@ -32,7 +32,7 @@ from rich.table import Table
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
-from qurl_megatron.report.console import RunConsole, hours_minutes
+from qurl_megatron.report.console import RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from qurl_megatron.report.samples import COLUMNS, Sample, markdown_table, table_rows
 
@@ -73,18 +73,15 @@ class RunLog:
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
         self._console = RunConsole(config, quiet=not writes)
+        self.say = self._console.say
         self._writes = writes
         self._start = time.perf_counter()
         self.before = Evaluation()
         self.steps_done = 0  # the last step that was logged, by any attempt of the run
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
-        self._steps: list[StepMetrics] = []
+        self._steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
-
-    def say(self, text: str) -> None:
-        """Print one line, above the live display if there is one."""
-        self._console.say(text)
 
     def start(self, before: Evaluation) -> None:
         """Begin the log of RL; `before` is the evaluation before its first step."""
@@ -108,16 +105,10 @@ class RunLog:
             return
         run_dir = self._config.run_dir
         (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
-        steps = read_json_lines(run_dir / "metrics.jsonl")
-        steps = [line for line in steps if line["step"] <= after_step]
-        self._steps = [StepMetrics(**line) for line in steps]
-        version = self._steps[-1].weight_version if self._steps else 0
-        publishes = read_json_lines(run_dir / "weights.jsonl")
-        publishes = [line for line in publishes if line["weight_version"] <= version]
-        self._rewrite("metrics.jsonl", steps)
-        self._rewrite("weights.jsonl", publishes)
-        samples = read_json_lines(run_dir / "samples.jsonl")
-        self._rewrite("samples.jsonl", [line for line in samples if line["step"] <= after_step])
+        self._steps = self._keep("metrics.jsonl", "step", after_step)
+        version = self._steps[-1]["weight_version"] if self._steps else 0
+        self._keep("weights.jsonl", "weight_version", version)
+        self._keep("samples.jsonl", "step", after_step)
         last = evaluation_directory(run_dir, after_step)
         for answers in last.parent.glob("step_*"):
             if answers.name > last.name:
@@ -136,18 +127,16 @@ class RunLog:
         self.steps_done = metrics.step
         if not self._writes:
             return
+        line = dataclasses.asdict(metrics)
         if evaluation is not None:
-            metrics = dataclasses.replace(
-                metrics,
-                held_out_accuracy=evaluation.held_out_accuracy,
-                evaluation=evaluation.files,
-            )
-        self._steps.append(metrics)
-        self._append("metrics.jsonl", dataclasses.asdict(metrics))
-        self._write_curves(metrics.step, dataclasses.asdict(metrics))
-        self._ends_s.append(self.time_s)
-        if metrics.verifier_failure and not any(s.verifier_failure for s in self._steps[:-1]):
+            line["held_out_accuracy"] = evaluation.held_out_accuracy
+            line["evaluation"] = evaluation.files
+        if metrics.verifier_failure and not any(s.get("verifier_failure") for s in self._steps):
             self.say(f"a verifier failed: {metrics.verifier_failure}")
+        self._steps.append(line)
+        self._append("metrics.jsonl", line)
+        self._write_curves(metrics.step, line)
+        self._ends_s.append(self.time_s)
         self._console.step(metrics, evaluation, self._left_s(metrics.step))
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
@@ -192,31 +181,28 @@ class RunLog:
             evaluation_after=after.files,
             steps=len(self._steps),
             time_s=self.time_s,
-            weight_version=self._steps[-1].weight_version,
-            time_publish_s_mean=fmean(metrics.time_publish_s for metrics in self._steps),
-            publish_bytes=self._steps[-1].publish_bytes,
-            publish_full_bytes=self._steps[-1].publish_full_bytes,
+            weight_version=self._steps[-1]["weight_version"],
+            time_publish_s_mean=fmean(step["time_publish_s"] for step in self._steps),
+            publish_bytes=self._steps[-1]["publish_bytes"],
+            publish_full_bytes=self._steps[-1].get("publish_full_bytes", 0),
         )
         path = self._config.run_dir / "summary.json"
         write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         self.close()
-        self._console.show(self._summary_table(summary, after))
-
-    def _summary_table(self, summary: RunSummary, evaluation: Evaluation) -> Table:
         table = Table(title=str(self._config.run_dir), show_header=False)
-        for when, scores in (("before RL", self.before), ("after RL", evaluation)):
+        for when, scores in (("before RL", self.before), ("after RL", after)):
             for name, value in scores.lines():
                 table.add_row(f"{name} {when}", value)
-        before, after = summary.held_out_accuracy_before, summary.held_out_accuracy_after
-        if before is not None and after is not None:
-            table.add_row("gain", f"{100 * (after - before):+.1f} points")
+        before, accuracy = self.before.held_out_accuracy, after.held_out_accuracy
+        if before is not None and accuracy is not None:
+            table.add_row("gain", f"{100 * (accuracy - before):+.1f} points")
         table.add_row("steps", f"{summary.steps}")
-        table.add_row("RL time", f"{hours_minutes(summary.time_s)} h ({summary.time_s:.0f} s)")
+        table.add_row("RL time", duration(summary.time_s))
         table.add_row("weight versions published", f"{summary.weight_version}")
         table.add_row("mean publish time", f"{summary.time_publish_s_mean:.3f} s")
         sent, full = summary.publish_bytes, summary.publish_full_bytes
         table.add_row("bytes of last publish", f"{sent:,} of {full:,}")
-        return table
+        self._console.show(table)
 
     def close(self) -> None:
         """Stop the display, leaving its last state on the screen, and close the curve writers."""
@@ -277,8 +263,12 @@ class RunLog:
         with (self._config.run_dir / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _rewrite(self, name: str, lines: list[dict[str, Any]]) -> None:
-        write_whole(self._config.run_dir / name, "".join(json.dumps(line) + "\n" for line in lines))
+    def _keep(self, name: str, number: str, last: int) -> list[dict[str, Any]]:
+        """Drop the lines of a file whose `number` is above `last`, and return the others."""
+        path = self._config.run_dir / name
+        lines = [line for line in read_json_lines(path) if line[number] <= last]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+        return lines
 
     def _left_s(self, step: int) -> float:
         """Estimate the seconds of RL left after `step`, at the pace of the last steps.

@@ -52,7 +52,7 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model_scored_by_a
     (named,) = summary["results"].values()
     assert named["Avg@1"]["mean"] == 0.75
     assert "the server is up after" in run.text()
-    assert f"{tmp_path / 'problems.jsonl'}: 16 of 16 requests, 0:00 left" in run.text()
+    assert f"{tmp_path / 'problems.jsonl'}: 16 of 16 requests, 0 s left" in run.text()
     assert "75.0%" in run.text() and "Avg@4 sampled" in run.text()
     answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     assert [answer["question"] for answer in answers] == questions
