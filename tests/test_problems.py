@@ -16,17 +16,16 @@ import pytest
 import reasoning_gym
 
 from problem_files import GOOD, VERL, numbered, write_lines
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import (
     MAX_DEPTH,
     DataError,
-    Dropped,
     Fields,
     Tally,
-    find_unverifiable,
+    keep_verifiable,
     read_problems,
 )
-from qurl_megatron.data.reward_types import Question
 from qurl_megatron.data.verifiers import VERIFIERS
 
 
@@ -161,8 +160,8 @@ def test_published_file_formats_are_read_and_scored(
     (problem,) = read_problems(data, {})
     assert (problem.question, problem.messages[-1]["content"]) == (question, question)
     math = VERIFIERS["math"]()
-    assert math.credit(right, Question.of(problem)) == 1
-    assert math.credit(wrong, Question.of(problem)) == 0
+    assert math.credit(right, Question(problem.question, problem.answer, problem.metadata)) == 1
+    assert math.credit(wrong, Question(problem.question, problem.answer, problem.metadata)) == 0
 
 
 def test_broken_parquet_row_is_refused_and_its_number_is_named(tmp_path: Path) -> None:
@@ -289,11 +288,11 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
     data = write_lines(tmp_path / "a.jsonl", entry, GOOD)
     config = Config(reward="reasoning_gym")
     with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
-        find_unverifiable({"data": read_problems(data, {})}, config)
+        keep_verifiable({"data": read_problems(data, {})}, config, {})
     stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
     data = write_lines(tmp_path / "b.jsonl", stripped)
     with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
-        find_unverifiable({"data": read_problems(data, {})}, config)
+        keep_verifiable({"data": read_problems(data, {})}, config, {})
 
 
 SPELL_BACKWARD = "reasoning_gym:spell_backward"
@@ -466,7 +465,7 @@ def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(
         ("1 + 1?", "two"),
         ("4 + 1?", "5"),
     ]
-    dropped = {"repeats an earlier problem": Dropped(3, f"{data} line 3")}
+    dropped = {"repeats an earlier problem": [f"{data} line {number}" for number in (3, 5, 6)]}
     assert (tally.entries, tally.dropped) == (6, dropped)
 
 

@@ -18,11 +18,11 @@ from problem_files import (
     write_lines,
 )
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, Dropped, Tally, read_problems
+from qurl_megatron.data.problems import DataError, Tally, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
-from qurl_megatron.data.reward_types import Question
 from qurl_megatron.data.verifiers import VERIFIERS
 
 
@@ -75,8 +75,8 @@ def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None
     config.evaluation.data = {"b": tests}
     train, held_out, files, tallies = load_prompts(config, character_tokenizer())
     assert len(files["b"]) == 51
-    dropped = tallies["data"].dropped["is in evaluation.data too"].count
-    assert len(train) + len(held_out) + dropped == 60
+    dropped = tallies["data"].dropped["is in evaluation.data too"]
+    assert len(train) + len(held_out) + len(dropped) == 60
     assert 0 < len(train) < 10 and held_out
     assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
     config.evaluation.data = {"b": data}
@@ -94,8 +94,8 @@ def test_500_generated_problems_load_and_score_with_their_own_verifier(tmp_path:
     credit = VERIFIERS["reasoning_gym"]().credit
     for prompt in prompts + held_out:
         right = f"I add.\n<answer>{prompt.answer}</answer>"
-        assert credit(right, Question.of(prompt)) == 1
-        assert credit(f"{prompt.answer}1", Question.of(prompt)) < 1
+        assert credit(right, Question("", prompt.answer, prompt.metadata)) == 1
+        assert credit(f"{prompt.answer}1", Question("", prompt.answer, prompt.metadata)) < 1
 
 
 @pytest.mark.parametrize("word", ["held_out_fraction", "problems"])
@@ -120,7 +120,10 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     assert len(train) == 50 and len(files["b"]) == 2
     unreadable = "the answer '\\\\int' cannot be read as LaTeX"
     assert tallies["data"].dropped == {
-        "has an answer that reward math cannot compare": Dropped(2, f"{data} line 51: {unreadable}")
+        "has an answer that reward math cannot compare": [
+            f"{data} line 51: {unreadable}",
+            f"{data} line 52: the answer '2x+3y=' cannot be read as LaTeX",
+        ]
     }
     assert tallies["evaluation.data.b"].notes == [
         "1 answers cannot be compared by reward math, and only their very text is right; the first "
@@ -190,7 +193,9 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     loaded = load_prompts(config, character_tokenizer())
     assert len(loaded.train) + len(loaded.held_out) == 61
     reason = "has more than 10 tokens (rollout.max_prompt_length)"
-    assert loaded.tallies["data"].dropped == {reason: Dropped(2, f"{config.data} line 61")}
+    assert loaded.tallies["data"].dropped == {
+        reason: [f"{config.data} line {number}" for number in (61, 63)]
+    }
     assert load_prompts(config, character_tokenizer()) == loaded  # the learner reads it again
     config.overlong_prompts = "refuse"
     with pytest.raises(DataError, match="line 61: the prompt has 11 tokens, more than"):

@@ -18,7 +18,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.launch.prepare import prepare_new
 

@@ -8,23 +8,20 @@ import pytest
 import reasoning_gym
 
 from qurl_megatron.algorithm.advantages import grpo_advantages, soft_overlong_penalty
-from qurl_megatron.algorithm.score import Score, mean_parts
+from qurl_megatron.algorithm.score import Question, Score, mean_parts
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
-from qurl_megatron.data.reward_types import Question, RewardSettings
-from qurl_megatron.data.rewards import load
+from qurl_megatron.data.rewards import failed, load
 from qurl_megatron.data.verifiers import VERIFIERS
 from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 
 
-def settings(
-    reward: str, right: float = 1, wrong: float = 0, partial: bool = False
-) -> RewardSettings:
-    return RewardSettings(reward, right, wrong, partial, timeout_s=1)
+def settings(reward: str, right: float = 1, wrong: float = 0, partial: bool = False) -> Config:
+    return Config(reward=reward, reward_right=right, reward_wrong=wrong, reward_partial=partial)
 
 
-def score(settings: RewardSettings, text: str, question: Question) -> Score:
-    (only,) = load(settings).score([text], question)
+def score(config: Config, text: str, question: Question) -> Score:
+    (only,) = load(config).score([text], question)
     return only
 
 
@@ -36,7 +33,7 @@ def test_right_and_wrong_responses_get_the_rewards_of_the_run(right: float, wron
     scale = settings("exact", right, wrong)
     assert score(scale, "yes", YES) == Score(right, {"accuracy": 1}, "")
     assert score(scale, "no", YES) == Score(wrong, {"accuracy": 0}, "")
-    assert scale.failed("it broke") == Score(wrong, {"accuracy": 0}, "it broke")
+    assert failed(scale, "it broke") == Score(wrong, {"accuracy": 0}, "it broke")
 
 
 @pytest.mark.parametrize(

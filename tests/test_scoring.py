@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.algorithm.score import Score
+from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import scoring
-from qurl_megatron.data.problems import DataError, Problem, find_unverifiable
+from qurl_megatron.data.problems import DataError, Problem, Tally, keep_verifiable
+from qurl_megatron.data.rewards import VERIFIER_CPU_LIMIT_S
 from qurl_megatron.data.scoring import RewardError, Scorer, check_reward, unverifiable
 from qurl_megatron.process import start_ticks
 
@@ -27,6 +28,14 @@ TOO_SLOW = "\\boxed{9^{9^{9^9}}}"
 
 def prompt(answer: str = "42") -> Prompt:
     return Prompt("0", "How many?", answer, [10])
+
+
+def question(answer: str) -> Question:
+    return Question("How many?", answer, {})
+
+
+def unreadable(answers: Sequence[str]) -> list[str]:
+    return unverifiable(Config(reward="math"), [question(answer) for answer in answers])
 
 
 def completions(*texts: str) -> list[Completion]:
@@ -63,7 +72,8 @@ def test_the_limit_of_a_verifier_is_cpu_time() -> None:
     """A worker that is stopped for longer than the limit uses no CPU time meanwhile."""
     with Scorer(Config(reward="math"), workers=1) as scorer:
         scorer.wait_ready()
-        worker = psutil.Process(*children(os.getpid()))
+        (pid,) = children(os.getpid())
+        worker = psutil.Process(pid)
         loading_s = sum(worker.cpu_times()[:2])
         future = scorer.submit(prompt(), completions(TOO_SLOW))
         deadline = time.monotonic() + 60
@@ -71,7 +81,7 @@ def test_the_limit_of_a_verifier_is_cpu_time() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         worker.suspend()
-        time.sleep(scoring.VERIFIER_CPU_LIMIT_S + 1)
+        time.sleep(VERIFIER_CPU_LIMIT_S + 1)
         assert not future.done()
         worker.resume()
         resumed = time.monotonic()
@@ -98,10 +108,8 @@ def test_a_worker_that_dies_costs_one_completion_and_is_replaced() -> None:
 
 def children(pid: int) -> list[int]:
     """Return the scoring processes that a process has started."""
-    done = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", f"{pid}"], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in done.stdout.splitlines() if scoring.WORKER in line]
+    found = psutil.Process(pid).children()
+    return [process.pid for process in found if scoring.WORKER in process.cmdline()]
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -160,14 +168,16 @@ def test_workers_outlive_the_signals_that_stop_a_run() -> None:
 def test_unreadable_answers_are_found_among_many() -> None:
     answers = [f"{n}:{n + 1}" for n in range(1, 200)]  # a ratio
     answers[20], answers[150] = "2x+3y=", "\\int"
-    reasons = unverifiable(Config(reward="math"), [prompt(answer) for answer in answers])
+    reasons = unreadable(answers)
     assert [row for row, reason in enumerate(reasons) if reason] == [20, 150]
     assert reasons[20] == "the answer '2x+3y=' cannot be read as LaTeX"
 
 
 def test_an_answer_that_the_verifier_hangs_on_is_unverifiable_and_costs_no_other() -> None:
     answers = ["\\frac12", "9^{9^{9^9}}-9^{9^{9^8}}+\\sqrt{2^{9^9}}", "\\frac13"]
-    first, slow, last = unverifiable(Config(reward="math"), [prompt(answer) for answer in answers])
+    first, slow, last = unverifiable(
+        Config(reward="math"), [question(answer) for answer in answers]
+    )
     assert (first, last) == ("", "")
     assert slow == "" or slow.startswith("timed out")  # it is read, or costs only itself
 
@@ -182,12 +192,12 @@ def starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("starts_no_process")
 def test_plain_answers_are_checked_without_starting_a_process() -> None:
-    problems = [prompt(f"{n}") for n in range(40_000)]
+    problems = [question(f"{n}") for n in range(40_000)]
     begin = time.monotonic()
     assert not any(unverifiable(Config(reward="math"), problems))
     assert time.monotonic() - begin < 5
     with pytest.raises(AssertionError, match="a process was started"):
-        unverifiable(Config(reward="math"), [prompt("12:00")])
+        unverifiable(Config(reward="math"), [question("12:00")])
 
 
 def test_processes_start_once_for_the_answers_of_all_sources(
@@ -205,15 +215,18 @@ def test_processes_start_once_for_the_answers_of_all_sources(
         name: [Problem("How many?", [], answer, {}, f"{name} {answer}") for answer in values]
         for name, values in answers.items()
     }
-    reason = "the answer '2x+3y=' cannot be read as LaTeX"
-    assert find_unverifiable(sources, Config(reward="math")) == {
-        "data": {"data 2x+3y=": reason},
-        "evaluation.data.a": {},
-    }
+    tallies = {name: Tally() for name in sources}
+    kept = keep_verifiable(sources, Config(reward="math"), tallies)
+    assert kept == sources
+    assert tallies["data"].notes == [
+        "1 answers cannot be compared by reward math, and only their very text is right; the first "
+        "is data 2x+3y=: the answer '2x+3y=' cannot be read as LaTeX"
+    ]
+    assert tallies["evaluation.data.a"] == Tally()
     assert len(started) == 1
     sources["evaluation.data.b"] = [Problem("How many?", [], "\\int", {}, "b line 1")]
     with pytest.raises(DataError, match="^b line 1: the answer .* cannot be read as LaTeX"):
-        find_unverifiable(sources, Config(reward="math"))
+        keep_verifiable(sources, Config(reward="math"), tallies)
 
 
 def test_reward_that_cannot_be_loaded_fails_every_future(tmp_path: Path) -> None:

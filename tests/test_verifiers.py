@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import reasoning_gym
 
-from qurl_megatron.data.reward_types import Question
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.data.verifiers import VERIFIERS, Verifier, is_plain
 
 RIGHT, WRONG = 1.0, 0.0
@@ -285,7 +285,7 @@ def test_entry_that_json_changed_is_recognized_as_unverifiable() -> None:
 def test_processes_that_score_import_no_torch_and_only_their_own_verifier() -> None:
     script = (
         "import sys\n"
-        "import qurl_megatron.data.scoring_worker\n"
+        "import qurl_megatron.data.scoring\n"
         "heavy = {'torch', 'numpy', 'sympy', 'math_verify', 'reasoning_gym', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

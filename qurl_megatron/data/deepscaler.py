@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from qurl_megatron.data.reward_types import Question
+from qurl_megatron.algorithm.score import Question
 
 END_OF_THOUGHT = "</think>"
 _UNITS = (
@@ -31,12 +31,7 @@ class DeepScaler:
     """DeepScaleR's verifier."""
 
     def __init__(self) -> None:
-        import sympy
-        from sympy.parsing import sympy_parser
-
-        self._sympy = sympy
-        self._parser = sympy_parser
-        self._is("\\frac{1}{2}", "x")  # a first use takes a second
+        _is_right("\\frac{1}{2}", "x")  # a first use takes a second
 
     def credit(self, text: str, question: Question) -> float:
         """Return 1 if the box behind the thought is the answer."""
@@ -45,7 +40,9 @@ class DeepScaler:
         answer = _answer(question)
         if found is None or answer is None:
             return 0.0
-        return float(math_normal_form(found) == math_normal_form(answer) or self._is(found, answer))
+        return float(
+            math_normal_form(found) == math_normal_form(answer) or _is_right(found, answer)
+        )
 
     def unverifiable(self, question: Question) -> str:
         """Return a reason if the answer has a box that does not end."""
@@ -53,42 +50,44 @@ class DeepScaler:
             return f"the answer {question.answer[:80]!r} has a box that cannot be read"
         return ""
 
-    def _is(self, found: str, answer: str) -> bool:
-        """Compare by the second normal form, part by part."""
-        found, answer = sympy_normal_form(found), sympy_normal_form(answer)
-        if found == answer:
-            return True
-        if not found:
-            return False
-        found_parts, parts = _parts(found), _parts(answer)
-        if len(found_parts) != len(parts):
-            return False
-        if len(parts) > 1 and (found[0], found[-1]) != (answer[0], answer[-1]):
-            return False
-        return all(map(self._is_part, found_parts, parts))
 
-    def _is_part(self, found: str, answer: str) -> bool:
-        if _is_fraction(found) and _is_fraction(answer):
-            return found == answer  # a fraction must be reduced
-        if _is_whole(found) != _is_whole(answer):
-            return False
-        return self._are_equal(found, answer)
+def _is_right(found: str, answer: str) -> bool:
+    """Compare by the second normal form, part by part."""
+    found, answer = sympy_normal_form(found), sympy_normal_form(answer)
+    if found == answer:
+        return True
+    if not found:
+        return False
+    found_parts, parts = _parts(found), _parts(answer)
+    if len(found_parts) != len(parts):
+        return False
+    if len(parts) > 1 and (found[0], found[-1]) != (answer[0], answer[-1]):
+        return False
+    return all(map(_is_part, found_parts, parts))
 
-    def _are_equal(self, found: str, answer: str) -> bool:
-        difference = f"({answer})-({found})"
-        if not _may_evaluate(difference):
-            return False
-        try:
-            expression: Any = self._parser.parse_expr(
-                difference.replace("^", "**"),
-                transformations=(
-                    *self._parser.standard_transformations,
-                    self._parser.implicit_multiplication_application,
-                ),
-            )
-            return bool(self._sympy.simplify(expression) == 0)
-        except Exception:  # what sympy cannot read is not equal
-            return False
+
+def _is_part(found: str, answer: str) -> bool:
+    if _is_fraction(found) and _is_fraction(answer):
+        return found == answer  # a fraction must be reduced
+    return _is_whole(found) == _is_whole(answer) and _are_equal(found, answer)
+
+
+def _are_equal(found: str, answer: str) -> bool:
+    import sympy
+    from sympy.parsing import sympy_parser as parser
+
+    difference = f"({answer})-({found})"
+    if not _may_evaluate(difference):
+        return False
+    transformations = (
+        *parser.standard_transformations,
+        parser.implicit_multiplication_application,
+    )
+    try:
+        expression: Any = parser.parse_expr(difference.replace("^", "**"), None, transformations)
+        return bool(sympy.simplify(expression) == 0)
+    except Exception:  # what sympy cannot read is not equal
+        return False
 
 
 def _answer(question: Question) -> str | None:
@@ -98,15 +97,12 @@ def _answer(question: Question) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return what the last \boxed{} holds; None without one, or if its braces do not close."""
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
+    _, box, rest = text.rpartition("\\boxed")
     depth = 0
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if text[end] == "}" and depth == 0:
-            box = text[start : end + 1]
-            return box[len("\\boxed{") : -1] if box.startswith("\\boxed{") else None
+    for end, char in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth <= 0:
+            return rest[1:end] if end else None
     return None
 
 

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
@@ -26,7 +27,7 @@ from qurl_megatron.data.problems import (
     Fields,
     Problem,
     Tally,
-    find_unverifiable,
+    keep_verifiable,
     read_problems,
 )
 
@@ -52,60 +53,39 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    files_data = {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
-    tallies = {field: Tally(data) for field, data in {"data": config.data, **files_data}.items()}
-
-    def read(field: str) -> list[Problem]:
-        trains, tally = field == "data", tallies[field]
+    tallies = {"data": Tally(config.data)}
+    for name, data in config.evaluation.data.items():
+        tallies[f"evaluation.data.{name}"] = Tally(data)
+    problems: dict[str, list[Problem]] = {}
+    for field, tally in tallies.items():
+        trains = field == "data"
         fields = Fields(config.question_key, config.answer_key, required=trains)
         options = config.data_options if trains else {}
-        return read_problems(tally.source, options, seed=config.seed, fields=fields, tally=tally)
-
-    problems = {field: read(field) for field in tallies}
-    reasons = find_unverifiable(problems, config)
-
-    def prompts(field: str) -> list[Prompt]:
-        trains, tally = field == "data", tallies[field]
-        return tokenize(
-            without_unverifiable(
-                problems[field], reasons[field], config.reward, tally, drop=trains
-            ),
+        problems[field] = read_problems(
+            tally.source, options, seed=config.seed, fields=fields, tally=tally
+        )
+    problems = keep_verifiable(problems, config, tallies, drops=["data"])
+    prompts = {
+        field: tokenize(
+            problems[field],
             tokenizer,
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
-            overlong=config.overlong_prompts if trains else "refuse",
+            overlong=config.overlong_prompts if field == "data" else "refuse",
             tally=tally,
         )
-
-    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out)
-    files = {name: prompts(f"evaluation.data.{name}") for name in config.evaluation.data}
+        for field, tally in tallies.items()
+    }
+    train, held_out = split_held_out(prompts["data"], config.evaluation.held_out)
+    files = {name: prompts[f"evaluation.data.{name}"] for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
     if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
-    for _ in range(len(train) - len(kept)):
-        tallies["data"].drop("is in evaluation.data too")
+    if len(kept) < len(train):
+        dropped = [""] * (len(train) - len(kept))  # a prompt has no location
+        tallies["data"].dropped["is in evaluation.data too"] += dropped
     return PromptSet(kept, held_out, files, tallies)
-
-
-def without_unverifiable(
-    problems: list[Problem], reasons: Mapping[str, str], reward: str, tally: Tally, *, drop: bool
-) -> list[Problem]:
-    """Return the problems to use, and tell `tally` of those whose answer the verifier cannot read.
-
-    With `drop` they are left out. Without it they stay, and only a response with the very text of
-    the answer can be right. `reasons` are those of `find_unverifiable` for this source.
-    """
-    if reasons and not drop:
-        location, reason = next(iter(reasons.items()))
-        tally.notes.append(
-            f"{len(reasons):,} answers cannot be compared by reward {reward}, and only "
-            f"their very text is right; the first is {location}: {reason}"
-        )
-        return problems
-    for location, reason in reasons.items():
-        tally.drop(f"has an answer that reward {reward} cannot compare", f"{location}: {reason}")
-    return [problem for problem in problems if problem.location not in reasons]
 
 
 def tokenize(
@@ -144,10 +124,8 @@ def tokenize(
                     f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
                     f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
                 )
-            tally.drop(
-                f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)",
-                problem.location,
-            )
+            reason = f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)"
+            tally.dropped[reason].append(problem.location)
             continue
         tally.own_system_prompts += has_own
         # The first problem with a question is known by the question alone.
@@ -155,9 +133,8 @@ def tokenize(
         if identity in questions:
             identity += f"\0{problem.answer}"
         questions.add(problem.question)
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         prompts.append(
-            Prompt(digest, problem.question, problem.answer, token_ids, problem.metadata)
+            Prompt(_digest(identity), problem.question, problem.answer, token_ids, problem.metadata)
         )
     if not prompts and problems:
         raise DataError(
@@ -230,14 +207,11 @@ class PromptStream:
         self._prompts = prompts
         self._seed = seed
         self.position = 0  # ordinal of the next prompt
-        self._shuffle(epoch=0)
 
     def prompt(self, ordinal: int) -> Prompt:
         """Return the prompt with this ordinal, wherever the stream stands."""
         epoch, index = divmod(ordinal, len(self._prompts))
-        if epoch != self._epoch:
-            self._shuffle(epoch)
-        return self._prompts[self._order[index]]
+        return self._prompts[_shuffled(len(self._prompts), self._seed, epoch)[index]]
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, crossing the end of an epoch if necessary."""
@@ -267,14 +241,18 @@ class PromptStream:
             )
         self._seed = state["seed"]
         self.position = state["epoch"] * len(self._prompts) + state["position"]
-        self._shuffle(state["epoch"])
-
-    def _shuffle(self, epoch: int) -> None:
-        """Draw the order of an epoch."""
-        self._epoch = epoch
-        self._order = list(range(len(self._prompts)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
 
     def _fingerprint(self) -> str:
-        ids = "".join(prompt.id for prompt in self._prompts)
-        return hashlib.sha256(ids.encode()).hexdigest()[:16]
+        return _digest("".join(prompt.id for prompt in self._prompts))
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """Return the order in which an epoch serves its `count` prompts."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

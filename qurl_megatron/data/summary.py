@@ -65,15 +65,15 @@ def source_lines(
 
     `prompts` are those that were kept, and `uses` says how many of them are for what.
     """
-    dropped = sum(each.count for each in tally.dropped.values())
+    dropped = sum(map(len, tally.dropped.values()))
     counts = [f"{count:,} {use}" for use, count in uses.items()]
     lines = [
         f"{name}: {tally.source}",
         f"  {tally.entries:,} entries: {', '.join(counts)}, {dropped:,} dropped",
     ]
-    for reason, each in tally.dropped.items():
-        where = f"; the first is {each.first}" if each.first else ""
-        lines.append(f"  dropped {each.count:,}: {reason}{where}")
+    for reason, locations in tally.dropped.items():
+        where = f"; the first is {locations[0]}" if locations[0] else ""
+        lines.append(f"  dropped {len(locations):,}: {reason}{where}")
     lines += [f"  {note}" for note in tally.notes]
     answers = Counter(prompt.question for prompt in prompts)
     several = sum(count > 1 for count in answers.values())

@@ -26,9 +26,9 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_lengths, validate_server
-from qurl_megatron.data.problems import Fields, Tally, find_unverifiable, read_problems
-from qurl_megatron.data.prompts import tokenize, without_unverifiable
-from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.problems import Fields, Tally, keep_verifiable, read_problems
+from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.data.summary import source_lines
 from qurl_megatron.evaluation.avg_at_k import Average, EvalConfig, averages, measure, write_answers
@@ -197,11 +197,11 @@ def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[st
         data: read_problems(data, {}, seed=config.seed, fields=fields, tally=tally)
         for data, tally in tallies.items()
     }
-    reasons = find_unverifiable(problems, reward)
+    problems = keep_verifiable(problems, reward, tallies)
     prompts = {}
     for data, tally in tallies.items():
         prompts[data] = tokenize(
-            without_unverifiable(problems[data], reasons[data], reward.reward, tally, drop=False),
+            problems[data],
             tokenizer,
             config.max_prompt_length,
             system_prompt=config.system_prompt,
