@@ -33,7 +33,7 @@ from typing import Any
 
 from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config
-from qurl_megatron.data.verifiers import VERIFIERS, Verifier
+from qurl_megatron.data.verifiers import VERIFIERS
 
 VERIFIER_CPU_LIMIT_S = 3.0
 MAX_FAILURE_LENGTH = 300
@@ -66,58 +66,6 @@ def timed_out(config: Config) -> Score:
 def one_line(text: str) -> str:
     """Return a text in one line of bounded length."""
     return " ".join(text.split())[:MAX_FAILURE_LENGTH]
-
-
-class BuiltIn:
-    """A built-in verifier with the scale of a run.
-
-    A verifier gives credit from 0 to 1, and `Config.reward_wrong` and `reward_right` are the
-    rewards at its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless
-    `Config.reward_partial` asks for it: the scorers of reasoning_gym give 0.86 for one wrong letter
-    of seven, and 0.9999999999999998 for the right word with a letter too many, which rewards near
-    misses and padding.
-    """
-
-    whole_groups = False
-
-    def __init__(self, verifier: Verifier, config: Config) -> None:
-        self._verifier = verifier
-        self._config = config
-
-    def score(self, texts: Sequence[str], question: Question) -> Iterator[Score]:
-        """Yield the score of each text; the kernel ends the process at the limit of CPU time."""
-        for text in texts:
-            try:
-                with _cpu_limit(VERIFIER_CPU_LIMIT_S):
-                    credit = self._verifier.credit(text, question)
-            except Exception as error:
-                yield failed(self._config, f"{type(error).__name__}: {error}")
-            else:
-                yield self._scaled(credit)
-
-    def unverifiable(self, question: Question) -> str:
-        """Return the verifier's reason; the kernel ends the process at the limit of CPU time."""
-        with _cpu_limit(VERIFIER_CPU_LIMIT_S):
-            return self._verifier.unverifiable(question)
-
-    def _scaled(self, credit: float) -> Score:
-        accuracy = float(credit >= 1)
-        wrong, right = self._config.reward_wrong, self._config.reward_right
-        share = min(max(credit, 0.0), 1.0) if self._config.reward_partial else accuracy
-        return Score(wrong + share * (right - wrong), {ACCURACY: accuracy}, "")
-
-
-@contextlib.contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Have the kernel end this process if the body takes more CPU time.
-
-    An exception could not end a long computation inside a C function.
-    """
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class RewardFunction:
@@ -163,7 +111,7 @@ class RewardFunction:
             yield from scores
 
     def unverifiable(self, question: Question) -> str:
-        """Return an empty text: only the function itself knows."""
+        """Return why no text could be right; an empty text if one could, or if nobody knows."""
         return ""
 
     async def _all_at_once(self, calls: list[list[str]], question: Question) -> list[list[Score]]:
@@ -202,7 +150,50 @@ def _score(result: Any) -> Score:
     return Score(numbers.pop(REWARD), numbers, "")
 
 
-def load(config: Config) -> BuiltIn | RewardFunction:
+class BuiltIn(RewardFunction):
+    """A built-in verifier on the scale of a run.
+
+    A verifier gives credit from 0 to 1, and `Config.reward_wrong` and `reward_right` are the
+    rewards at its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless
+    `Config.reward_partial` asks for it: the scorers of reasoning_gym give 0.86 for one wrong letter
+    of seven, and 0.9999999999999998 for the right word with a letter too many, which rewards near
+    misses and padding.
+
+    The kernel ends the process at `VERIFIER_CPU_LIMIT_S` for a text or an answer.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(self._reward, config)
+        self._verifier = VERIFIERS[config.reward]()
+
+    def unverifiable(self, question: Question) -> str:
+        """Return the verifier's reason."""
+        with _cpu_limit(VERIFIER_CPU_LIMIT_S):
+            return self._verifier.unverifiable(question)
+
+    def _reward(self, text: str, question: Question) -> dict[str, float]:
+        with _cpu_limit(VERIFIER_CPU_LIMIT_S):
+            credit = self._verifier.credit(text, question)
+        accuracy = float(credit >= 1)
+        wrong, right = self._config.reward_wrong, self._config.reward_right
+        share = min(max(credit, 0.0), 1.0) if self._config.reward_partial else accuracy
+        return {REWARD: wrong + share * (right - wrong), ACCURACY: accuracy}
+
+
+@contextlib.contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Have the kernel end this process if the body takes more CPU time.
+
+    An exception could not end a long computation inside a C function.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def load(config: Config) -> RewardFunction:
     """Import the reward, and use a verifier once, because a first use can take seconds.
 
     Raises:
@@ -210,7 +201,7 @@ def load(config: Config) -> BuiltIn | RewardFunction:
             function cannot be used.
     """
     if not is_own_function(config):
-        return BuiltIn(VERIFIERS[config.reward](), config)
+        return BuiltIn(config)
     place, _, name = config.reward.rpartition(":")
     module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     if not hasattr(module, name):

@@ -40,7 +40,7 @@ CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
 START_TIMEOUT_S = 300.0
 GRACE_S = 1.0  # beyond a time limit, for a worker to report by itself that it passed
-PROBLEMS_PER_REQUEST = 64
+PROBLEMS_PER_WORKER = 64  # for fewer answers to look at, another process does not pay
 
 StartScoring = Callable[["Prompt", Sequence["Completion"]], Future[list[Score]]]
 """`Scorer.submit`."""
@@ -215,16 +215,13 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     doubtful = [row for row, q in enumerate(questions) if not is_plain(config.reward, q.answer)]
     if not doubtful:
         return reasons
-    batches = [
-        doubtful[start : start + PROBLEMS_PER_REQUEST]
-        for start in range(0, len(doubtful), PROBLEMS_PER_REQUEST)
-    ]
     cores = min(MAX_DEFAULT_WORKERS, _num_cores())  # nothing else needs them yet
-    with Scorer(config, min(len(batches), config.scoring_workers or cores)) as scorer:
-        futures = [scorer.ask([(None, questions[row]) for row in batch]) for batch in batches]
-        for batch, future in zip(batches, futures, strict=True):
-            for row, score in zip(batch, future.result(), strict=True):
-                reasons[row] = score.failure
+    workers = min(-(-len(doubtful) // PROBLEMS_PER_WORKER), config.scoring_workers or cores)
+    with Scorer(config, workers) as scorer:
+        futures = {row: scorer.ask([(None, questions[row])]) for row in doubtful}
+        for row, future in futures.items():
+            (score,) = future.result()
+            reasons[row] = score.failure
     return reasons
 
 
