@@ -22,7 +22,6 @@ from qurl_megatron.data.problems import (
     MAX_DEPTH,
     DataError,
     Fields,
-    Tally,
     keep_verifiable,
     read_problems,
 )
@@ -37,7 +36,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         {"prompt": "2 + 2?", "answer": 4, "level": "easy"},
         {"problem": "caf\u00e9\u2028au lait?", "answer": "yes", "metadata": {"source": "menu"}},
     )
-    problems = read_problems(data, {})
+    problems = read_problems(data, {}).problems
     assert [(p.question, p.answer, p.metadata) for p in problems] == [
         ("1 + 1?", "2", {}),
         ("2 + 2?", "4", {}),
@@ -106,7 +105,7 @@ def test_entry_may_be_nested_to_the_limit(tmp_path: Path) -> None:
     for _ in range(MAX_DEPTH - 2):
         metadata = {"x": metadata}
     entry = {**GOOD, "metadata": metadata}
-    [problem] = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
+    [problem] = read_problems(write_lines(tmp_path / "a.jsonl", entry), {}).problems
     assert pickle.loads(pickle.dumps(problem)) == problem  # so it reaches the scoring processes
 
 
@@ -157,7 +156,7 @@ def test_published_file_formats_are_read_and_scored(
         ".jsonl": lambda: write_lines(path, row, row),
         ".json": lambda: write_lines(path, [row, row]),
     }[suffix]()
-    (problem,) = read_problems(data, {})
+    (problem,) = read_problems(data, {}).problems
     assert (problem.question, problem.messages[-1]["content"]) == (question, question)
     math = VERIFIERS["math"]()
     assert math.credit(right, Question(problem.question, problem.answer, problem.metadata)) == 1
@@ -175,7 +174,7 @@ def test_broken_parquet_row_is_refused_and_its_number_is_named(tmp_path: Path) -
 
 
 def questions(data: str) -> list[str]:
-    return [problem.question for problem in read_problems(data, {})]
+    return [problem.question for problem in read_problems(data, {}).problems]
 
 
 def test_data_set_directory_is_read_by_split(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_reading_a_directory_leaves_no_files_and_uses_no_network(tmp_path: Path)
         "def refuse(*_): raise AssertionError('a connection was made')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from qurl_megatron.data.problems import read_problems\n"
-        f"print(len(read_problems({str(data)!r}, {{}})))\n"
+        f"print(len(read_problems({str(data)!r}, {{}}).problems))\n"
     )
     environment = {"HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(scratch)}
     done = subprocess.run(
@@ -288,11 +287,11 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
     data = write_lines(tmp_path / "a.jsonl", entry, GOOD)
     config = Config(reward="reasoning_gym")
     with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
-        keep_verifiable({"data": read_problems(data, {})}, config, {})
+        keep_verifiable({"data": read_problems(data, {})}, config)
     stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
     data = write_lines(tmp_path / "b.jsonl", stripped)
     with pytest.raises(DataError, match="line 1: .*does not accept the problem's own answer"):
-        keep_verifiable({"data": read_problems(data, {})}, config, {})
+        keep_verifiable({"data": read_problems(data, {})}, config)
 
 
 SPELL_BACKWARD = "reasoning_gym:spell_backward"
@@ -300,7 +299,7 @@ SHORT_WORDS = {"min_word_len": 3, "max_word_len": 8}
 
 
 def test_task_is_generated_with_its_options_and_without_repeated_questions() -> None:
-    problems = read_problems(SPELL_BACKWARD, {**SHORT_WORDS, "size": 3000})
+    problems = read_problems(SPELL_BACKWARD, {**SHORT_WORDS, "size": 3000}).problems
     assert len({problem.question for problem in problems}) == len(problems)
     assert 2900 < len(problems) < 3000  # 3,000 draws out of 88,186 words repeat about 50
     for problem in problems:
@@ -311,7 +310,7 @@ def test_task_is_generated_with_its_options_and_without_repeated_questions() -> 
 def test_seed_alone_decides_which_problems_are_generated() -> None:
     def generated(seed: int, options: dict[str, int]) -> list[str]:
         options = {"size": 50, **options}
-        return [p.question for p in read_problems(SPELL_BACKWARD, options, seed=seed)]
+        return [p.question for p in read_problems(SPELL_BACKWARD, options, seed=seed).problems]
 
     assert generated(0, {}) == generated(0, {}) != generated(1, {})
     assert generated(1, {"seed": 0}) == generated(0, {})  # data_options override the seed
@@ -407,7 +406,7 @@ def test_conversation_is_a_question_and_its_last_answer(
 ) -> None:
     path = tmp_path / f"a{suffix}"
     data = write_lines(path, entry) if suffix == ".jsonl" else write_parquet(path, entry)
-    [problem] = read_problems(data, {})
+    [problem] = read_problems(data, {}).problems
     assert (problem.messages, problem.answer) == (messages, answer)
     assert problem.question == "\n\n".join(message["content"] for message in messages)
 
@@ -425,7 +424,7 @@ def test_text_of_tools_is_left_as_it_is(tools: Any, tmp_path: Path) -> None:
         write_lines(tmp_path / "a.jsonl", entry),
         write_parquet(tmp_path / "a.parquet", entry),
     ):
-        [problem] = read_problems(data, {})
+        [problem] = read_problems(data, {}).problems
         assert problem.messages == [USER, CALL, RESULT]
         assert problem.tools == [TOOL]
         assert (problem.question, problem.answer) == ("3 + 3?\n\n6", "It is 6.")
@@ -433,7 +432,9 @@ def test_text_of_tools_is_left_as_it_is(tools: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tools", [[], "a hammer", ["hammer"], None, DEEP_LIST], ids=str)
 def test_field_that_only_has_the_name_of_tools_is_ignored(tools: Any, tmp_path: Path) -> None:
-    [problem] = read_problems(write_lines(tmp_path / "a.jsonl", {**GOOD, "tools": tools}), {})
+    [problem] = read_problems(
+        write_lines(tmp_path / "a.jsonl", {**GOOD, "tools": tools}), {}
+    ).problems
     assert problem.tools is None
 
 
@@ -442,14 +443,14 @@ def test_question_and_answer_are_read_from_the_fields_that_are_named(tmp_path: P
     chat = {"a.b": [USER, ASSISTANT], "info": {"gold": {"value": 6}}}
     data = write_lines(tmp_path / "a.jsonl", entry, chat)
     fields = Fields(question="a.b", answer="info.gold.value")
-    plain, conversation = read_problems(data, {}, fields=fields)
+    plain, conversation = read_problems(data, {}, fields=fields).problems
     assert (plain.question, plain.answer) == ("1 + 1?", "2")
     assert (conversation.messages, conversation.answer) == ([USER], "6")
     # Unless the fields are required, an entry without them is read as usual.
     other = write_lines(tmp_path / "b.jsonl", GOOD)
     with pytest.raises(DataError, match=r"line 1: a.b is missing.*has question, answer \(name"):
         read_problems(other, {}, fields=fields)
-    [usual] = read_problems(other, {}, fields=fields._replace(required=False))
+    [usual] = read_problems(other, {}, fields=fields._replace(required=False)).problems
     assert (usual.question, usual.answer) == ("1 + 1?", "2")
 
 
@@ -458,21 +459,22 @@ def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(
 ) -> None:
     other = {**GOOD, "answer": "two"}
     data = write_lines(tmp_path / "a.jsonl", GOOD, other, GOOD, *numbered(4), other, GOOD)
-    tally = Tally(data)
-    problems = read_problems(data, {}, tally=tally)
-    assert [(problem.question, problem.answer) for problem in problems] == [
+    source = read_problems(data, {})
+    assert [(problem.question, problem.answer) for problem in source.problems] == [
         ("1 + 1?", "2"),
         ("1 + 1?", "two"),
         ("4 + 1?", "5"),
     ]
     dropped = {"repeats an earlier problem": [f"{data} line {number}" for number in (3, 5, 6)]}
-    assert (tally.entries, tally.dropped) == (6, dropped)
+    assert (source.entries, source.dropped) == (6, dropped)
 
 
 def test_examples_of_the_documentation_are_problems(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "own-model.md").read_text()
     *usual, named = re.findall(r"^    (\{.+\})$", page, re.MULTILINE)
-    problems = read_problems(write_lines(tmp_path / "a.jsonl", *map(str.encode, usual)), {})
+    problems = read_problems(
+        write_lines(tmp_path / "a.jsonl", *map(str.encode, usual)), {}
+    ).problems
     # The first, the third and the fourth are one problem.
     assert [(problem.question, problem.answer) for problem in problems] == [
         ("What is 3 + 3?", "6"),
@@ -480,4 +482,4 @@ def test_examples_of_the_documentation_are_problems(tmp_path: Path) -> None:
     ]
     (words,) = re.findall(r"^    question_key=(\S+) answer_key=(\S+)$", page, re.MULTILINE)
     data = write_lines(tmp_path / "b.jsonl", named.encode())
-    assert read_problems(data, {}, fields=Fields(*words))[0].answer == "6"
+    assert read_problems(data, {}, fields=Fields(*words)).problems[0].answer == "6"

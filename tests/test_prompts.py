@@ -21,7 +21,7 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import DataError, Tally, read_problems
+from qurl_megatron.data.problems import DataError, read_problems
 from qurl_megatron.data.prompts import PromptStream, load_prompts, split_held_out, tokenize
 from qurl_megatron.data.verifiers import VERIFIERS
 
@@ -73,9 +73,9 @@ def test_no_question_of_an_evaluation_file_is_trained_on(tmp_path: Path) -> None
     tests = write_lines(tmp_path / "b.jsonl", *seen, *numbered(1000))
     config = Config(data=data, reward="exact")
     config.evaluation.data = {"b": tests}
-    train, held_out, files, tallies = load_prompts(config, character_tokenizer())
+    train, held_out, files, sources = load_prompts(config, character_tokenizer())
     assert len(files["b"]) == 51
-    dropped = tallies["data"].dropped["is in evaluation.data too"]
+    dropped = sources["data"].dropped["is in evaluation.data too"]
     assert len(train) + len(held_out) + len(dropped) == 60
     assert 0 < len(train) < 10 and held_out
     assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
@@ -116,16 +116,16 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     config = Config(data=data, reward="math")
     config.evaluation.held_out_fraction = 0.0
     config.evaluation.data = {"b": tests}
-    train, _, files, tallies = load_prompts(config, character_tokenizer())
+    train, _, files, sources = load_prompts(config, character_tokenizer())
     assert len(train) == 50 and len(files["b"]) == 2
     unreadable = "the answer '\\\\int' cannot be read as LaTeX"
-    assert tallies["data"].dropped == {
+    assert sources["data"].dropped == {
         "has an answer that reward math cannot compare": [
             f"{data} line 51: {unreadable}",
             f"{data} line 52: the answer '2x+3y=' cannot be read as LaTeX",
         ]
     }
-    assert tallies["evaluation.data.b"].notes == [
+    assert sources["evaluation.data.b"].notes == [
         "1 answers cannot be compared by reward math, and only their very text is right; the first "
         f"is {tests} line 2: {unreadable}"
     ]
@@ -135,8 +135,8 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
 
 
 def test_question_is_tokenized_unchanged_without_a_chat_template(tmp_path: Path) -> None:
-    problems = read_problems(write_lines(tmp_path / "a.jsonl", GOOD), {})
-    [prompt] = tokenize(problems, character_tokenizer(), max_prompt_length=6)
+    source = read_problems(write_lines(tmp_path / "a.jsonl", GOOD), {})
+    [prompt] = tokenize(source, character_tokenizer(), max_prompt_length=6)
     assert prompt.token_ids == [ord(character) for character in "1 + 1?"]
     assert (prompt.question, prompt.answer, prompt.metadata) == ("1 + 1?", "2", {})
 
@@ -147,8 +147,8 @@ def test_chat_template_makes_the_question_a_user_turn_and_opens_the_assistants(
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     user = tokenizer.convert_tokens_to_ids("<user>")
     assistant = tokenizer.convert_tokens_to_ids("<assistant>")
-    problems = read_problems(write_lines(tmp_path / "a.jsonl", GOOD), {})
-    [prompt] = tokenize(problems, tokenizer, max_prompt_length=8)
+    source = read_problems(write_lines(tmp_path / "a.jsonl", GOOD), {})
+    [prompt] = tokenize(source, tokenizer, max_prompt_length=8)
     assert prompt.token_ids == [user, *(ord(character) for character in "1 + 1?"), assistant]
 
 
@@ -156,8 +156,8 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
     tokenizer = character_tokenizer(CHAT_TEMPLATE)
     tokenizer.add_tokens(["<system>"], special_tokens=True)
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
-    problems = read_problems(write_lines(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {})
-    alone, after_system = tokenize(problems, tokenizer, max_prompt_length=100)
+    source = read_problems(write_lines(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat}), {})
+    alone, after_system = tokenize(source, tokenizer, max_prompt_length=100)
     texts = ["".join(tokenizer.convert_ids_to_tokens(p.token_ids)) for p in (alone, after_system)]
     assert texts == ["<user>3 + 3?<assistant>", "<system>Be brief.<user>3 + 3?<assistant>"]
     assert alone.id != after_system.id
@@ -166,22 +166,23 @@ def test_chat_messages_keep_their_roles_in_the_chat_template(tmp_path: Path) -> 
 def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
     data = write_lines(tmp_path / "a.jsonl", VERL, {**VERL, "prompt": chat})
-    problems = read_problems(data, {})
+    source = read_problems(data, {})
     with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
-        tokenize(problems, character_tokenizer(), max_prompt_length=100)
-    (alone,) = tokenize(problems[:1], character_tokenizer(), max_prompt_length=100)
+        tokenize(source, character_tokenizer(), max_prompt_length=100)
+    source.problems.pop()
+    (alone,) = tokenize(source, character_tokenizer(), max_prompt_length=100)
     assert len(alone.token_ids) == len("3 + 3?")
     strict = character_tokenizer("{{ raise_exception('system messages are not supported') }}")
     with pytest.raises(DataError, match="line 1: the chat template refuses it.*not supported"):
-        tokenize(problems, strict, max_prompt_length=100)
+        tokenize(source, strict, max_prompt_length=100)
 
 
 def test_too_long_prompt_is_refused_and_its_line_and_length_are_named(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", GOOD, {"question": "x" * 40, "answer": "2"})
-    problems = read_problems(data, {})
+    source = read_problems(data, {})
     with pytest.raises(DataError, match="line 2: the prompt has 40 tokens.*max_prompt_length 39"):
-        tokenize(problems, character_tokenizer(), max_prompt_length=39)
-    assert len(tokenize(problems, character_tokenizer(), max_prompt_length=40)) == 2
+        tokenize(source, character_tokenizer(), max_prompt_length=39)
+    assert len(tokenize(source, character_tokenizer(), max_prompt_length=40)) == 2
 
 
 def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
@@ -193,7 +194,7 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     loaded = load_prompts(config, character_tokenizer())
     assert len(loaded.train) + len(loaded.held_out) == 61
     reason = "has more than 10 tokens (rollout.max_prompt_length)"
-    assert loaded.tallies["data"].dropped == {
+    assert loaded.sources["data"].dropped == {
         reason: [f"{config.data} line {number}" for number in (61, 63)]
     }
     assert load_prompts(config, character_tokenizer()) == loaded  # the learner reads it again
@@ -264,7 +265,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
     ]
     own = [text for text in texts if not text.startswith("<system>Be brief.<user>")]
     assert own == ["<system>Own.<user>3 + 3?<assistant>"]
-    assert after.tallies["data"].own_system_prompts == 1
+    assert after.sources["data"].own_system_prompts == 1
     with pytest.raises(DataError, match="line 1: a chat of 2 messages.*and no system_prompt"):
         load_prompts(config, character_tokenizer())
 
@@ -276,9 +277,9 @@ def test_tools_and_all_of_a_message_reach_the_chat_template(tmp_path: Path) -> N
     )
     messages = [{"role": "user", "content": "hi", "name": "Ann"}, *CHAT]
     entry = {"messages": messages, "answer": "6", "tools": [{"name": "add"}]}
-    problems = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
+    source = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
     tokenizer = character_tokenizer(template)
-    [prompt] = tokenize(problems, tokenizer, max_prompt_length=100, tally=Tally())
+    [prompt] = tokenize(source, tokenizer, max_prompt_length=100)
     assert "".join(tokenizer.convert_ids_to_tokens(prompt.token_ids)) == "add;Ann|3 + 3?|"
 
 
@@ -295,9 +296,9 @@ def test_messages_that_a_chat_template_cannot_render_are_refused_in_one_line(
     calls: Any, template: str, reason: str, tmp_path: Path
 ) -> None:
     entry = {"messages": [{**CHAT[0], "tool_calls": calls}], "answer": "6"}
-    problems = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
+    source = read_problems(write_lines(tmp_path / "a.jsonl", entry), {})
     with pytest.raises(DataError, match=f"line 1: the chat template refuses it.*{reason}") as told:
-        tokenize(problems, character_tokenizer(template), max_prompt_length=100)
+        tokenize(source, character_tokenizer(template), max_prompt_length=100)
     assert "\n" not in str(told.value)
 
 

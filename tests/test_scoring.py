@@ -18,7 +18,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import scoring
-from qurl_megatron.data.problems import DataError, Problem, Tally, keep_verifiable
+from qurl_megatron.data.problems import DataError, Problem, Source, keep_verifiable
 from qurl_megatron.data.rewards import VERIFIER_CPU_LIMIT_S
 from qurl_megatron.data.scoring import RewardError, Scorer, check_reward, unverifiable
 from qurl_megatron.process import start_ticks
@@ -212,21 +212,22 @@ def test_processes_start_once_for_the_answers_of_all_sources(
     monkeypatch.setattr(scoring, "Scorer", start)
     answers = {"data": ["12:00", "2x+3y=", "7"], "evaluation.data.a": ["1:2"]}
     sources = {
-        name: [Problem("How many?", [], answer, {}, f"{name} {answer}") for answer in values]
+        name: Source(
+            name, [Problem("How many?", [], answer, {}, f"{name} {answer}") for answer in values]
+        )
         for name, values in answers.items()
     }
-    tallies = {name: Tally() for name in sources}
-    kept = keep_verifiable(sources, Config(reward="math"), tallies)
-    assert kept == sources
-    assert tallies["data"].notes == [
+    keep_verifiable(sources, Config(reward="math"))
+    assert [len(source.problems) for source in sources.values()] == [3, 1]
+    assert sources["data"].notes == [
         "1 answers cannot be compared by reward math, and only their very text is right; the first "
         "is data 2x+3y=: the answer '2x+3y=' cannot be read as LaTeX"
     ]
-    assert tallies["evaluation.data.a"] == Tally()
+    assert not sources["evaluation.data.a"].notes
     assert len(started) == 1
-    sources["evaluation.data.b"] = [Problem("How many?", [], "\\int", {}, "b line 1")]
+    sources["evaluation.data.b"] = Source("b", [Problem("How many?", [], "\\int", {}, "b line 1")])
     with pytest.raises(DataError, match="^b line 1: the answer .* cannot be read as LaTeX"):
-        keep_verifiable(sources, Config(reward="math"), tallies)
+        keep_verifiable(sources, Config(reward="math"))
 
 
 def test_reward_that_cannot_be_loaded_fails_every_future(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import itertools
 import json
 import logging
 import tempfile
@@ -95,17 +94,22 @@ RECOGNIZED = Fields()
 
 
 @dataclasses.dataclass
-class Tally:
-    """What became of the entries of a source; what reads and tokenizes them adds to it."""
+class Source:
+    """The problems of a source, and what became of its other entries.
 
-    source: str = ""
+    What reads and tokenizes them counts what it leaves out.
+    """
+
+    data: str  # as in the configuration
+    problems: list[Problem] = dataclasses.field(default_factory=list)
     entries: int = 0
     own_system_prompts: int = 0  # prompts that keep a system message of their own
     notes: list[str] = dataclasses.field(default_factory=list)  # what else a user should know
     dropped: defaultdict[str, list[str]] = dataclasses.field(
         default_factory=lambda: defaultdict(list)
     )
-    """Locations of the entries that were left out, by reason: a verb with what follows it."""
+    """Locations of the entries that were left out, by reason: a verb with what follows it. An empty
+    text is a location that is not known."""
 
 
 def read_problems(
@@ -114,8 +118,7 @@ def read_problems(
     *,
     seed: int = 0,
     fields: Fields = RECOGNIZED,
-    tally: Tally | None = None,
-) -> list[Problem]:
+) -> Source:
     """Read a file, a dataset directory or `reasoning_gym:TASK`; keep order, drop repetitions.
 
     Args:
@@ -123,12 +126,11 @@ def read_problems(
         data_options: options of the reasoning-gym task; empty for any other source. `size` defaults
             to 5000 and `seed` to `seed`.
         fields: where question and answer are, if not in a recognized field.
-        tally: counts what was read and what was dropped.
 
     Raises:
         DataError: a problem cannot be read, or there is none.
     """
-    tally = Tally() if tally is None else tally
+    source = Source(data)
     if data.startswith(REASONING_GYM):
         entries = _generate(data.removeprefix(REASONING_GYM), data_options, seed)
     elif data_options:
@@ -140,59 +142,52 @@ def read_problems(
         entries = _read(data)
     unique: dict[tuple[str, str], Problem] = {}
     for location, entry in entries:
-        tally.entries += 1
+        source.entries += 1
         try:
             problem = _problem(entry, location, fields)
         except DataError as error:
             raise DataError(f"{location}: {error}") from None
         if (problem.question, problem.answer) in unique:
-            tally.dropped["repeats an earlier problem"].append(location)
+            source.dropped["repeats an earlier problem"].append(location)
             continue
         unique[problem.question, problem.answer] = problem
     if not unique:
         raise DataError(f"{data}: contains no problems")
-    return list(unique.values())
+    source.problems = list(unique.values())
+    return source
 
 
 def keep_verifiable(
-    sources: Mapping[str, list[Problem]],
-    config: Config,
-    tallies: Mapping[str, Tally],
-    *,
-    drops: Collection[str] = (),
-) -> dict[str, list[Problem]]:
-    """Return the problems to use of each source; tell its tally of answers that no verifier reads.
+    sources: Mapping[str, Source], config: Config, *, drops: Collection[str] = ()
+) -> None:
+    """Look for problems to which no response could be right, and tell their sources.
 
-    Problems to which no response could be right are left out of the sources in `drops`. In the
-    others they stay, and only a response with the very text of the answer is right. All sources are
-    looked at together, because the processes that do it take seconds to start.
+    They are left out of the sources in `drops`. In the others they stay, and only a response with
+    the very text of the answer is right. All sources are looked at together, because the processes
+    that do it take seconds to start.
 
     Raises:
         DataError: no response could be right to any problem of a source, or to one of
             reasoning_gym, whose entry then lacks what its scorer needs.
     """
-    every = [problem for problems in sources.values() for problem in problems]
-    answers = iter(
-        unverifiable(config, [Question(p.question, p.answer, p.metadata) for p in every])
-    )
-    kept = {}
-    for name, problems in sources.items():
-        asked = list(zip(problems, itertools.islice(answers, len(problems)), strict=True))
+    every = [problem for source in sources.values() for problem in source.problems]
+    questions = [Question(each.question, each.answer, each.metadata) for each in every]
+    answers = iter(unverifiable(config, questions))
+    for name, source in sources.items():
+        asked = list(zip(source.problems, answers, strict=False))
         reasons = [f"{problem.location}: {reason}" for problem, reason in asked if reason]
-        if reasons and (config.reward == "reasoning_gym" or len(reasons) == len(problems)):
+        if not reasons:
+            continue
+        if config.reward == "reasoning_gym" or len(reasons) == len(asked):
             raise DataError(reasons[0])
-        kept[name] = problems
         if name in drops:
-            kept[name] = [problem for problem, reason in asked if not reason]
-            for reason in reasons:
-                cannot = f"has an answer that reward {config.reward} cannot compare"
-                tallies[name].dropped[cannot].append(reason)
-        elif reasons:
-            tallies[name].notes.append(
+            source.problems = [problem for problem, reason in asked if not reason]
+            source.dropped[f"has an answer that reward {config.reward} cannot compare"] += reasons
+        else:
+            source.notes.append(
                 f"{len(reasons):,} answers cannot be compared by reward {config.reward}, and only "
                 f"their very text is right; the first is {reasons[0]}"
             )
-    return kept
 
 
 # Sources: each yields entries.

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from qurl_megatron.algorithm.batch import Prompt
@@ -26,7 +26,7 @@ from qurl_megatron.data.problems import (
     DataError,
     Fields,
     Problem,
-    Tally,
+    Source,
     keep_verifiable,
     read_problems,
 )
@@ -40,7 +40,7 @@ class PromptSet(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
-    tallies: dict[str, Tally] = {}  # what was read and dropped, by field of config
+    sources: dict[str, Source] = {}  # what was read and dropped, by field of config
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
@@ -53,28 +53,28 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    tallies = {"data": Tally(config.data)}
+    fields = {"data": config.data}
     for name, data in config.evaluation.data.items():
-        tallies[f"evaluation.data.{name}"] = Tally(data)
-    problems: dict[str, list[Problem]] = {}
-    for field, tally in tallies.items():
+        fields[f"evaluation.data.{name}"] = data
+    sources: dict[str, Source] = {}
+    for field, data in fields.items():
         trains = field == "data"
-        fields = Fields(config.question_key, config.answer_key, required=trains)
-        options = config.data_options if trains else {}
-        problems[field] = read_problems(
-            tally.source, options, seed=config.seed, fields=fields, tally=tally
+        sources[field] = read_problems(
+            data,
+            config.data_options if trains else {},
+            seed=config.seed,
+            fields=Fields(config.question_key, config.answer_key, required=trains),
         )
-    problems = keep_verifiable(problems, config, tallies, drops=["data"])
+    keep_verifiable(sources, config, drops=["data"])
     prompts = {
         field: tokenize(
-            problems[field],
+            source,
             tokenizer,
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
             overlong=config.overlong_prompts if field == "data" else "refuse",
-            tally=tally,
         )
-        for field, tally in tallies.items()
+        for field, source in sources.items()
     }
     train, held_out = split_held_out(prompts["data"], config.evaluation.held_out)
     files = {name: prompts[f"evaluation.data.{name}"] for name in config.evaluation.data}
@@ -84,34 +84,32 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
     if len(kept) < len(train):
         dropped = [""] * (len(train) - len(kept))  # a prompt has no location
-        tallies["data"].dropped["is in evaluation.data too"] += dropped
-    return PromptSet(kept, held_out, files, tallies)
+        sources["data"].dropped["is in evaluation.data too"] += dropped
+    return PromptSet(kept, held_out, files, sources)
 
 
 def tokenize(
-    problems: Sequence[Problem],
+    source: Source,
     tokenizer: Any,
     max_prompt_length: int,
     *,
     system_prompt: str = "",
     overlong: OverlongPrompts = "refuse",
-    tally: Tally | None = None,
 ) -> list[Prompt]:
-    """Return the prompts that the policy continues, in the order of `problems`.
+    """Return the prompts that the policy continues, in the order of the source's problems.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
     template, the prompt is the text of the question. `system_prompt` is put before the messages of
-    a problem that has no system message. `tally` counts the prompts that `overlong` drops.
+    a problem that has no system message. The source counts the prompts that `overlong` drops.
 
     Raises:
         DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
             are; the tokenizer has no template for a chat, or the template refuses it.
     """
-    tally = Tally() if tally is None else tally
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
-    for problem in problems:
+    for problem in source.problems:
         messages = problem.messages
         has_own = messages[0]["role"] in SYSTEM_ROLES
         if system_prompt and not has_own:
@@ -125,9 +123,9 @@ def tokenize(
                     f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
                 )
             reason = f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)"
-            tally.dropped[reason].append(problem.location)
+            source.dropped[reason].append(problem.location)
             continue
-        tally.own_system_prompts += has_own
+        source.own_system_prompts += has_own
         # The first problem with a question is known by the question alone.
         identity = problem.question
         if identity in questions:
@@ -136,9 +134,9 @@ def tokenize(
         prompts.append(
             Prompt(_digest(identity), problem.question, problem.answer, token_ids, problem.metadata)
         )
-    if not prompts and problems:
+    if not prompts and source.problems:
         raise DataError(
-            f"{tally.source}: every prompt has more than max_prompt_length {max_prompt_length} "
+            f"{source.data}: every prompt has more than max_prompt_length {max_prompt_length} "
             f"tokens, the shortest {shortest}; raise rollout.max_prompt_length"
         )
     return prompts

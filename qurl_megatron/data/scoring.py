@@ -64,7 +64,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
         `workers` of 0 takes a quarter of the cores that this process may use, from 1 to 16.
         """
-        workers = workers or max(1, min(MAX_DEFAULT_WORKERS, _num_cores() // CORES_PER_WORKER))
+        workers = workers or max(
+            1, min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER)
+        )
         self._config = config
         self._workers: set[_Worker] = set()
         self._closed = False
@@ -215,7 +217,7 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     doubtful = [row for row, q in enumerate(questions) if not is_plain(config.reward, q.answer)]
     if not doubtful:
         return reasons
-    cores = min(MAX_DEFAULT_WORKERS, _num_cores())  # nothing else needs them yet
+    cores = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))  # nothing else needs them yet
     workers = min(-(-len(doubtful) // PROBLEMS_PER_WORKER), config.scoring_workers or cores)
     with Scorer(config, workers) as scorer:
         futures = {row: scorer.ask([(None, questions[row])]) for row in doubtful}
@@ -273,7 +275,3 @@ def work(descriptor: int) -> None:
             else:
                 for _, question in items:
                     connection.send(Score(0.0, {}, reward.unverifiable(question)))
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))

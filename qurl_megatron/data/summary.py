@@ -25,7 +25,7 @@ from typing import Any
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import Tally
+from qurl_megatron.data.problems import Source
 from qurl_megatron.data.prompts import PromptSet
 
 BINS = 8
@@ -37,17 +37,17 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
     """Return the summary of a run's data, which ends with a line break."""
     read = [*prompts.train, *prompts.held_out]
     uses = {"to train on": len(prompts.train), "held out": len(prompts.held_out)}
-    lines = source_lines("data", prompts.tallies["data"], read, uses)
+    lines = source_lines("data", prompts.sources["data"], read, uses)
     for name, file in prompts.files.items():
         field = f"evaluation.data.{name}"
-        lines += source_lines(field, prompts.tallies[field], file, {"to evaluate on": len(file)})
+        lines += source_lines(field, prompts.sources[field], file, {"to evaluate on": len(file)})
     lines += length_lines([len(prompt.token_ids) for prompt in read])
     has_template = bool(getattr(tokenizer, "chat_template", None))
     lines.append(
         f"chat template: {'yes' if has_template else 'none, a prompt is the text of its question'}"
     )
     if config.system_prompt:
-        own = sum(tally.own_system_prompts for tally in prompts.tallies.values())
+        own = sum(source.own_system_prompts for source in prompts.sources.values())
         num_prompts = len(read) + sum(map(len, prompts.files.values()))
         lines.append(
             f"system_prompt: given to {num_prompts - own:,} prompts; {own:,} have their own"
@@ -59,22 +59,22 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
 
 
 def source_lines(
-    name: str, tally: Tally, prompts: Sequence[Prompt], uses: dict[str, int]
+    name: str, source: Source, prompts: Sequence[Prompt], uses: dict[str, int]
 ) -> list[str]:
     """Return what became of the entries of a source: its uses, what was dropped and why.
 
     `prompts` are those that were kept, and `uses` says how many of them are for what.
     """
-    dropped = sum(map(len, tally.dropped.values()))
+    dropped = sum(map(len, source.dropped.values()))
     counts = [f"{count:,} {use}" for use, count in uses.items()]
     lines = [
-        f"{name}: {tally.source}",
-        f"  {tally.entries:,} entries: {', '.join(counts)}, {dropped:,} dropped",
+        f"{name}: {source.data}",
+        f"  {source.entries:,} entries: {', '.join(counts)}, {dropped:,} dropped",
     ]
-    for reason, locations in tally.dropped.items():
+    for reason, locations in source.dropped.items():
         where = f"; the first is {locations[0]}" if locations[0] else ""
         lines.append(f"  dropped {len(locations):,}: {reason}{where}")
-    lines += [f"  {note}" for note in tally.notes]
+    lines += [f"  {note}" for note in source.notes]
     answers = Counter(prompt.question for prompt in prompts)
     several = sum(count > 1 for count in answers.values())
     if several:

@@ -26,7 +26,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_lengths, validate_server
-from qurl_megatron.data.problems import Fields, Tally, keep_verifiable, read_problems
+from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
@@ -191,23 +191,18 @@ def _hugging_face_directory(model: Path, scratch: Path) -> Path:
 
 def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
     """Return the prompts of each data file, and print how many there are and what was dropped."""
-    tallies = {data: Tally(data) for data in config.data}
     fields = Fields(config.question_key, config.answer_key)
-    problems = {
-        data: read_problems(data, {}, seed=config.seed, fields=fields, tally=tally)
-        for data, tally in tallies.items()
+    sources = {
+        data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data
     }
-    problems = keep_verifiable(problems, reward, tallies)
+    keep_verifiable(sources, reward)
     prompts = {}
-    for data, tally in tallies.items():
+    for data, source in sources.items():
         prompts[data] = tokenize(
-            problems[data],
-            tokenizer,
-            config.max_prompt_length,
-            system_prompt=config.system_prompt,
+            source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
         )
         uses = {"to evaluate on": len(prompts[data])}
-        for line in source_lines("data", tally, prompts[data], uses):
+        for line in source_lines("data", source, prompts[data], uses):
             print(line, flush=True)
     return prompts
 
