@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
@@ -45,9 +45,6 @@ PROBLEMS_PER_WORKER = 64  # for fewer answers to look at, another process does n
 StartScoring = Callable[["Prompt", Sequence["Completion"]], Future[list[Score]]]
 """`Scorer.submit`."""
 
-Item = tuple[str | None, Question]
-"""A text to score; without a text, whether any could be right."""
-
 
 class RewardError(RuntimeError):
     """A reward that cannot be loaded; the text says why."""
@@ -64,9 +61,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
         `workers` of 0 takes a quarter of the cores that this process may use, from 1 to 16.
         """
-        workers = workers or max(
-            1, min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER)
-        )
+        cores = len(os.sched_getaffinity(0))
+        workers = workers or max(1, min(MAX_DEFAULT_WORKERS, cores // CORES_PER_WORKER))
         self._config = config
         self._workers: set[_Worker] = set()
         self._closed = False
@@ -75,7 +71,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         # The kernel ends a worker with the thread that started it, so each thread has its own.
         self._of_thread = threading.local()
         for _ in range(workers):
-            self.ask([])
+            self._threads.submit(self._ready_worker)
 
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Score the completions of one prompt; the future has one score per completion, in order.
@@ -83,14 +79,14 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         The future raises RewardError if the reward cannot be loaded.
         """
         question = Question(prompt.question, prompt.answer, prompt.metadata)
-        return self.ask([(completion.text, question) for completion in completions])
+        return self.ask(question, [completion.text for completion in completions])
 
-    def ask(self, items: list[Item]) -> Future[list[Score]]:
-        """Submit a request; all its items have a text, or none has.
+    def ask(self, question: Question, texts: list[str] | list[None]) -> Future[list[Score]]:
+        """Score the texts; one that is None asks whether any text could be right.
 
-        Without a text, the failure of a score says why no text could be right.
+        Why none could is then the failure of its score.
         """
-        return self._threads.submit(self._answer, items)
+        return self._threads.submit(self._answer, question, texts)
 
     def wait_ready(self) -> None:
         """Wait until a worker has loaded the reward.
@@ -98,7 +94,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Raises:
             RewardError: the reward cannot be loaded.
         """
-        self.ask([]).result()
+        self._threads.submit(self._ready_worker).result()
 
     def close(self) -> None:
         """End the workers. Futures that are not done are cancelled."""
@@ -111,13 +107,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer(self, items: list[Item]) -> list[Score]:
-        """Return the scores of a request's items, which this thread's worker finds."""
+    def _answer(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
+        """Return the scores of texts, which this thread's worker finds."""
         scores: list[Score] = []
         try:
             worker = self._ready_worker()
-            while len(scores) < len(items):
-                scores += worker.score(items[len(scores) :])
+            while len(scores) < len(texts):
+                scores += worker.score(question, texts[len(scores) :])
                 worker = self._ready_worker()
             return scores
         finally:
@@ -154,7 +150,8 @@ class _Worker:
         )
         theirs.close()
         self._connection.send(config)
-        self._loaded: _Loaded | None = None
+        self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
+        self._whole_groups = False  # a group's scores come all at once, not one after the other
         self.is_dead = False
 
     def wait_ready(self) -> None:
@@ -163,32 +160,31 @@ class _Worker:
         Raises:
             RewardError: it cannot be.
         """
-        if self._loaded is None:
+        if self._error is None:
             try:
                 if not self._connection.poll(START_TIMEOUT_S):
                     raise RewardError(f"not loaded within {START_TIMEOUT_S:g} s")
-                self._loaded = self._connection.recv()
+                self._error, self._whole_groups = self._connection.recv()
             except (EOFError, OSError):
                 raise RewardError(f"{self._end()} while it loaded the reward") from None
-        if self._loaded.error:
-            raise RewardError(self._loaded.error)
+        if self._error:
+            raise RewardError(self._error)
 
-    def score(self, items: list[Item]) -> list[Score]:
-        """Return the scores of all items; if the process dies, those up to what it died of."""
-        assert self._loaded is not None
+    def score(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
+        """Return the scores of all texts; if the process dies, those up to what it died of."""
         scores: list[Score] = []
         try:
-            self._connection.send(items)
-            while len(scores) < len(items) and self._connection.poll(self._limit_s):
+            self._connection.send((question, texts))
+            while len(scores) < len(texts) and self._connection.poll(self._limit_s):
                 scores.append(self._connection.recv())
             lost = rewards.timed_out(self._config)
         except (EOFError, OSError):
             lost = rewards.failed(self._config, self._end())
-        num_open = len(items) - len(scores)
+        num_open = len(texts) - len(scores)
         if num_open:
             self.kill()
             self.is_dead = True
-            scores += [lost] * (num_open if self._loaded.whole_groups else 1)
+            scores += [lost] * (num_open if self._whole_groups else 1)
         return scores
 
     def kill(self) -> None:
@@ -220,7 +216,7 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     cores = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))  # nothing else needs them yet
     workers = min(-(-len(doubtful) // PROBLEMS_PER_WORKER), config.scoring_workers or cores)
     with Scorer(config, workers) as scorer:
-        futures = {row: scorer.ask([(None, questions[row])]) for row in doubtful}
+        futures = {row: scorer.ask(questions[row], [None]) for row in doubtful}
         for row, future in futures.items():
             (score,) = future.result()
             reasons[row] = score.failure
@@ -242,13 +238,6 @@ def check_reward(config: Config) -> None:
             raise ConfigError(f"reward={config.reward}: {error}") from None
 
 
-class _Loaded(NamedTuple):
-    """What a worker answers first."""
-
-    error: str  # why the reward cannot be loaded; empty if it was
-    whole_groups: bool  # whether a group's scores come all at once, and not one after the other
-
-
 def work(descriptor: int) -> None:
     """Be a worker: load a reward, then answer requests until the connection is closed.
 
@@ -262,16 +251,13 @@ def work(descriptor: int) -> None:
         try:
             reward = rewards.load(connection.recv())
         except (Exception, SystemExit) as error:
-            reason = rewards.one_line(f"{type(error).__name__}: {error}")
-            connection.send(_Loaded(reason, whole_groups=False))
+            connection.send((rewards.one_line(f"{type(error).__name__}: {error}"), False))
             return
-        connection.send(_Loaded("", reward.whole_groups))
+        connection.send(("", reward.whole_groups))
         while True:
-            items: list[Item] = connection.recv()
-            texts = [text for text, _ in items if text is not None]  # of all items or of none
-            if texts:
-                for score in reward.score(texts, items[0][1]):
-                    connection.send(score)  # each as soon as it is known
-            else:
-                for _, question in items:
-                    connection.send(Score(0.0, {}, reward.unverifiable(question)))
+            question, texts = connection.recv()
+            if texts == [None]:
+                connection.send(Score(0.0, {}, reward.unverifiable(question)))
+                continue
+            for score in reward.score(texts, question):
+                connection.send(score)  # each as soon as it is known
