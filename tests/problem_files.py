@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
@@ -25,12 +25,13 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each ASCII character and for each of two roles."""
+    """Return a tokenizer with a token for each ASCII character and for each of three roles."""
     vocabulary = {chr(code): code for code in range(127)}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0)))
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model.decoder = decoders.Fuse()  # no spaces between the characters
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
-    tokenizer.add_tokens(["<user>", "<assistant>"], special_tokens=True)
+    tokenizer.add_tokens(["<system>", "<user>", "<assistant>"], special_tokens=True)
     tokenizer.chat_template = chat_template
     return tokenizer
 

@@ -78,11 +78,6 @@ def hung_batch(completions, problem):
 def prints(completion, problem):
     print("a line of the user's")
     return 0
-
-three = 3
-
-def one_parameter(completion):
-    return 1
 """
 
 
@@ -162,23 +157,15 @@ def test_what_a_function_prints_goes_to_the_error_output(
     assert (printed.out, printed.err) == ("", "a line of the user's\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("none", "has no function none"),
-        ("three", "TypeError: a int, which cannot be called"),
-        ("one_parameter", r"its parameters are \(completion\); expected \(completion, problem\)"),
-    ],
-)
-def test_what_is_no_reward_function_is_refused(functions: Path, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward={functions}:{name}: .*{message}") as refusal:
-        check_reward(config(functions, name))
-    assert "\n" not in str(refusal.value)
+TAKES_ONE = "def reward(completion): pass"
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("reward = 3", "TypeError: a int, which cannot be called"),
+        (TAKES_ONE, r"its parameters are \(completion\); expected \(completion, problem\)"),
+        ("other = 3", "mine.py has no function reward"),
         ("def reward(:", "SyntaxError"),
         ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
@@ -186,12 +173,13 @@ def test_what_is_no_reward_function_is_refused(functions: Path, name: str, messa
         ("import sys; sys.exit('no')", "SystemExit: no"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_refused_in_one_line(
+def test_what_is_no_reward_function_or_cannot_be_imported_is_refused_in_one_line(
     source: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ConfigError, match=message) as refusal:
-        check_reward(Config(reward=f"{tmp_path / 'mine.py'}:reward"))
+    reward = f"{tmp_path / 'mine.py'}:reward"
+    with pytest.raises(ConfigError, match=f"reward={reward}: .*{message}") as refusal:
+        check_reward(Config(reward=reward))
     assert "\n" not in str(refusal.value)
 
 

@@ -200,8 +200,6 @@ class PromptStream:
     """
 
     def __init__(self, prompts: list[Prompt], seed: int) -> None:
-        if not prompts:
-            raise DataError("a prompt stream needs at least one prompt")
         self._prompts = prompts
         self._seed = seed
         self.position = 0  # ordinal of the next prompt
