@@ -17,7 +17,6 @@ import pytest
 import reasoning_gym
 
 from problem_files import CHAT, GOOD, VERL, numbered, write_lines
-from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.problems import (
     MAX_DEPTH,
@@ -28,7 +27,6 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
-from qurl_megatron.data.verifiers import VERIFIERS
 
 
 def read(tmp_path: Path, *entries: Any, fields: Fields = RECOGNIZED) -> list[Problem]:
@@ -67,7 +65,6 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         ([1, 2], "a JSON list; expected an object"),
         ({"question": "3 + 3?"}, "answer is missing or empty"),
         ({"question": "3 + 3?", "answer": " "}, "answer is missing or empty"),
-        ({"question": "3 + 3?", "answer": None}, "answer is missing or empty"),
         ({"question": "3 + 3?", "answer": ["6"]}, "answer is a list; expected a string"),
         ({"answer": "6"}, "question is missing or empty"),
         ({"prompt": "", "answer": "6"}, "prompt is missing or empty"),
@@ -139,39 +136,27 @@ def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
     refusal(write_lines(tmp_path / "a.jsonl", GOOD), "data_options.size", {"size": 3})
 
 
-GSM8K = {"question": "48 and half of it?", "answer": "48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72"}
-DEEPSCALER = {"problem": "What is $x$?", "answer": "\\frac{1}{2}", "solution": "It is a half."}
-
-
 def write_parquet(path: Path, *rows: Any) -> str:
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("row", "question", "right", "wrong"),
-    [
-        (VERL, "3 + 3?", "It is \\boxed{6}", "\\boxed{7}"),
-        (GSM8K, "48 and half of it?", "She has #### 72", "She has #### 24"),
-        (DEEPSCALER, "What is $x$?", "\\boxed{0.5}", "\\boxed{2}"),
-    ],
-    ids=["verl", "gsm8k", "deepscaler"],
-)
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
-def test_published_file_formats_are_read_and_scored(
-    row: dict[str, Any], question: str, right: str, wrong: str, suffix: str, tmp_path: Path
-) -> None:
-    path = tmp_path / f"a{suffix}"
-    data = {
-        ".parquet": lambda: write_parquet(path, row, row),
-        ".jsonl": lambda: write_lines(path, row, row),
-        ".json": lambda: write_lines(path, [row, row]),
-    }[suffix]()
-    (problem,) = read_problems(data, {}).problems
-    assert (problem.question, problem.messages[-1]["content"]) == (question, question)
-    asked = Question(problem.question, problem.answer, problem.metadata)
-    math = VERIFIERS["math"]()
-    assert (math.credit(right, asked), math.credit(wrong, asked)) == (1, 0)
+def test_published_file_formats_are_read(tmp_path: Path) -> None:
+    gsm8k = {"question": "48 and half of it?", "answer": "48/2 = <<48/2=24>>24\n#### 72"}
+    deepscaler = {"problem": "What is $x$?", "answer": "\\frac{1}{2}", "solution": "A half."}
+    for row, question, answer in [
+        (VERL, "3 + 3?", "6"),
+        (gsm8k, "48 and half of it?", gsm8k["answer"]),
+        (deepscaler, "What is $x$?", "\\frac{1}{2}"),
+    ]:
+        for data in (
+            write_parquet(tmp_path / "a.parquet", row, row),
+            write_lines(tmp_path / "a.jsonl", row, row),
+            write_lines(tmp_path / "a.json", [row, row]),
+        ):
+            (problem,) = read_problems(data, {}).problems
+            assert (problem.question, problem.answer) == (question, answer)
+            assert problem.messages[-1]["content"] == question
 
 
 def test_broken_parquet_row_is_refused_and_its_number_is_named(tmp_path: Path) -> None:
@@ -286,14 +271,9 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
     tmp_path: Path,
 ) -> None:
     entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
-    stripped = {**entry, "metadata": {"source_dataset": "countdown"}}
-    for entries, message in [
-        ((entry, GOOD), "line 2: no metadata.source_dataset"),
-        ((stripped,), "line 1: .*does not accept the problem's own answer"),
-    ]:
-        source = read_problems(write_lines(tmp_path / "a.jsonl", *entries), {})
-        with pytest.raises(DataError, match=message):
-            keep_verifiable({"data": source}, Config(reward="reasoning_gym"))
+    source = read_problems(write_lines(tmp_path / "a.jsonl", entry, GOOD), {})
+    with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
+        keep_verifiable({"data": source}, Config(reward="reasoning_gym"))
 
 
 SPELL_BACKWARD = "reasoning_gym:spell_backward"

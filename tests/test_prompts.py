@@ -182,19 +182,14 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
         reason: [f"{config.data} line {number}" for number in (61, 63)]
     }
     assert load(config) == loaded  # the learner reads it again
-    config.overlong_prompts = "refuse"
+    config.evaluation.data = {"b": write_lines(tmp_path / "b.jsonl", long[0])}
+    with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has 11 tokens"):
+        load(config)  # a score is over the whole file
+    config.evaluation.data, config.overlong_prompts = {}, "refuse"
     with pytest.raises(DataError, match="line 61: the prompt has 11 tokens.*max_prompt_length 10"):
         load(config)
     config.overlong_prompts, config.rollout.max_prompt_length = "drop", 3
     with pytest.raises(DataError, match=r"a\.jsonl: every prompt has more than .* the shortest 6;"):
-        load(config)
-
-
-def test_too_long_prompt_to_evaluate_on_is_always_refused(config: Config, tmp_path: Path) -> None:
-    config.rollout.max_prompt_length = 10
-    tests = write_lines(tmp_path / "b.jsonl", {"question": "x" * 11, "answer": "2"})
-    config.evaluation.data = {"b": tests}
-    with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has 11 tokens"):
         load(config)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
+from problem_files import submit
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
@@ -23,7 +23,6 @@ from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.launch.prepare import prepare_new
 
 DOCS = Path(__file__).parents[1] / "docs"
-PROMPT = Prompt("0", "How many?", "42", [10], {"level": 3})
 
 FUNCTIONS = """
 import asyncio, time
@@ -93,9 +92,8 @@ def config(functions: Path, name: str, timeout_s: float = 10) -> Config:
 
 
 def scores(config: Config, *texts: str) -> list[Score]:
-    completions = [Completion([1], [0.0], text, False, [1]) for text in texts]
     with Scorer(config, workers=1) as scorer:
-        return scorer.submit(PROMPT, completions).result(timeout=60)
+        return submit(scorer, *texts).result(timeout=60)
 
 
 def test_a_function_returns_a_number_or_named_numbers(functions: Path) -> None:
