@@ -46,10 +46,6 @@ StartScoring = Callable[["Prompt", Sequence["Completion"]], Future[list[Score]]]
 """`Scorer.submit`."""
 
 
-class RewardError(RuntimeError):
-    """A reward that cannot be loaded; the text says why."""
-
-
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """Worker processes that score completions. Close it to end them; they die with this process.
 
@@ -76,7 +72,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Score the completions of one prompt; the future has one score per completion, in order.
 
-        The future raises RewardError if the reward cannot be loaded.
+        The future raises ConfigError if the reward cannot be loaded.
         """
         question = Question(prompt.question, prompt.answer, prompt.metadata)
         return self.ask(question, [completion.text for completion in completions])
@@ -92,7 +88,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         """Wait until a worker has loaded the reward.
 
         Raises:
-            RewardError: the reward cannot be loaded.
+            ConfigError: the reward cannot be loaded; the text says why.
         """
         self._threads.submit(self._ready_worker).result()
 
@@ -158,17 +154,18 @@ class _Worker:
         """Wait until the reward is loaded.
 
         Raises:
-            RewardError: it cannot be.
+            ConfigError: it cannot be.
         """
         if self._error is None:
             try:
-                if not self._connection.poll(START_TIMEOUT_S):
-                    raise RewardError(f"not loaded within {START_TIMEOUT_S:g} s")
-                self._error, self._whole_groups = self._connection.recv()
+                if self._connection.poll(START_TIMEOUT_S):
+                    self._error, self._whole_groups = self._connection.recv()
+                else:
+                    self._error = f"not loaded within {START_TIMEOUT_S:g} s"
             except (EOFError, OSError):
-                raise RewardError(f"{self._end()} while it loaded the reward") from None
+                self._error = f"{self._end()} while it loaded the reward"
         if self._error:
-            raise RewardError(self._error)
+            raise ConfigError(f"reward={self._config.reward}: {self._error}")
 
     def score(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
         """Return the scores of all texts; if the process dies, those up to what it died of."""
@@ -207,7 +204,7 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     process is started if all answers are plain numbers.
 
     Raises:
-        RewardError: the reward cannot be loaded.
+        ConfigError: the reward cannot be loaded.
     """
     reasons = [""] * len(questions)
     doubtful = [row for row, q in enumerate(questions) if not is_plain(config.reward, q.answer)]
@@ -229,13 +226,9 @@ def check_reward(config: Config) -> None:
     Raises:
         ConfigError: it cannot; the text says why.
     """
-    if not rewards.is_own_function(config):
-        return
-    with Scorer(config, workers=1) as scorer:
-        try:
+    if rewards.is_own_function(config):
+        with Scorer(config, workers=1) as scorer:
             scorer.wait_ready()
-        except RewardError as error:
-            raise ConfigError(f"reward={config.reward}: {error}") from None
 
 
 def work(descriptor: int) -> None:
