@@ -36,14 +36,13 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import json
 import logging
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,14 +156,12 @@ def read_problems(
     return source
 
 
-def keep_verifiable(
-    sources: Mapping[str, Source], config: Config, *, drops: Collection[str] = ()
-) -> None:
+def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str = "") -> None:
     """Look for problems to which no response could be right, and tell their sources.
 
-    They are left out of the sources in `drops`. In the others they stay, and only a response with
-    the very text of the answer is right. All sources are looked at together, because the processes
-    that do it take seconds to start.
+    They are left out of the source that `drops` names. In others they stay, and only a response
+    with the very text of the answer is right. All sources are looked at together, because the
+    processes that do it take seconds to start.
 
     Raises:
         DataError: no response could be right to any problem of a source, or to one of
@@ -174,13 +171,13 @@ def keep_verifiable(
     questions = [Question(each.question, each.answer, each.metadata) for each in every]
     answers = iter(unverifiable(config, questions))
     for name, source in sources.items():
-        asked = list(zip(source.problems, answers, strict=False))
+        asked = list(zip(source.problems, answers, strict=False))  # the next source has the rest
         reasons = [f"{problem.location}: {reason}" for problem, reason in asked if reason]
         if not reasons:
             continue
         if config.reward == "reasoning_gym" or len(reasons) == len(asked):
             raise DataError(reasons[0])
-        if name in drops:
+        if name == drops:
             source.problems = [problem for problem, reason in asked if not reason]
             source.dropped[f"has an answer that reward {config.reward} cannot compare"] += reasons
         else:
@@ -213,23 +210,13 @@ def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
         value = options[option]  # a seed of None would be another one in each process
         if type(value) is not int or (option == "size" and value < 1):
             raise DataError(f"data_options.{option}={value}: must be {right}")
-    with _as_data_error(task, options):
-        entries = reasoning_gym.create_dataset(task, **options)
-        size = len(entries)
-    for index in range(size):
-        with _as_data_error(task, options):  # a task may look at its options only here
-            entry = entries[index]
-        yield f"{REASONING_GYM}{task} entry {index}", entry
-
-
-@contextlib.contextmanager
-def _as_data_error(task: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn any error of reasoning-gym into a DataError that names the task and its options."""
     try:
-        yield
+        entries = reasoning_gym.create_dataset(task, **options)
+        for index in range(len(entries)):  # a task may look at its options only here
+            yield f"{REASONING_GYM}{task} entry {index}", entries[index]
     except Exception as error:  # the library's own checks: AssertionError, TypeError, ValueError
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{REASONING_GYM}{task} with {dict(options)}: {reason}") from error
+        raise DataError(f"{REASONING_GYM}{task} with {options}: {reason}") from error
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -65,7 +65,7 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
             seed=config.seed,
             fields=Fields(config.question_key, config.answer_key, required=trains),
         )
-    keep_verifiable(sources, config, drops=["data"])
+    keep_verifiable(sources, config, drops="data")
     prompts = {
         field: tokenize(
             source,

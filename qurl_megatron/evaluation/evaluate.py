@@ -201,8 +201,7 @@ def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[st
         prompts[data] = tokenize(
             source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
         )
-        uses = {"to evaluate on": len(prompts[data])}
-        for line in source_lines("data", source, prompts[data], uses):
+        for line in source_lines("data", source, {"to evaluate on": prompts[data]}):
             print(line, flush=True)
     return prompts
 
