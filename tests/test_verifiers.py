@@ -46,7 +46,6 @@ def credit(name: str, text: str, answer: str) -> float:
         ("72", "#### 72.0", WRONG, WRONG),  # numbers are compared as texts
         ("72", "72 .", WRONG, RIGHT),  # a full stop alone is not a number
         ("1,200", "#### 1,200", RIGHT, WRONG),  # only the strict rule removes commas
-        ("1200", "#### 1200", RIGHT, RIGHT),
         ("-3", "#### -3", RIGHT, RIGHT),
         ("48/2 = <<48/2=24>>24\n#### 72", "#### 72", RIGHT, RIGHT),
         ("72", "#### 72" + " " * 300, WRONG, WRONG),
@@ -84,7 +83,6 @@ CASES = {
         ("\\sqrt{2}", "Answer: \\sqrt2", RIGHT),
         ("34", "Answer: 34" + "\n" + "x" * 289, RIGHT),  # exactly 300 characters
         ("34", "Answer: 34" + "\n" + "x" * 290, WRONG),
-        ("34", "", WRONG),
     ],
     "deepscaler": [
         ("2", "thought </think> \\boxed{2}", RIGHT),
@@ -124,7 +122,6 @@ CASES = {
         ("42", "so it is 42.", RIGHT),
         ("42", "so it is \\boxed{24}.", WRONG),
         ("42", "no idea", WRONG),
-        ("42", "", WRONG),
         ("72", "I had 5. The answer is \\boxed{72}; I used 3 apples.", RIGHT),
         ("1,000", "$1000$", RIGHT),
         ("\\frac{1}{2}", "\\boxed{0.5}", RIGHT),
