@@ -51,7 +51,7 @@ def tokenized(
 
 
 def text(prompt: Prompt) -> str:
-    return character_tokenizer().decode(prompt.token_ids)
+    return str(character_tokenizer().decode(prompt.token_ids))
 
 
 def test_split_of_a_question_does_not_depend_on_other_questions() -> None:
