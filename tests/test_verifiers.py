@@ -114,7 +114,6 @@ CASES = {
         ("\\text{Monday}", "</think> \\boxed{monday}", RIGHT),
         ("5 \\sqrt[3]{4}", "</think> \\boxed{5 \\cdot \\sqrt[3]{4}}", RIGHT),
         ("2 \\sqrt{4}", "</think> \\boxed{2 \\sqrt[3]{4}}", RIGHT),  # pylatexenc drops the 3
-        ("\\frac{1}{2}", "</think> \\boxed{\\frac}", WRONG),
         ("x+y+z", "</think> \\boxed{z+y+x}", WRONG),  # more than two letters are not evaluated
     ],
     "math": [
@@ -160,6 +159,11 @@ def test_verifier_scores_as_its_source_does(
     name: str, answer: str, text: str, expected: float
 ) -> None:
     assert credit(name, text, answer) == expected
+
+
+def test_broken_latex_of_a_policy_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert credit("deepscaler", "</think> \\boxed{\\frac}", "\\frac{1}{2}") == WRONG
+    assert not caplog.records
 
 
 LATEX_CANNOT_READ = r"\hbar \omega(v+1 / 2)-\hbar \omega x_e(v+1 / 2)^2"
