@@ -387,6 +387,8 @@ def test_question_and_answer_are_read_from_the_fields_that_are_named(tmp_path: P
     # Unless the fields are required, an entry without them is read as usual.
     with pytest.raises(DataError, match=r"line 1: a.b is missing.*has question, answer \(name"):
         read(tmp_path, GOOD, fields=fields)
+    with pytest.raises(DataError, match="line 1: info.gold.value is missing"):
+        read(tmp_path, {"a.b": [USER, ASSISTANT]}, fields=fields)
     [usual] = read(tmp_path, GOOD, fields=fields._replace(required=False))
     assert (usual.question, usual.answer) == ("1 + 1?", "2")
 

@@ -169,6 +169,11 @@ def test_broken_latex_of_a_policy_fills_no_log(caplog: pytest.LogCaptureFixture)
 LATEX_CANNOT_READ = r"\hbar \omega(v+1 / 2)-\hbar \omega x_e(v+1 / 2)^2"
 
 
+def test_a_comparison_that_fails_is_a_failure_and_no_verdict() -> None:
+    with pytest.raises(ValueError, match="nan or zoo"):
+        credit("math", "\\boxed{7}", "12:00")
+
+
 def test_no_number_inside_an_unreadable_answer_counts_as_right() -> None:
     for number in ("1", "2", "1/2"):
         assert credit("math", f"\\boxed{{{number}}}", LATEX_CANNOT_READ) == WRONG
