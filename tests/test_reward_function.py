@@ -72,6 +72,7 @@ def short_batch(completions, problem):
     return [1.0]
 
 def hung_batch(completions, problem):
+    print("called")
     time.sleep(60)
 
 def prints(completion, problem):
@@ -138,13 +139,16 @@ def test_a_call_that_fails_costs_its_own_response_and_says_why(functions: Path, 
     assert all(score.parts == {} for score in found)
 
 
-def test_a_batch_that_fails_costs_its_group(functions: Path) -> None:
+def test_a_batch_that_fails_costs_its_group(
+    functions: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     short = scores(config(functions, "short_batch"), "a", "b")
     assert (
         short == [Score(-1, {}, "TypeError: it returned [1.0]; expected a list of 2 rewards")] * 2
     )
     hung = scores(config(functions, "hung_batch", timeout_s=0.5), "a", "b")
     assert hung == [Score(-1, {}, "timed out after 0.5 s")] * 2
+    assert capfd.readouterr().err == "called\n"  # and not once more for the second response
 
 
 def test_what_a_function_prints_goes_to_the_error_output(

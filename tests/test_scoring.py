@@ -114,14 +114,17 @@ def test_closing_ends_the_workers_and_cancels_what_is_not_done() -> None:
     wait_until_gone(workers)
 
 
-def test_workers_die_with_a_process_that_is_killed() -> None:
+def test_workers_die_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import time\ndef reward(completion, problem): time.sleep(60)\n"
+    )
     script = (
         "from qurl_megatron.config.schema import Config\n"
         "from qurl_megatron.data.scoring import Scorer\n"
         "from tests.problem_files import submit\n"
-        "scorer = Scorer(Config(reward='math'), workers=2)\n"
+        f"scorer = Scorer(Config(reward='{tmp_path}/mine.py:reward'), workers=2)\n"
         "scorer.wait_ready()\n"
-        f"submit(scorer, {TOO_SLOW!r})\n"
+        "submit(scorer, '42')\n"
         "print('started', flush=True)\n"
         "input()\n"
     )

@@ -106,18 +106,19 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def _answer(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
         """Return the scores of texts, which this thread's worker finds."""
         scores: list[Score] = []
-        try:
+        worker = self._ready_worker()
+        while len(scores) < len(texts):
+            scores += worker.score(question, texts[len(scores) :])
             worker = self._ready_worker()
-            while len(scores) < len(texts):
-                scores += worker.score(question, texts[len(scores) :])
-                worker = self._ready_worker()
-            return scores
-        finally:
-            if self._closed:
-                raise CancelledError  # what a worker seems to answer when it is killed is no score
+        return scores
 
     def _ready_worker(self) -> _Worker:
-        """Return this thread's worker, or a new one if that has died, with the reward loaded."""
+        """Return this thread's worker, or a new one if that has died, with the reward loaded.
+
+        Raises:
+            CancelledError: the scorer is closed, and has killed the worker.
+            ConfigError: the reward cannot be loaded.
+        """
         worker: _Worker | None = getattr(self._of_thread, "worker", None)
         if worker is None or worker.is_dead:
             with self._lock:
