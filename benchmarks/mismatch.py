@@ -76,7 +76,7 @@ def main() -> None:
 def write_words(path: Path) -> Path:
     """Write the words to spell backward, and return `path`."""
     options = {"min_word_len": 5, "max_word_len": 5, "size": 1000}
-    problems = read_problems("reasoning_gym:spell_backward", options, seed=7)
+    problems = read_problems("reasoning_gym:spell_backward", options, seed=7).problems
     lines = [json.dumps({"question": each.question, "answer": each.answer}) for each in problems]
     write_whole(path, "".join(line + "\n" for line in lines))
     return path

@@ -24,8 +24,8 @@ import time
 from importlib.metadata import version
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.reward_types import Question, RewardSettings
 from qurl_megatron.data.rewards import load
 from qurl_megatron.data.scoring import Scorer, unverifiable
 
@@ -46,6 +46,10 @@ def problem(draw: random.Random, completions: int) -> tuple[Prompt, list[Complet
     return Prompt(f"{answer}", "How many?", gold, [1]), [
         Completion([1], [0.0], response(draw, gold), False, [1]) for _ in range(completions)
     ]
+
+
+def asked(prompt: Prompt) -> Question:
+    return Question(prompt.question, prompt.answer, prompt.metadata)
 
 
 def response(draw: random.Random, gold: str) -> str:
@@ -70,11 +74,15 @@ def main() -> None:
         f"{number:,} answers; math-verify {version('math-verify')}, Python "
         f"{platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
-    reward = load(RewardSettings("math", right=1, wrong=0, partial=False, timeout_s=60))
+    reward = load(config)
     for _ in range(arguments.rounds):
         begin, cpu = time.perf_counter(), time.process_time()
         expected = [
-            list(reward.score([c.text for c in completions], Question.of(prompt)))
+            list(
+                reward.score(
+                    [c.text for c in completions], Question("How many?", prompt.answer, {})
+                )
+            )
             for prompt, completions in groups
         ]
         print_line("this process", begin, cpu)
@@ -90,7 +98,7 @@ def main() -> None:
             assert scores == expected
     golds = [problem(draw, 0)[0] for _ in range(arguments.golds)]
     begin, cpu = time.perf_counter(), time.process_time()
-    assert not any(unverifiable(config, golds))
+    assert not any(unverifiable(config, [asked(gold) for gold in golds]))
     print_line(f"{arguments.golds:,} right answers looked at", begin, cpu)
 
 

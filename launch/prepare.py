@@ -28,7 +28,7 @@ from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigErr
 from qurl_megatron.config.validate import validate, validate_resume
 from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.problems import REASONING_GYM
-from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.rewards import absolute
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.servers_at import check_servers_at

@@ -1,13 +1,18 @@
-"""Small files of problems, and a tokenizer with a token for each character."""
+"""Small files of problems, a tokenizer with a token for each character, texts to score."""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.data.scoring import Scorer
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
 CHAT = [{"role": "user", "content": "3 + 3?"}]
@@ -25,12 +30,13 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each ASCII character and for each of two roles."""
+    """Return a tokenizer with a token for each ASCII character and for each of three roles."""
     vocabulary = {chr(code): code for code in range(127)}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(0)))
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model.decoder = decoders.Fuse()  # no spaces between the characters
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
-    tokenizer.add_tokens(["<user>", "<assistant>"], special_tokens=True)
+    tokenizer.add_tokens(["<system>", "<user>", "<assistant>"], special_tokens=True)
     tokenizer.chat_template = chat_template
     return tokenizer
 
@@ -44,3 +50,9 @@ def write_lines(path: Path, *lines: Any) -> str:
     encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"\n".join(encoded) + b"\n")
     return str(path)
+
+
+def submit(scorer: Scorer, *texts: str, answer: str = "42") -> Future[list[Score]]:
+    """Have responses to the question "How many?" of level 3 scored."""
+    prompt = Prompt("0", "How many?", answer, [10], {"level": 3})
+    return scorer.submit(prompt, [Completion([1], [0.0], text, False, [1]) for text in texts])

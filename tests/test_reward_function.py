@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
+from problem_files import submit
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.launch.prepare import prepare_new
 
 DOCS = Path(__file__).parents[1] / "docs"
-PROMPT = Prompt("0", "How many?", "42", [10], {"level": 3})
 
 FUNCTIONS = """
 import asyncio, time
@@ -73,16 +72,12 @@ def short_batch(completions, problem):
     return [1.0]
 
 def hung_batch(completions, problem):
+    print("called")
     time.sleep(60)
 
 def prints(completion, problem):
     print("a line of the user's")
     return 0
-
-three = 3
-
-def one_parameter(completion):
-    return 1
 """
 
 
@@ -98,9 +93,8 @@ def config(functions: Path, name: str, timeout_s: float = 10) -> Config:
 
 
 def scores(config: Config, *texts: str) -> list[Score]:
-    completions = [Completion([1], [0.0], text, False, [1]) for text in texts]
     with Scorer(config, workers=1) as scorer:
-        return scorer.submit(PROMPT, completions).result(timeout=60)
+        return submit(scorer, *texts).result(timeout=60)
 
 
 def test_a_function_returns_a_number_or_named_numbers(functions: Path) -> None:
@@ -145,13 +139,16 @@ def test_a_call_that_fails_costs_its_own_response_and_says_why(functions: Path, 
     assert all(score.parts == {} for score in found)
 
 
-def test_a_batch_that_fails_costs_its_group(functions: Path) -> None:
+def test_a_batch_that_fails_costs_its_group(
+    functions: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     short = scores(config(functions, "short_batch"), "a", "b")
     assert (
         short == [Score(-1, {}, "TypeError: it returned [1.0]; expected a list of 2 rewards")] * 2
     )
     hung = scores(config(functions, "hung_batch", timeout_s=0.5), "a", "b")
     assert hung == [Score(-1, {}, "timed out after 0.5 s")] * 2
+    assert capfd.readouterr().err == "called\n"  # and not once more for the second response
 
 
 def test_what_a_function_prints_goes_to_the_error_output(
@@ -162,23 +159,15 @@ def test_what_a_function_prints_goes_to_the_error_output(
     assert (printed.out, printed.err) == ("", "a line of the user's\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("none", "has no function none"),
-        ("three", "TypeError: a int, which cannot be called"),
-        ("one_parameter", r"its parameters are \(completion\); expected \(completion, problem\)"),
-    ],
-)
-def test_what_is_no_reward_function_is_refused(functions: Path, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward={functions}:{name}: .*{message}") as refusal:
-        check_reward(config(functions, name))
-    assert "\n" not in str(refusal.value)
+TAKES_ONE = "def reward(completion): pass"
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("reward = 3", "TypeError: a int, which cannot be called"),
+        (TAKES_ONE, r"its parameters are \(completion\); expected \(completion, problem\)"),
+        ("other = 3", "mine.py has no function reward"),
         ("def reward(:", "SyntaxError"),
         ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
@@ -186,12 +175,13 @@ def test_what_is_no_reward_function_is_refused(functions: Path, name: str, messa
         ("import sys; sys.exit('no')", "SystemExit: no"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_refused_in_one_line(
+def test_what_is_no_reward_function_or_cannot_be_imported_is_refused_in_one_line(
     source: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ConfigError, match=message) as refusal:
-        check_reward(Config(reward=f"{tmp_path / 'mine.py'}:reward"))
+    reward = f"{tmp_path / 'mine.py'}:reward"
+    with pytest.raises(ConfigError, match=f"reward={reward}: .*{message}") as refusal:
+        check_reward(Config(reward=reward))
     assert "\n" not in str(refusal.value)
 
 
@@ -212,18 +202,11 @@ def test_the_path_of_the_file_is_stored_with_the_run(
     created, _ = prepare_new("quickstart", [*words, "reward=mine.py:reward"])
     saved = load(created.run_dir / "config.yaml")
     assert saved.reward == f"{tmp_path / 'mine.py'}:reward"
-    monkeypatch.chdir("/")
-    assert scores(saved, "a") == [Score(3, {}, "")]
-
-
-def test_only_the_path_of_a_file_is_made_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+    assert absolute("/a/judge.py:reward") == "/a/judge.py:reward"
     assert absolute("math") == "math"
     assert absolute("package.judge:reward") == "package.judge:reward"
-    assert absolute("a/judge.py:reward") == f"{tmp_path}/a/judge.py:reward"
-    assert absolute("/a/judge.py:reward") == "/a/judge.py:reward"
+    monkeypatch.chdir("/")
+    assert scores(saved, "a") == [Score(3, {}, "")]
 
 
 def test_a_module_is_found_in_the_directory_where_the_run_starts(tmp_path: Path) -> None:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 import reasoning_gym
 
 from qurl_megatron.algorithm.advantages import grpo_advantages, soft_overlong_penalty
-from qurl_megatron.algorithm.score import Score, mean_parts
+from qurl_megatron.algorithm.score import Question, Score, mean_parts
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
-from qurl_megatron.data.reward_types import Question, RewardSettings
-from qurl_megatron.data.rewards import load
+from qurl_megatron.data.rewards import failed, load
 from qurl_megatron.data.verifiers import VERIFIERS
 from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 
 
-def settings(
-    reward: str, right: float = 1, wrong: float = 0, partial: bool = False
-) -> RewardSettings:
-    return RewardSettings(reward, right, wrong, partial, timeout_s=1)
+def settings(reward: str, right: float = 1, wrong: float = 0, partial: bool = False) -> Config:
+    return Config(reward=reward, reward_right=right, reward_wrong=wrong, reward_partial=partial)
 
 
-def score(settings: RewardSettings, text: str, question: Question) -> Score:
-    (only,) = load(settings).score([text], question)
+def score(config: Config, text: str, question: Question) -> Score:
+    (only,) = load(config).score([text], question)
     return only
 
 
@@ -36,23 +31,21 @@ def test_right_and_wrong_responses_get_the_rewards_of_the_run(right: float, wron
     scale = settings("exact", right, wrong)
     assert score(scale, "yes", YES) == Score(right, {"accuracy": 1}, "")
     assert score(scale, "no", YES) == Score(wrong, {"accuracy": 0}, "")
-    assert scale.failed("it broke") == Score(wrong, {"accuracy": 0}, "it broke")
+    assert failed(scale, "it broke") == Score(wrong, {"accuracy": 0}, "it broke")
 
 
-@pytest.mark.parametrize(
-    ("text", "credit"), [("euqarux", 0.85), ("euqarupx", 0.99), ("euqarup", 1)], ids=str
-)
-def test_partial_credit_counts_only_if_the_run_asks_for_it(text: str, credit: float) -> None:
+def test_partial_credit_counts_only_if_the_run_asks_for_it() -> None:
     problem = Question("Spell puraque backward", "euqarup", {"source_dataset": "spell_backward"})
     scorer = reasoning_gym.get_score_answer_fn("spell_backward")
-    exact_credit = scorer(text, {"answer": "euqarup"})
-    assert exact_credit >= credit
-    is_right = float(exact_credit == 1)
-    whole = score(settings("reasoning_gym", right=1, wrong=-1), text, problem)
-    partial = score(settings("reasoning_gym", right=1, wrong=-1, partial=True), text, problem)
-    assert whole == Score(2 * is_right - 1, {"accuracy": is_right}, "")
-    assert partial.value == pytest.approx(2 * exact_credit - 1, abs=1e-12)
-    assert partial.parts == {"accuracy": is_right}
+    for text, least_credit in {"euqarux": 0.85, "euqarupx": 0.99, "euqarup": 1}.items():
+        credit = scorer(text, {"answer": "euqarup"})
+        assert credit >= least_credit
+        is_right = float(credit == 1)
+        whole = score(settings("reasoning_gym", wrong=-1), text, problem)
+        partial = score(settings("reasoning_gym", wrong=-1, partial=True), text, problem)
+        assert whole == Score(2 * is_right - 1, {"accuracy": is_right}, "")
+        assert partial.value == pytest.approx(2 * credit - 1, abs=1e-12)
+        assert partial.parts == {"accuracy": is_right}
 
 
 def test_verifier_that_raises_scores_as_wrong_and_says_why() -> None:
@@ -62,61 +55,41 @@ def test_verifier_that_raises_scores_as_wrong_and_says_why() -> None:
 
 
 def test_recipes_have_the_scale_and_the_verifier_of_their_source() -> None:
-    found = {
-        recipe.__name__: (config.reward, config.reward_wrong, config.reward_right)
-        for recipe in (dapo_aime, deepscaler_grpo, gsm8k_ppo)
-        for config in [recipe.recipe()]
-    }
-    assert found == {
-        "qurl_megatron.recipes.dapo_aime": ("dapo", -1, 1),
-        "qurl_megatron.recipes.deepscaler_grpo": ("deepscaler", 0, 1),
-        "qurl_megatron.recipes.gsm8k_ppo": ("gsm8k", 0, 1),
-    }
-
-
-def penalized_advantages(config: Config, group: list[tuple[bool, int]]) -> list[float]:
-    """Return the advantages of responses, each given as whether it is right and its length."""
-    rollout = config.rollout
-    rewards = [
-        (config.reward_right if is_right else config.reward_wrong)
-        + soft_overlong_penalty(length, rollout.max_response_length, rollout.soft_overlong_tokens)
-        for is_right, length in group
-    ]
-    (advantages,) = grpo_advantages([rewards])
-    return advantages
+    for recipe, scale in {
+        dapo_aime: ("dapo", -1, 1),
+        deepscaler_grpo: ("deepscaler", 0, 1),
+        gsm8k_ppo: ("gsm8k", 0, 1),
+    }.items():
+        config = recipe.recipe()
+        assert (config.reward, config.reward_wrong, config.reward_right) == scale
 
 
 def test_a_right_answer_of_full_length_beats_a_wrong_short_one_as_in_dapo() -> None:
     config = dapo_aime.recipe()
-    full = config.rollout.max_response_length
+    full, soft_tokens = config.rollout.max_response_length, config.rollout.soft_overlong_tokens
+    right = config.reward_right + soft_overlong_penalty(full, full, soft_tokens)
     # Rewards 1 - 1 and -1: mean -0.5, standard deviation sqrt(0.5).
-    assert penalized_advantages(config, [(True, full), (False, 10)]) == pytest.approx(
-        [0.5**0.5, -(0.5**0.5)], abs=1e-5
-    )
+    assert grpo_advantages([[right, config.reward_wrong]]) == [
+        pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+    ]
     # Rewards 0, 1, -1, -1: mean -1/4, deviations 1/4, 5/4, -3/4, -3/4, variance (44/16) / 3.
-    deviation = statistics.stdev([0, 1, -1, -1])
-    assert deviation == pytest.approx((44 / 48) ** 0.5)
-    group = [(True, full), (True, 10), (False, 10), (False, 10)]
-    assert penalized_advantages(config, group) == pytest.approx(
-        [0.25 / deviation, 1.25 / deviation, -0.75 / deviation, -0.75 / deviation], abs=1e-5
-    )
-    config.reward_wrong = 0.0  # rewards 1 - 1 and 0: the right answer would gain nothing
-    assert penalized_advantages(config, [(True, full), (False, 10)]) == [0, 0]
+    deviation = (44 / 48) ** 0.5
+    assert grpo_advantages([[right, config.reward_right, -1, -1]]) == [
+        pytest.approx([each / deviation for each in (0.25, 1.25, -0.75, -0.75)], abs=1e-5)
+    ]
+    assert grpo_advantages([[right, 0]]) == [[0, 0]]  # on GSM8K's scale it would gain nothing
 
 
 def test_every_verifier_that_a_configuration_can_name_exists() -> None:
     assert set(VERIFIERS) == set(VERIFIER_NAMES)
 
 
-@pytest.mark.parametrize("reward", [*VERIFIER_NAMES, "judge.py:reward", "pkg.judge:reward"])
-def test_verifiers_and_functions_are_accepted(reward: str) -> None:
-    assert with_overrides(Config(), [f"reward={reward}"]).reward == reward
-
-
-@pytest.mark.parametrize("reward", ["bleu", "", "judge.py", "judge.py:", "judge.py:1x", ":f"])
-def test_unknown_reward_is_refused_with_the_valid_ones(reward: str) -> None:
-    with pytest.raises(ConfigError, match="math, gsm8k.*FILE.py:NAME or MODULE:NAME"):
-        with_overrides(Config(), [f"reward={reward}"])
+def test_verifiers_and_functions_are_accepted_and_anything_else_is_refused() -> None:
+    for reward in (*VERIFIER_NAMES, "judge.py:reward", "pkg.judge:reward"):
+        assert with_overrides(Config(), [f"reward={reward}"]).reward == reward
+    for reward in ("bleu", "", "judge.py", "judge.py:", "judge.py:1x", ":f"):
+        with pytest.raises(ConfigError, match="math, gsm8k.*FILE.py:NAME or MODULE:NAME"):
+            with_overrides(Config(), [f"reward={reward}"])
 
 
 def test_parts_are_averaged_over_the_scores_that_have_them() -> None:

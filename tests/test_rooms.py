@@ -41,13 +41,9 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 PURE = {
     "algorithm",
     "config",
-    "data/dapo",
     "data/deepscaler",
-    "data/reward_function",
-    "data/reward_types",
     "data/rewards",
     "data/scoring",
-    "data/scoring_worker",
     "data/verifiers",
     "learner/packing",
     "model/architecture",

@@ -14,23 +14,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.algorithm.score import Score
+from problem_files import submit
+from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import scoring
-from qurl_megatron.data.problems import DataError, Problem, find_unverifiable
-from qurl_megatron.data.scoring import RewardError, Scorer, check_reward, unverifiable
+from qurl_megatron.data.problems import DataError, Problem, Source, keep_verifiable
+from qurl_megatron.data.rewards import VERIFIER_CPU_LIMIT_S
+from qurl_megatron.data.scoring import Scorer, check_reward, unverifiable
 from qurl_megatron.process import start_ticks
 
 TOO_SLOW = "\\boxed{9^{9^{9^9}}}"
 
 
-def prompt(answer: str = "42") -> Prompt:
-    return Prompt("0", "How many?", answer, [10])
-
-
-def completions(*texts: str) -> list[Completion]:
-    return [Completion([1], [0.0], text, False, [1]) for text in texts]
+def unreadable(answers: Sequence[str]) -> list[str]:
+    questions = [Question("How many?", answer, {}) for answer in answers]
+    return unverifiable(Config(reward="math"), questions)
 
 
 def accuracies(scores: Sequence[Score]) -> list[float]:
@@ -41,18 +39,11 @@ def test_a_hung_verifier_costs_its_own_completion_only() -> None:
     texts = ["\\boxed{42}", "\\boxed{41}", TOO_SLOW, "9" * 100_000, "\\boxed{42}", "42"]
     begin = time.monotonic()
     with Scorer(Config(reward="math"), workers=2) as scorer:
-        futures = [scorer.submit(prompt(), completions(*texts)) for _ in range(2)]
+        futures = [submit(scorer, *texts) for _ in range(2)]
         for future in futures:
             scores = future.result(timeout=120)
             assert accuracies(scores) == [1, 0, 0, 0, 1, 1]
-            assert [score.timed_out for score in scores] == [
-                False,
-                False,
-                True,
-                False,
-                False,
-                False,
-            ]
+            assert [row for row, score in enumerate(scores) if score.timed_out] == [2]
             assert scores[2].failure == "timed out after 3 s of CPU time"
             assert scores[3].failure.startswith("SympifyError") and len(scores[3].failure) <= 300
             assert not any(scores[row].failure for row in (0, 1, 4, 5))
@@ -63,15 +54,16 @@ def test_the_limit_of_a_verifier_is_cpu_time() -> None:
     """A worker that is stopped for longer than the limit uses no CPU time meanwhile."""
     with Scorer(Config(reward="math"), workers=1) as scorer:
         scorer.wait_ready()
-        worker = psutil.Process(*children(os.getpid()))
+        (pid,) = children(os.getpid())
+        worker = psutil.Process(pid)
         loading_s = sum(worker.cpu_times()[:2])
-        future = scorer.submit(prompt(), completions(TOO_SLOW))
+        future = submit(scorer, TOO_SLOW)
         deadline = time.monotonic() + 60
         while sum(worker.cpu_times()[:2]) < loading_s + 0.2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         worker.suspend()
-        time.sleep(scoring.VERIFIER_CPU_LIMIT_S + 1)
+        time.sleep(VERIFIER_CPU_LIMIT_S + 1)
         assert not future.done()
         worker.resume()
         resumed = time.monotonic()
@@ -81,7 +73,7 @@ def test_the_limit_of_a_verifier_is_cpu_time() -> None:
 
 def test_groups_are_scored_while_the_caller_does_other_work() -> None:
     with Scorer(Config(reward="exact"), workers=2) as scorer:
-        futures = [scorer.submit(prompt(f"{n}"), completions(f"{n}", "no")) for n in range(200)]
+        futures = [submit(scorer, f"{n}", "no", answer=f"{n}") for n in range(200)]
         assert [accuracies(future.result(timeout=60)) for future in futures] == [[1, 0]] * 200
 
 
@@ -90,7 +82,7 @@ def test_a_worker_that_dies_costs_one_completion_and_is_replaced() -> None:
         scorer.wait_ready()
         (worker,) = children(os.getpid())
         os.kill(worker, signal.SIGKILL)
-        scores = scorer.submit(prompt(), completions("42", "42", "41")).result(timeout=60)
+        scores = submit(scorer, "42", "42", "41").result(timeout=60)
         assert accuracies(scores) == [0, 1, 0]
         assert scores[0].failure == "the process that scores ended with code -9"
         assert not scores[0].timed_out and not scores[1].failure
@@ -98,10 +90,8 @@ def test_a_worker_that_dies_costs_one_completion_and_is_replaced() -> None:
 
 def children(pid: int) -> list[int]:
     """Return the scoring processes that a process has started."""
-    done = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", f"{pid}"], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in done.stdout.splitlines() if scoring.WORKER in line]
+    found = psutil.Process(pid).children()
+    return [process.pid for process in found if scoring.WORKER in process.cmdline()]
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -116,7 +106,7 @@ def test_closing_ends_the_workers_and_cancels_what_is_not_done() -> None:
     scorer.wait_ready()
     workers = children(os.getpid())
     assert len(workers) == 2
-    futures = [scorer.submit(prompt(), completions(TOO_SLOW)) for _ in range(4)]
+    futures = [submit(scorer, TOO_SLOW) for _ in range(4)]
     scorer.close()
     for future in futures:
         with pytest.raises(CancelledError):
@@ -124,14 +114,17 @@ def test_closing_ends_the_workers_and_cancels_what_is_not_done() -> None:
     wait_until_gone(workers)
 
 
-def test_workers_die_with_a_process_that_is_killed() -> None:
+def test_workers_die_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import time\ndef reward(completion, problem): time.sleep(60)\n"
+    )
     script = (
         "from qurl_megatron.config.schema import Config\n"
         "from qurl_megatron.data.scoring import Scorer\n"
-        "from tests.test_scoring import *\n"
-        "scorer = Scorer(Config(reward='math'), workers=2)\n"
+        "from tests.problem_files import submit\n"
+        f"scorer = Scorer(Config(reward='{tmp_path}/mine.py:reward'), workers=2)\n"
         "scorer.wait_ready()\n"
-        "scorer.submit(prompt(), completions(TOO_SLOW))\n"
+        "submit(scorer, '42')\n"
         "print('started', flush=True)\n"
         "input()\n"
     )
@@ -153,41 +146,36 @@ def test_workers_outlive_the_signals_that_stop_a_run() -> None:
         (worker,) = children(os.getpid())
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker, number)
-        scores = scorer.submit(prompt(), completions("42")).result(timeout=60)
+        scores = submit(scorer, "42").result(timeout=60)
         assert scores == [Score(1, {"accuracy": 1}, "")]
 
 
 def test_unreadable_answers_are_found_among_many() -> None:
     answers = [f"{n}:{n + 1}" for n in range(1, 200)]  # a ratio
     answers[20], answers[150] = "2x+3y=", "\\int"
-    reasons = unverifiable(Config(reward="math"), [prompt(answer) for answer in answers])
+    answers[90] = "9^{9^{9^9}}-9^{9^{9^8}}+\\sqrt{2^{9^9}}"  # it is read, or costs only itself
+    reasons = unreadable(answers)
+    slow, reasons[90] = reasons[90], ""
+    assert slow == "" or slow.startswith("timed out")
     assert [row for row, reason in enumerate(reasons) if reason] == [20, 150]
     assert reasons[20] == "the answer '2x+3y=' cannot be read as LaTeX"
 
 
-def test_an_answer_that_the_verifier_hangs_on_is_unverifiable_and_costs_no_other() -> None:
-    answers = ["\\frac12", "9^{9^{9^9}}-9^{9^{9^8}}+\\sqrt{2^{9^9}}", "\\frac13"]
-    first, slow, last = unverifiable(Config(reward="math"), [prompt(answer) for answer in answers])
-    assert (first, last) == ("", "")
-    assert slow == "" or slow.startswith("timed out")  # it is read, or costs only itself
-
-
-@pytest.fixture
-def starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_answers_and_built_in_rewards_are_checked_without_starting_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(scoring, "Scorer", start)
-
-
-@pytest.mark.usefixtures("starts_no_process")
-def test_plain_answers_are_checked_without_starting_a_process() -> None:
-    problems = [prompt(f"{n}") for n in range(40_000)]
     begin = time.monotonic()
-    assert not any(unverifiable(Config(reward="math"), problems))
+    assert not any(unreadable([f"{n}" for n in range(40_000)]))
+    check_reward(Config(reward="math"))
     assert time.monotonic() - begin < 5
     with pytest.raises(AssertionError, match="a process was started"):
-        unverifiable(Config(reward="math"), [prompt("12:00")])
+        unreadable(["12:00"])
+    with pytest.raises(AssertionError, match="a process was started"):
+        check_reward(Config(reward="rewards.py:reward"))
 
 
 def test_processes_start_once_for_the_answers_of_all_sources(
@@ -200,35 +188,28 @@ def test_processes_start_once_for_the_answers_of_all_sources(
         return started[-1]
 
     monkeypatch.setattr(scoring, "Scorer", start)
-    answers = {"data": ["12:00", "2x+3y=", "7"], "evaluation.data.a": ["1:2"]}
+    answers = {"data": ["12:00", "2x+3y=", "7"], "evaluation.data.a": ["1:2"], "b": ["\\int"]}
     sources = {
-        name: [Problem("How many?", [], answer, {}, f"{name} {answer}") for answer in values]
+        name: Source(
+            name, [Problem("How many?", [], each, {}, f"{name} {each}") for each in values]
+        )
         for name, values in answers.items()
     }
-    reason = "the answer '2x+3y=' cannot be read as LaTeX"
-    assert find_unverifiable(sources, Config(reward="math")) == {
-        "data": {"data 2x+3y=": reason},
-        "evaluation.data.a": {},
-    }
+    with pytest.raises(DataError, match=r"^b \\int: the answer .* cannot be read as LaTeX"):
+        keep_verifiable(sources, Config(reward="math"))
+    assert sources["data"].notes == [
+        "1 answers cannot be compared by reward math, and only their very text is right; the first "
+        "is data 2x+3y=: the answer '2x+3y=' cannot be read as LaTeX"
+    ]
+    assert [len(source.problems) for source in sources.values()] == [3, 1, 1]
+    assert not sources["evaluation.data.a"].notes
     assert len(started) == 1
-    sources["evaluation.data.b"] = [Problem("How many?", [], "\\int", {}, "b line 1")]
-    with pytest.raises(DataError, match="^b line 1: the answer .* cannot be read as LaTeX"):
-        find_unverifiable(sources, Config(reward="math"))
 
 
 def test_reward_that_cannot_be_loaded_fails_every_future(tmp_path: Path) -> None:
     config = Config(reward=f"{tmp_path / 'none.py'}:reward")
     with Scorer(config, workers=2) as scorer:
-        futures = [scorer.submit(prompt(), completions("42")) for _ in range(4)]
-        for future in futures:
-            with pytest.raises(RewardError, match="none.py: no such file"):
+        message = "reward=.*none.py:reward: .*none.py: no such file"
+        for future in [submit(scorer, "42") for _ in range(4)]:
+            with pytest.raises(ConfigError, match=message):
                 future.result(timeout=60)
-    with pytest.raises(ConfigError, match=r"reward=.*none.py:reward: .*none.py: no such file"):
-        check_reward(config)
-
-
-@pytest.mark.usefixtures("starts_no_process")
-def test_built_in_rewards_are_not_loaded_to_be_checked() -> None:
-    check_reward(Config(reward="math"))
-    with pytest.raises(AssertionError, match="a process was started"):
-        check_reward(Config(reward="rewards.py:reward"))

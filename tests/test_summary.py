@@ -1,7 +1,6 @@
 """The summary of a run's data, which is printed before anything starts."""
 
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,18 +15,7 @@ def summary(config: Config, chat_template: str | None = None) -> str:
     config.reward = "exact"
     config.evaluation.held_out_fraction = 0.0
     tokenizer = character_tokenizer(chat_template)
-    return summarize(config, load_prompts(config, tokenizer), Joined(tokenizer))
-
-
-class Joined:
-    """A tokenizer that puts no spaces between the characters that it decodes."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.chat_template = tokenizer.chat_template
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(self._tokenizer.convert_ids_to_tokens(token_ids))
+    return summarize(config, load_prompts(config, tokenizer), tokenizer)
 
 
 def test_summary_accounts_for_every_entry_and_shows_a_prompt(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import reasoning_gym
 
-from qurl_megatron.data.reward_types import Question
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.data.verifiers import VERIFIERS, Verifier, is_plain
 
 RIGHT, WRONG = 1.0, 0.0
@@ -46,7 +46,6 @@ def credit(name: str, text: str, answer: str) -> float:
         ("72", "#### 72.0", WRONG, WRONG),  # numbers are compared as texts
         ("72", "72 .", WRONG, RIGHT),  # a full stop alone is not a number
         ("1,200", "#### 1,200", RIGHT, WRONG),  # only the strict rule removes commas
-        ("1200", "#### 1200", RIGHT, RIGHT),
         ("-3", "#### -3", RIGHT, RIGHT),
         ("48/2 = <<48/2=24>>24\n#### 72", "#### 72", RIGHT, RIGHT),
         ("72", "#### 72" + " " * 300, WRONG, WRONG),
@@ -61,9 +60,8 @@ def test_gsm8k_follows_verls_strict_and_flexible_rule(
     assert credit("gsm8k_flexible", text, answer) == flexible
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "expected"),
-    [
+CASES = {
+    "dapo": [
         ("34", "Answer: 34", RIGHT),
         ("34", "answer :34", RIGHT),
         ("34", "Answer: $34$", RIGHT),
@@ -85,18 +83,8 @@ def test_gsm8k_follows_verls_strict_and_flexible_rule(
         ("\\sqrt{2}", "Answer: \\sqrt2", RIGHT),
         ("34", "Answer: 34" + "\n" + "x" * 289, RIGHT),  # exactly 300 characters
         ("34", "Answer: 34" + "\n" + "x" * 290, WRONG),
-        ("34", "", WRONG),
     ],
-)
-def test_dapo_compares_what_follows_the_last_answer_in_minervas_normal_form(
-    answer: str, text: str, expected: float
-) -> None:
-    assert credit("dapo", text, answer) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "expected"),
-    [
+    "deepscaler": [
         ("2", "thought </think> \\boxed{2}", RIGHT),
         ("2", "\\boxed{2}", WRONG),  # no end of a thought
         ("2", "\\boxed{2} </think> so 2", WRONG),  # no box behind the thought
@@ -124,23 +112,15 @@ def test_dapo_compares_what_follows_the_last_answer_in_minervas_normal_form(
         ("x^2+2x+1", "</think> \\boxed{(x+1)^2}", RIGHT),
         ("2\\pi", "</think> \\boxed{\\pi \\cdot 2}", RIGHT),
         ("\\text{Monday}", "</think> \\boxed{monday}", RIGHT),
+        ("5 \\sqrt[3]{4}", "</think> \\boxed{5 \\cdot \\sqrt[3]{4}}", RIGHT),
+        ("2 \\sqrt{4}", "</think> \\boxed{2 \\sqrt[3]{4}}", RIGHT),  # pylatexenc drops the 3
         ("x+y+z", "</think> \\boxed{z+y+x}", WRONG),  # more than two letters are not evaluated
     ],
-)
-def test_deepscaler_needs_a_box_behind_the_thought_and_compares_as_deepscaler_does(
-    answer: str, text: str, expected: float
-) -> None:
-    assert credit("deepscaler", text, answer) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "expected"),
-    [
+    "math": [
         ("42", "so it is \\boxed{42}.", RIGHT),
         ("42", "so it is 42.", RIGHT),
         ("42", "so it is \\boxed{24}.", WRONG),
         ("42", "no idea", WRONG),
-        ("42", "", WRONG),
         ("72", "I had 5. The answer is \\boxed{72}; I used 3 apples.", RIGHT),
         ("1,000", "$1000$", RIGHT),
         ("\\frac{1}{2}", "\\boxed{0.5}", RIGHT),
@@ -162,17 +142,36 @@ def test_deepscaler_needs_a_box_behind_the_thought_and_compares_as_deepscaler_do
         ("12:00", "\\boxed{12:00}", RIGHT),
         ("$12:00$", "$12:00$", RIGHT),
     ],
+    "exact": [
+        ("yes ", "yes", RIGHT),
+        ("yes ", " yes\n", RIGHT),
+        ("yes ", "Yes", WRONG),
+        ("yes ", "yes!", WRONG),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "text", "expected"),
+    [(name, *case) for name, cases in CASES.items() for case in cases],
 )
-def test_math_scores_as_math_verify_does(answer: str, text: str, expected: float) -> None:
-    assert credit("math", text, answer) == expected
+def test_verifier_scores_as_its_source_does(
+    name: str, answer: str, text: str, expected: float
+) -> None:
+    assert credit(name, text, answer) == expected
+
+
+def test_broken_latex_of_a_policy_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert credit("deepscaler", "</think> \\boxed{\\frac}", "\\frac{1}{2}") == WRONG
+    assert not caplog.records
 
 
 LATEX_CANNOT_READ = r"\hbar \omega(v+1 / 2)-\hbar \omega x_e(v+1 / 2)^2"
 
 
-@pytest.mark.parametrize("answer", [LATEX_CANNOT_READ, "2x+3y=", "####"])
-def test_an_answer_that_latex_cannot_read_is_unverifiable(answer: str) -> None:
-    assert "cannot be read as LaTeX" in verifier("math").unverifiable(question(answer))
+def test_a_comparison_that_fails_is_a_failure_and_no_verdict() -> None:
+    with pytest.raises(ValueError, match="nan or zoo"):
+        credit("math", "\\boxed{7}", "12:00")
 
 
 def test_no_number_inside_an_unreadable_answer_counts_as_right() -> None:
@@ -181,30 +180,34 @@ def test_no_number_inside_an_unreadable_answer_counts_as_right() -> None:
     assert credit("math", f"\\boxed{{{LATEX_CANNOT_READ}}}", LATEX_CANNOT_READ) == RIGHT
 
 
-@pytest.mark.parametrize(
-    "answer", ["7", "-3.5", "1,000", "\\frac{1}{2}", "15 and $22.5$", "12:00", "(1,2)", "x=3"]
-)
-def test_an_answer_that_latex_reads_is_verifiable(answer: str) -> None:
-    assert verifier("math").unverifiable(question(answer)) == ""
-
-
 @pytest.mark.parametrize("name", ["math", "gsm8k", "gsm8k_flexible", "deepscaler", "dapo", "exact"])
-@pytest.mark.parametrize("answer", ["7", "-3.5", "1,000", "0.50", "a\n#### 1,200"])
-def test_a_plain_answer_needs_no_closer_look(name: str, answer: str) -> None:
-    assert is_plain(name, answer)
-    assert verifier(name).unverifiable(question(answer)) == ""
+def test_a_plain_answer_needs_no_closer_look(name: str) -> None:
+    for answer in ("7", "-3.5", "1,000", "0.50", "a\n#### 1,200"):
+        assert is_plain(name, answer)
+        assert verifier(name).unverifiable(question(answer)) == ""
+
+
+SIMPLE_LATEX = [
+    "\\frac{1}{2}", "-\\frac{2\\sqrt{3}}{x+1}", "x^2+2x+1", "x^{10}-3", "2\\pi", "(1,2)", "x=3",
+    "$10-4 n$", "\\left(\\frac{1}{2}, -3\\right)", "3\\sqrt{2}, 5", "2^{n+1}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answers", "needs_look", "reason"),
     [
-        "\\frac{1}{2}", "-\\frac{2\\sqrt{3}}{x+1}", "x^2+2x+1", "x^{10}-3", "2\\pi", "(1,2)", "x=3",
-        "$10-4 n$", "\\left(\\frac{1}{2}, -3\\right)", "3\\sqrt{2}, 5", "2^{n+1}",
+        (SIMPLE_LATEX, False, ""),
+        (["\\hbar", "12:00", "15 and $22.5$"], True, ""),
+        ([LATEX_CANNOT_READ, "2x+3y=", "####", "\\frac{1}", ""], True, "cannot be read as LaTeX"),
     ],
-)  # fmt: skip
-def test_simple_latex_needs_no_closer_look_because_math_verify_reads_it(answer: str) -> None:
-    assert is_plain("math", answer)
-    assert verifier("math").unverifiable(question(answer)) == ""
+)
+def test_an_answer_that_math_verify_cannot_read_as_latex_is_unverifiable(
+    answers: list[str], needs_look: bool, reason: str
+) -> None:
+    for answer in answers:
+        assert is_plain("math", answer) == (not needs_look)
+        found = verifier("math").unverifiable(question(answer))
+        assert reason in found and bool(found) == bool(reason)
 
 
 def test_a_long_answer_is_looked_over_in_no_time() -> None:
@@ -212,11 +215,6 @@ def test_a_long_answer_is_looked_over_in_no_time() -> None:
     for long in ("1" * 5000 + "!", "(" * 500 + "x", "x" * 5000 + "=", "\\frac{1}{" * 200):
         assert not is_plain("math", long)
     assert time.monotonic() - begin < 1
-
-
-@pytest.mark.parametrize("answer", ["\\hbar", "2x+3y=", "12:00", "15 and $22.5$", "\\frac{1}", ""])
-def test_other_latex_is_looked_at(answer: str) -> None:
-    assert not is_plain("math", answer)
 
 
 def test_answers_that_are_not_plain_are_looked_at() -> None:
@@ -227,33 +225,21 @@ def test_answers_that_are_not_plain_are_looked_at() -> None:
     assert not is_plain("reasoning_gym", "7")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("yes", RIGHT), (" yes\n", RIGHT), ("Yes", WRONG), ("yes!", WRONG)]
-)
-def test_exact_ignores_surrounding_whitespace_only(text: str, expected: float) -> None:
-    assert credit("exact", text, "yes ") == expected
-
-
 def spell_backward(word: str) -> Question:
     return question(word[::-1], source_dataset="spell_backward", word=word)
 
 
-@pytest.mark.parametrize(
-    ("text", "is_right"),
-    [
-        ("rats", True),
-        (" rats\n", True),
-        ("Let me see.\n<answer> rats </answer>", True),
-        ("<answer>star</answer> no: <answer>rats</answer>", True),
-        ("<answer>star</answer> rats", False),
-        ("the answer is rats", False),
-        ("", False),
-    ],
-)
-def test_reasoning_gym_scores_the_last_answer_tag_or_the_whole_text(
-    text: str, is_right: bool
-) -> None:
-    assert (verifier("reasoning_gym").credit(text, spell_backward("star")) >= 1) == is_right
+def test_reasoning_gym_scores_the_last_answer_tag_or_the_whole_text() -> None:
+    for text, is_right in {
+        "rats": True,
+        " rats\n": True,
+        "Let me see.\n<answer> rats </answer>": True,
+        "<answer>star</answer> no: <answer>rats</answer>": True,
+        "<answer>star</answer> rats": False,
+        "the answer is rats": False,
+        "": False,
+    }.items():
+        assert (verifier("reasoning_gym").credit(text, spell_backward("star")) >= 1) == is_right
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "countdown", "sudoku", "word_ladder"])
@@ -268,10 +254,11 @@ def test_problem_that_reasoning_gym_cannot_score_is_recognized() -> None:
     unverifiable = verifier("reasoning_gym").unverifiable
     assert unverifiable(spell_backward("star")) == ""
     assert "no metadata.source_dataset" in unverifiable(question("4"))
-    unknown = question("4", source_dataset="chess")
-    assert "'chess' is not a reasoning_gym task" in unverifiable(unknown)
-    countdown = question("4", source_dataset="countdown")
-    assert "countdown does not accept" in unverifiable(countdown)
+    for task, reason in {
+        "chess": "'chess' is not a reasoning_gym task",
+        "countdown": "countdown does not accept",
+    }.items():
+        assert reason in unverifiable(question("4", source_dataset=task))
 
 
 def test_entry_that_json_changed_is_recognized_as_unverifiable() -> None:
@@ -285,7 +272,7 @@ def test_entry_that_json_changed_is_recognized_as_unverifiable() -> None:
 def test_processes_that_score_import_no_torch_and_only_their_own_verifier() -> None:
     script = (
         "import sys\n"
-        "import qurl_megatron.data.scoring_worker\n"
+        "import qurl_megatron.data.scoring\n"
         "heavy = {'torch', 'numpy', 'sympy', 'math_verify', 'reasoning_gym', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

@@ -6,11 +6,21 @@ This file imports nothing heavy, because the processes that score import it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ACCURACY = "accuracy"
 TIMED_OUT = "timed out"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a verifier or a reward function learns of a problem."""
+
+    question: str  # for a chat, the content of all messages
+    answer: str
+    metadata: dict[str, Any]
 
 
 class Score(NamedTuple):

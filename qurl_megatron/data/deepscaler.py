@@ -5,46 +5,33 @@ answer in the normal form of the MATH data set (Hendrycks et al., 2021), or in a
 whose parts sympy finds equal. A fraction that can be reduced is not right, and neither is a whole
 number in another form.
 
-The reference is `rewards/math_reward.py` of DeepScaleR. It turns LaTeX into text with pylatexenc;
-the rules for that are below and cover what answers use.
+The reference is `rewards/math_reward.py` of DeepScaleR.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
-import unicodedata
+from collections.abc import Callable
 from typing import Any
 
-from qurl_megatron.data.reward_types import Question
+from qurl_megatron.algorithm.score import Question
 
 END_OF_THOUGHT = "</think>"
 _UNITS = (
     "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
 ).split()
 _POWERS_OF_TEN = {"million": 6, "billion": 9, "trillion": 12}
+_SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _BRACKETS = "()[]"
-_FUNCTIONS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp min max".split()
-)
-_LAYOUT = (  # commands that leave their argument as it is
-    "text textbf textit textrm mathrm mathbf mathit mathsf mathcal mathbb operatorname overline"
-    " left right big Big bigl bigr Bigl Bigr displaystyle textstyle mbox quad qquad boxed"
-).split()
-_SYMBOLS = {"pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "pm": "±"} | {
-    name: name for name in _FUNCTIONS
-}
 
 
 class DeepScaler:
     """DeepScaleR's verifier."""
 
     def __init__(self) -> None:
-        import sympy
-        from sympy.parsing import sympy_parser
-
-        self._sympy = sympy
-        self._parser = sympy_parser
-        self._are_equal("1/2", "x")  # a first use takes a second
+        _is_right("\\frac{1}{2}", "x")  # a first use takes a second
 
     def credit(self, text: str, question: Question) -> float:
         """Return 1 if the box behind the thought is the answer."""
@@ -53,7 +40,9 @@ class DeepScaler:
         answer = _answer(question)
         if found is None or answer is None:
             return 0.0
-        return float(math_normal_form(found) == math_normal_form(answer) or self._is(found, answer))
+        return float(
+            math_normal_form(found) == math_normal_form(answer) or _is_right(found, answer)
+        )
 
     def unverifiable(self, question: Question) -> str:
         """Return a reason if the answer has a box that does not end."""
@@ -61,42 +50,44 @@ class DeepScaler:
             return f"the answer {question.answer[:80]!r} has a box that cannot be read"
         return ""
 
-    def _is(self, found: str, answer: str) -> bool:
-        """Compare by the second normal form, part by part."""
-        found, answer = sympy_normal_form(found), sympy_normal_form(answer)
-        if found == answer:
-            return True
-        if not found:
-            return False
-        found_parts, parts = _parts(found), _parts(answer)
-        if len(found_parts) != len(parts):
-            return False
-        if len(parts) > 1 and (found[0], found[-1]) != (answer[0], answer[-1]):
-            return False
-        return all(map(self._is_part, found_parts, parts))
 
-    def _is_part(self, found: str, answer: str) -> bool:
-        if _is_fraction(found) and _is_fraction(answer):
-            return found == answer  # a fraction must be reduced
-        if _is_whole(found) != _is_whole(answer):
-            return False
-        return self._are_equal(found, answer)
+def _is_right(found: str, answer: str) -> bool:
+    """Compare by the second normal form, part by part."""
+    found, answer = sympy_normal_form(found), sympy_normal_form(answer)
+    if found == answer:
+        return True
+    if not found:
+        return False
+    found_parts, parts = _parts(found), _parts(answer)
+    if len(found_parts) != len(parts):
+        return False
+    if len(parts) > 1 and (found[0], found[-1]) != (answer[0], answer[-1]):
+        return False
+    return all(map(_is_part, found_parts, parts))
 
-    def _are_equal(self, found: str, answer: str) -> bool:
-        difference = f"({answer})-({found})"
-        if not _may_evaluate(difference):
-            return False
-        try:
-            expression: Any = self._parser.parse_expr(
-                difference.replace("^", "**"),
-                transformations=(
-                    *self._parser.standard_transformations,
-                    self._parser.implicit_multiplication_application,
-                ),
-            )
-            return bool(self._sympy.simplify(expression) == 0)
-        except Exception:  # what sympy cannot read is not equal
-            return False
+
+def _is_part(found: str, answer: str) -> bool:
+    if _is_fraction(found) and _is_fraction(answer):
+        return found == answer  # a fraction must be reduced
+    return _is_whole(found) == _is_whole(answer) and _are_equal(found, answer)
+
+
+def _are_equal(found: str, answer: str) -> bool:
+    import sympy
+    from sympy.parsing import sympy_parser as parser
+
+    difference = f"({answer})-({found})"
+    if not _may_evaluate(difference):
+        return False
+    transformations = (
+        *parser.standard_transformations,
+        parser.implicit_multiplication_application,
+    )
+    try:
+        expression: Any = parser.parse_expr(difference.replace("^", "**"), None, transformations)
+        return bool(sympy.simplify(expression) == 0)
+    except Exception:  # what sympy cannot read is not equal
+        return False
 
 
 def _answer(question: Question) -> str | None:
@@ -106,15 +97,12 @@ def _answer(question: Question) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return what the last \boxed{} holds; None without one, or if its braces do not close."""
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
+    _, box, rest = text.rpartition("\\boxed")
     depth = 0
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if text[end] == "}" and depth == 0:
-            box = text[start : end + 1]
-            return box[len("\\boxed{") : -1] if box.startswith("\\boxed{") else None
+    for end, char in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth <= 0:
+            return rest[1:end] if end else None
     return None
 
 
@@ -153,18 +141,10 @@ def math_normal_form(answer: str) -> str:
 
 def _with_braces_in_fractions(text: str) -> str:
     r"""Turn \frac12 and \frac1{2} into \frac{1}{2}; return a text that ends too early as it is."""
-    first, *pieces = text.split("\\frac")
-    result = first
-    for piece in pieces:
-        if piece.startswith("{"):
-            result += "\\frac" + piece
-        elif len(piece) < 2:
-            return text
-        elif piece[1] == "{":
-            result += f"\\frac{{{piece[0]}}}{piece[1:]}"
-        else:
-            result += f"\\frac{{{piece[0]}}}{{{piece[1]}}}{piece[2:]}"
-    return result
+    if re.search(r"\\frac[^{](\\frac|$)", text):
+        return text
+    text = re.sub(r"\\frac([^{])(?=\{)", r"\\frac{\1}", text)
+    return re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", text)
 
 
 def sympy_normal_form(answer: str) -> str:
@@ -193,58 +173,22 @@ def sympy_normal_form(answer: str) -> str:
 
 def text_of_latex(latex: str) -> str:
     r"""Return LaTeX as text that sympy can read: \frac{1}{2} as 1/2, \sqrt{2} as sqrt(2)."""
-    latex = re.sub(r"\\[td]?frac", r" \\frac", latex)  # 7\frac{3}{4} is a mixed number
-    tokens = re.findall(r"\\[A-Za-z]+|\\.|.", latex, flags=re.DOTALL)
-    return _render(tokens[::-1], ends=False).strip()
-
-
-def _render(tokens: list[str], *, ends: bool) -> str:
-    """Return the text of `tokens`, which are in reverse order; with `ends`, up to a "}"."""
-    text = ""
-    while tokens and not (ends and tokens[-1] == "}"):
-        text += _render_one(tokens)
-    if tokens:
-        tokens.pop()
-    return text
-
-
-def _render_one(tokens: list[str]) -> str:
-    """Return the text of the next token and its arguments, and remove them from `tokens`."""
-    token = tokens.pop() if tokens else ""
-    if token == "{":
-        return _render(tokens, ends=True)
-    if token == "\\frac":
-        return f"{_argument(tokens)}/{_argument(tokens)}"
-    if token == "\\sqrt":
-        index = ""
-        if tokens and tokens[-1] == "[":
-            while tokens and (token := tokens.pop()) != "]":
-                index += token
-        return f"{'root' + index[1:] if index else 'sqrt'}({_argument(tokens)})"
-    if not token.startswith("\\"):
-        return (
-            "" if token in "}$" else {"×": "*", "·": "*", "√": "sqrt", "π": "pi"}.get(token, token)
-        )
-    name = token[1:]
-    if name.isalpha():
-        return "" if name in _LAYOUT else _SYMBOLS.get(name) or _greek(name) or token
-    return name if name in "{}%$#&_" else " "
-
-
-def _argument(tokens: list[str]) -> str:
-    while tokens and tokens[-1].isspace():
-        tokens.pop()
-    return _render_one(tokens)
-
-
-def _greek(name: str) -> str:
-    r"""Return a Greek letter by its LaTeX name, and nothing for a command such as \text."""
-    case = "CAPITAL" if name[0].isupper() else "SMALL"
-    spelled = name.upper().replace("LAMBDA", "LAMDA")
+    text = re.sub(r"\\[td]?frac", r" \\frac", latex)  # 7\frac{3}{4} is a mixed number
     try:
-        return unicodedata.lookup(f"GREEK {case} LETTER {spelled}")
-    except KeyError:
-        return ""
+        text = _latex_to_text()(text)
+    except Exception:  # what pylatexenc cannot read stays as it is, as in DeepScaleR
+        return latex
+    for symbol, name in _SYMBOLS.items():
+        text = text.replace(symbol, name)
+    return text.strip()
+
+
+@functools.cache
+def _latex_to_text() -> Callable[[str], str]:
+    from pylatexenc.latex2text import LatexNodes2Text
+
+    logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of each broken \\frac
+    return LatexNodes2Text().latex_to_text
 
 
 def _parts(text: str) -> list[str]:

@@ -36,17 +36,17 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import itertools
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import Config
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import reasoning_gym_tasks
@@ -93,26 +93,22 @@ RECOGNIZED = Fields()
 
 
 @dataclasses.dataclass
-class Dropped:
-    """The entries of a source that were left out for one reason."""
+class Source:
+    """The problems of a source, and what became of its other entries.
 
-    count: int
-    first: str  # location of the first; empty: not known
+    What reads and tokenizes them counts what it leaves out.
+    """
 
-
-@dataclasses.dataclass
-class Tally:
-    """What became of the entries of a source; what reads and tokenizes them adds to it."""
-
-    source: str = ""
+    data: str  # as in the configuration
+    problems: list[Problem] = dataclasses.field(default_factory=list)
     entries: int = 0
-    dropped: dict[str, Dropped] = dataclasses.field(default_factory=dict)  # by reason
     own_system_prompts: int = 0  # prompts that keep a system message of their own
     notes: list[str] = dataclasses.field(default_factory=list)  # what else a user should know
-
-    def drop(self, reason: str, location: str = "") -> None:
-        """Count an entry that is left out; the reason is a verb with what follows it."""
-        self.dropped.setdefault(reason, Dropped(0, location)).count += 1
+    dropped: defaultdict[str, list[str]] = dataclasses.field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Locations of the entries that were left out, by reason: a verb with what follows it. An empty
+    text is a location that is not known."""
 
 
 def read_problems(
@@ -121,8 +117,7 @@ def read_problems(
     *,
     seed: int = 0,
     fields: Fields = RECOGNIZED,
-    tally: Tally | None = None,
-) -> list[Problem]:
+) -> Source:
     """Read a file, a dataset directory or `reasoning_gym:TASK`; keep order, drop repetitions.
 
     Args:
@@ -130,12 +125,11 @@ def read_problems(
         data_options: options of the reasoning-gym task; empty for any other source. `size` defaults
             to 5000 and `seed` to `seed`.
         fields: where question and answer are, if not in a recognized field.
-        tally: counts what was read and what was dropped.
 
     Raises:
         DataError: a problem cannot be read, or there is none.
     """
-    tally = Tally() if tally is None else tally
+    source = Source(data)
     if data.startswith(REASONING_GYM):
         entries = _generate(data.removeprefix(REASONING_GYM), data_options, seed)
     elif data_options:
@@ -147,40 +141,50 @@ def read_problems(
         entries = _read(data)
     unique: dict[tuple[str, str], Problem] = {}
     for location, entry in entries:
-        tally.entries += 1
-        problem = _problem(entry, location, fields)
+        source.entries += 1
+        try:
+            problem = _problem(entry, location, fields)
+        except DataError as error:
+            raise DataError(f"{location}: {error}") from None
         if (problem.question, problem.answer) in unique:
-            tally.drop("repeats an earlier problem", location)
+            source.dropped["repeats an earlier problem"].append(location)
             continue
         unique[problem.question, problem.answer] = problem
     if not unique:
         raise DataError(f"{data}: contains no problems")
-    return list(unique.values())
+    source.problems = list(unique.values())
+    return source
 
 
-def find_unverifiable(
-    sources: Mapping[str, Sequence[Problem]], config: Config
-) -> dict[str, dict[str, str]]:
-    """Return for each source why no response to a problem could be right, by its location.
+def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str = "") -> None:
+    """Look for problems to which no response could be right, and tell their sources.
 
-    Problems to which one could be right are left out. All sources are looked at together, because
-    the processes that do it take seconds to start.
+    They are left out of the source that `drops` names. In others they stay, and only a response
+    with the very text of the answer is right. All sources are looked at together, because the
+    processes that do it take seconds to start.
 
     Raises:
         DataError: no response could be right to any problem of a source, or to one of
             reasoning_gym, whose entry then lacks what its scorer needs.
     """
-    every = [problem for problems in sources.values() for problem in problems]
-    answers = iter(unverifiable(config, every))
-    found = {}
-    for name, problems in sources.items():
-        asked = zip(problems, itertools.islice(answers, len(problems)), strict=True)
-        reasons = {problem.location: reason for problem, reason in asked if reason}
-        if reasons and (config.reward == "reasoning_gym" or len(reasons) == len(problems)):
-            location, reason = next(iter(reasons.items()))
-            raise DataError(f"{location}: {reason}")
-        found[name] = reasons
-    return found
+    every = [problem for source in sources.values() for problem in source.problems]
+    questions = [Question(each.question, each.answer, each.metadata) for each in every]
+    answers = iter(unverifiable(config, questions))
+    for name, source in sources.items():
+        asked = list(zip(source.problems, answers, strict=False))  # the next source has the rest
+        reasons = [f"{problem.location}: {reason}" for problem, reason in asked if reason]
+        if not reasons:
+            continue
+        if config.reward == "reasoning_gym" or len(reasons) == len(asked):
+            raise DataError(reasons[0])
+        if name == drops:
+            source.problems = [problem for problem, reason in asked if not reason]
+            source.dropped[f"has an answer that reward {config.reward} cannot compare"] += reasons
+        else:
+            source.notes.append(
+                f"{len(reasons):,} answers cannot be compared by reward {config.reward}, and only "
+                f"their very text is right; the first is {reasons[0]}"
+            )
 
 
 # Sources: each yields entries.
@@ -201,33 +205,18 @@ def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
                 f"{_suggestion(option, known)}"
             )
     options = {"size": DEFAULT_TASK_SIZE, "seed": seed, **options}
-    _check_whole(options, "size", "a whole number from 1, such as 10000")
-    # With a seed of None each process would generate problems of its own.
-    _check_whole(options, "seed", "a whole number, such as 7")
-    with _as_data_error(task, options):
-        entries = reasoning_gym.create_dataset(task, **options)
-        size = len(entries)
-    for index in range(size):
-        with _as_data_error(task, options):  # a task may look at its options only here
-            entry = entries[index]
-        yield f"{REASONING_GYM}{task} entry {index}", entry
-
-
-def _check_whole(options: Mapping[str, Any], name: str, right: str) -> None:
-    """Check that an option is a whole number, which 1e4 is not in YAML; a size is at least 1."""
-    value = options[name]
-    if type(value) is not int or (name == "size" and value < 1):
-        raise DataError(f"data_options.{name}={value}: must be {right}")
-
-
-@contextlib.contextmanager
-def _as_data_error(task: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn any error of reasoning-gym into a DataError that names the task and its options."""
+    wholes = {"size": "a whole number from 1, such as 10000", "seed": "a whole number, such as 7"}
+    for option, right in wholes.items():
+        value = options[option]  # a seed of None would be another one in each process
+        if type(value) is not int or (option == "size" and value < 1):
+            raise DataError(f"data_options.{option}={value}: must be {right}")
     try:
-        yield
+        entries = reasoning_gym.create_dataset(task, **options)
+        for index in range(len(entries)):  # a task may look at its options only here
+            yield f"{REASONING_GYM}{task} entry {index}", entries[index]
     except Exception as error:  # the library's own checks: AssertionError, TypeError, ValueError
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{REASONING_GYM}{task} with {dict(options)}: {reason}") from error
+        raise DataError(f"{REASONING_GYM}{task} with {options}: {reason}") from error
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
@@ -281,7 +270,7 @@ def _from_json(text: str | bytes, location: str, expected: str) -> Any:
     """Return the value of JSON text; may raise DataError."""
     try:
         value = json.loads(text)
-        is_deep = _is_deeper(value, MAX_DEPTH)
+        is_deep = _depth(value) > MAX_DEPTH
     except RecursionError:
         is_deep = True
     except ValueError as error:  # also raised for bytes that are not UTF-8
@@ -291,19 +280,10 @@ def _from_json(text: str | bytes, location: str, expected: str) -> Any:
     return value
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects are nested more than `depth` deep, without recursion."""
-    level = [value]
-    for _ in range(depth + 1):
-        nested = [each for each in level if isinstance(each, list | dict)]
-        if not nested:
-            return False
-        level = [part for each in nested for part in _parts(each)]
-    return True
-
-
-def _parts(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def _depth(value: Any) -> int:
+    """Return how deep lists and objects are nested; raise RecursionError beyond some hundreds."""
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, parts), default=0) if isinstance(value, list | dict) else 0
 
 
 def _read_parquet(path: Path) -> Entries:
@@ -395,9 +375,9 @@ def _choose_split(splits: Mapping[Any, Any], names: list[str], dataset: str) -> 
 
 def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(entry, dict):
-        raise DataError(f"{location}: a JSON {type(entry).__name__}; expected an object")
+        raise DataError(f"a JSON {type(entry).__name__}; expected an object")
     name = _name(entry, fields.question, (*QUESTION_FIELDS, CONVERSATION), fields.required)
-    messages = _messages(_value(entry, name, location, "question_key"), name, location)
+    messages = _messages(_value(entry, name, "question_key"), name)
     last = ""
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
         last = messages.pop().get("content", "")
@@ -408,10 +388,10 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if last and not fields.answer and _look_up(entry, name) is None:
         answer = last
     else:
-        answer = _text(_value(entry, name, location, "answer_key"), name, location)
+        answer = _text(_value(entry, name, "answer_key"), name)
     metadata = entry.get("metadata")
     if not isinstance(metadata, dict | None):
-        raise DataError(f"{location}: metadata is a {type(metadata).__name__}; expected an object")
+        raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
     return Problem(question, messages, answer, metadata or {}, location, tools)
 
@@ -434,37 +414,35 @@ def _look_up(entry: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _value(entry: dict[str, Any], name: str, location: str, key: str) -> Any:
+def _value(entry: dict[str, Any], name: str, key: str) -> Any:
     value = _look_up(entry, name)
     if value is None:
         raise DataError(
-            f"{location}: {name} is missing or empty; the entry has {', '.join(entry) or 'nothing'}"
-            f" (name another field with {key}=)"
+            f"{name} is missing or empty; the entry has {', '.join(entry) or 'nothing'} (name "
+            f"another field with {key}=)"
         )
     return value
 
 
-def _messages(value: Any, field: str, location: str) -> list[dict[str, Any]]:
+def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        return [{"role": "user", "content": _text(value, field, location)}]
+        return [{"role": "user", "content": _text(value, field)}]
     if not value or not all(isinstance(message, dict) for message in value):
-        raise DataError(
-            f"{location}: {field} is a list, but not of chat messages, each with role and content"
-        )
-    return [_message(each, f"{field}[{number}]", location) for number, each in enumerate(value)]
+        raise DataError(f"{field} is a list, but not of chat messages, each with role and content")
+    return [_message(each, f"{field}[{number}]") for number, each in enumerate(value)]
 
 
-def _message(message: dict[str, Any], field: str, location: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], field: str) -> dict[str, Any]:
     """Return a chat message whose role and content are texts, and the rest as it is."""
     message = _without_none(message)
-    message["role"] = _text(message.get("role"), f"{field}.role", location)
+    message["role"] = _text(message.get("role"), f"{field}.role")
     content = message.get("content")
     if isinstance(content, list):  # OpenAI's content parts
         if not all(isinstance(part, dict) and "text" in part for part in content):
-            raise DataError(f"{location}: {field}.content has a part that is not text")
-        content = "".join(_text(part["text"], f"{field}.content", location) for part in content)
+            raise DataError(f"{field}.content has a part that is not text")
+        content = "".join(_text(part["text"], f"{field}.content") for part in content)
     if content is not None or "tool_calls" not in message:
-        message["content"] = _text(content, f"{field}.content", location)
+        message["content"] = _text(content, f"{field}.content")
     return message
 
 
@@ -486,15 +464,15 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _text(value: Any, field: str, location: str) -> str:
+def _text(value: Any, field: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise DataError(f"{location}: {field} is missing or empty; expected a non-empty string")
+        raise DataError(f"{field} is missing or empty; expected a non-empty string")
     if not isinstance(value, str):
-        raise DataError(f"{location}: {field} is a {type(value).__name__}; expected a string")
+        raise DataError(f"{field} is a {type(value).__name__}; expected a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{location}: {field} is not Unicode text ({error.reason})") from error
+        raise DataError(f"{field} is not Unicode text ({error.reason})") from error
     return value

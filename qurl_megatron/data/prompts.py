@@ -13,10 +13,11 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from qurl_megatron.algorithm.batch import Prompt
@@ -25,8 +26,8 @@ from qurl_megatron.data.problems import (
     DataError,
     Fields,
     Problem,
-    Tally,
-    find_unverifiable,
+    Source,
+    keep_verifiable,
     read_problems,
 )
 
@@ -39,7 +40,7 @@ class PromptSet(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
-    tallies: dict[str, Tally] = {}  # what was read and dropped, by field of config
+    sources: dict[str, Source] = {}  # what was read and dropped, by field of config
 
 
 def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
@@ -52,86 +53,63 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    files_data = {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
-    tallies = {field: Tally(data) for field, data in {"data": config.data, **files_data}.items()}
-
-    def read(field: str) -> list[Problem]:
-        trains, tally = field == "data", tallies[field]
-        fields = Fields(config.question_key, config.answer_key, required=trains)
-        options = config.data_options if trains else {}
-        return read_problems(tally.source, options, seed=config.seed, fields=fields, tally=tally)
-
-    problems = {field: read(field) for field in tallies}
-    reasons = find_unverifiable(problems, config)
-
-    def prompts(field: str) -> list[Prompt]:
-        trains, tally = field == "data", tallies[field]
-        return tokenize(
-            without_unverifiable(
-                problems[field], reasons[field], config.reward, tally, drop=trains
-            ),
+    fields = {"data": config.data}
+    for name, data in config.evaluation.data.items():
+        fields[f"evaluation.data.{name}"] = data
+    sources: dict[str, Source] = {}
+    for field, data in fields.items():
+        trains = field == "data"
+        sources[field] = read_problems(
+            data,
+            config.data_options if trains else {},
+            seed=config.seed,
+            fields=Fields(config.question_key, config.answer_key, required=trains),
+        )
+    keep_verifiable(sources, config, drops="data")
+    prompts = {
+        field: tokenize(
+            source,
             tokenizer,
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
-            overlong=config.overlong_prompts if trains else "refuse",
-            tally=tally,
+            overlong=config.overlong_prompts if field == "data" else "refuse",
         )
-
-    train, held_out = split_held_out(prompts("data"), config.evaluation.held_out)
-    files = {name: prompts(f"evaluation.data.{name}") for name in config.evaluation.data}
+        for field, source in sources.items()
+    }
+    train, held_out = split_held_out(prompts["data"], config.evaluation.held_out)
+    files = {name: prompts[f"evaluation.data.{name}"] for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
     if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
-    for _ in range(len(train) - len(kept)):
-        tallies["data"].drop("is in evaluation.data too")
-    return PromptSet(kept, held_out, files, tallies)
-
-
-def without_unverifiable(
-    problems: list[Problem], reasons: Mapping[str, str], reward: str, tally: Tally, *, drop: bool
-) -> list[Problem]:
-    """Return the problems to use, and tell `tally` of those whose answer the verifier cannot read.
-
-    With `drop` they are left out. Without it they stay, and only a response with the very text of
-    the answer can be right. `reasons` are those of `find_unverifiable` for this source.
-    """
-    if reasons and not drop:
-        location, reason = next(iter(reasons.items()))
-        tally.notes.append(
-            f"{len(reasons):,} answers cannot be compared by reward {reward}, and only "
-            f"their very text is right; the first is {location}: {reason}"
-        )
-        return problems
-    for location, reason in reasons.items():
-        tally.drop(f"has an answer that reward {reward} cannot compare", f"{location}: {reason}")
-    return [problem for problem in problems if problem.location not in reasons]
+    if len(kept) < len(train):
+        dropped = [""] * (len(train) - len(kept))  # a prompt has no location
+        sources["data"].dropped["is in evaluation.data too"] += dropped
+    return PromptSet(kept, held_out, files, sources)
 
 
 def tokenize(
-    problems: Sequence[Problem],
+    source: Source,
     tokenizer: Any,
     max_prompt_length: int,
     *,
     system_prompt: str = "",
     overlong: OverlongPrompts = "refuse",
-    tally: Tally | None = None,
 ) -> list[Prompt]:
-    """Return the prompts that the policy continues, in the order of `problems`.
+    """Return the prompts that the policy continues, in the order of the source's problems.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
     template, the prompt is the text of the question. `system_prompt` is put before the messages of
-    a problem that has no system message. `tally` counts the prompts that `overlong` drops.
+    a problem that has no system message. The source counts the prompts that `overlong` drops.
 
     Raises:
         DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
             are; the tokenizer has no template for a chat, or the template refuses it.
     """
-    tally = Tally() if tally is None else tally
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
-    for problem in problems:
+    for problem in source.problems:
         messages = problem.messages
         has_own = messages[0]["role"] in SYSTEM_ROLES
         if system_prompt and not has_own:
@@ -144,24 +122,21 @@ def tokenize(
                     f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
                     f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
                 )
-            tally.drop(
-                f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)",
-                problem.location,
-            )
+            reason = f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)"
+            source.dropped[reason].append(problem.location)
             continue
-        tally.own_system_prompts += has_own
+        source.own_system_prompts += has_own
         # The first problem with a question is known by the question alone.
         identity = problem.question
         if identity in questions:
             identity += f"\0{problem.answer}"
         questions.add(problem.question)
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         prompts.append(
-            Prompt(digest, problem.question, problem.answer, token_ids, problem.metadata)
+            Prompt(_digest(identity), problem.question, problem.answer, token_ids, problem.metadata)
         )
-    if not prompts and problems:
+    if not prompts and source.problems:
         raise DataError(
-            f"{tally.source}: every prompt has more than max_prompt_length {max_prompt_length} "
+            f"{source.data}: every prompt has more than max_prompt_length {max_prompt_length} "
             f"tokens, the shortest {shortest}; raise rollout.max_prompt_length"
         )
     return prompts
@@ -225,19 +200,14 @@ class PromptStream:
     """
 
     def __init__(self, prompts: list[Prompt], seed: int) -> None:
-        if not prompts:
-            raise DataError("a prompt stream needs at least one prompt")
         self._prompts = prompts
         self._seed = seed
         self.position = 0  # ordinal of the next prompt
-        self._shuffle(epoch=0)
 
     def prompt(self, ordinal: int) -> Prompt:
         """Return the prompt with this ordinal, wherever the stream stands."""
         epoch, index = divmod(ordinal, len(self._prompts))
-        if epoch != self._epoch:
-            self._shuffle(epoch)
-        return self._prompts[self._order[index]]
+        return self._prompts[_shuffled(len(self._prompts), self._seed, epoch)[index]]
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, crossing the end of an epoch if necessary."""
@@ -267,14 +237,18 @@ class PromptStream:
             )
         self._seed = state["seed"]
         self.position = state["epoch"] * len(self._prompts) + state["position"]
-        self._shuffle(state["epoch"])
-
-    def _shuffle(self, epoch: int) -> None:
-        """Draw the order of an epoch."""
-        self._epoch = epoch
-        self._order = list(range(len(self._prompts)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
 
     def _fingerprint(self) -> str:
-        ids = "".join(prompt.id for prompt in self._prompts)
-        return hashlib.sha256(ids.encode()).hexdigest()[:16]
+        return _digest("".join(prompt.id for prompt in self._prompts))
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """Return the order in which an epoch serves its `count` prompts."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

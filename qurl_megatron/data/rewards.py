@@ -1,83 +1,186 @@
-r"""Rewards: turn the text of a completion and the answer of its problem into a number.
+"""Rewards: built-in verifiers on the scale of a run, and reward functions of a user's own.
 
-    reward            a completion is right if
-    math              math-verify finds its \boxed{}, $...$ or plain number equal to the answer
-    gsm8k             the number after its last "####" is the answer, as in verl
-    gsm8k_flexible    its last number is the answer, as in verl
-    dapo              what follows its last "Answer:" is the answer, as in DAPO (Minerva's rules)
-    deepscaler        the box behind its </think> equals the answer, as in DeepScaleR
-    reasoning_gym     the scorer of the task named by metadata["source_dataset"] accepts it
-    exact             its text is the answer, apart from surrounding whitespace
-    FILE.py:NAME, MODULE:NAME     a reward function of one's own; see `data/reward_function.py`
+A function of a user's own is named `reward=FILE.py:NAME` or `reward=MODULE:NAME`:
 
-A verifier gives credit from 0 to 1, and `Config.reward_wrong` and `reward_right` are the rewards at
-its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless `Config.reward_partial`
-asks for it: the scorers of reasoning_gym give 0.86 for one wrong letter of seven, and
-0.9999999999999998 for the right word with a letter too many, which rewards near misses and padding.
+    def NAME(completion: str, problem) -> float | dict[str, float]
+    def NAME(completions: list[str], problem) -> list of the same
 
-These functions run in the processes of `data/scoring.py`, so this file and those it imports import
-no torch.
+`problem` has `question`, `answer` and `metadata`. A dict has the reward as "reward"; its other
+numbers become metrics. A function whose first parameter is called `completions` gets all of a
+prompt's completions at once. Either form may be `async def`; the completions of a prompt are then
+scored concurrently.
+
+A module is imported from where Python finds modules, and from the directory where the run is
+started. A file may import its neighbours.
+
+The processes of `data/scoring.py` import this file, so it imports no torch.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import math
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from qurl_megatron.algorithm.score import ACCURACY, Score
-from qurl_megatron.data import reward_function
-from qurl_megatron.data.reward_types import Question, Reward, RewardSettings
-from qurl_megatron.data.verifiers import VERIFIERS, Verifier
+from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
+from qurl_megatron.config.schema import VERIFIER_NAMES, Config
+from qurl_megatron.data.verifiers import VERIFIERS
 
 VERIFIER_CPU_LIMIT_S = 3.0
+MAX_FAILURE_LENGTH = 300
+REWARD = "reward"
+BATCH_PARAMETER = "completions"
 
 
-def load(settings: RewardSettings) -> Reward:
-    """Import what the reward needs, and use it once, because a first use can take seconds.
-
-    Raises:
-        ImportError, OSError, SyntaxError, TypeError, or what else the import raises: a reward
-            function cannot be used.
-    """
-    if settings.is_own_function:
-        return reward_function.load(settings)
-    return _BuiltIn(VERIFIERS[settings.reward](), settings)
+def absolute(reward: str) -> str:
+    """Return `reward` with the absolute path of its file, so that a resumed run finds it."""
+    place, colon, name = reward.rpartition(":")
+    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else reward
 
 
-class _BuiltIn:
-    """A built-in verifier with the scale of a run."""
+def is_own_function(config: Config) -> bool:
+    """Return whether the reward is a function of the user's own."""
+    return config.reward not in VERIFIER_NAMES
 
-    whole_groups = False
 
-    def __init__(self, verifier: Verifier, settings: RewardSettings) -> None:
-        self._verifier = verifier
-        self._settings = settings
+def failed(config: Config, reason: str) -> Score:
+    """Return the score of a completion whose verifier failed: that of a wrong one."""
+    parts = {} if is_own_function(config) else {ACCURACY: 0.0}
+    return Score(config.reward_wrong, parts, one_line(reason))
+
+
+def timed_out(config: Config) -> Score:
+    """Return the score of a completion whose reward function took too long."""
+    return failed(config, f"{TIMED_OUT} after {config.reward_timeout_s:g} s")
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line of bounded length."""
+    return " ".join(text.split())[:MAX_FAILURE_LENGTH]
+
+
+class RewardFunction:
+    """A reward function with its time limit."""
+
+    def __init__(self, function: Callable[..., Any], config: Config) -> None:
+        """Find out how the function is called.
+
+        Raises:
+            TypeError: it cannot be called with a completion and a problem.
+        """
+        if not callable(function):
+            raise TypeError(f"a {type(function).__name__}, which cannot be called")
+        signature = inspect.signature(function)
+        try:
+            signature.bind("", None)
+        except TypeError:
+            raise TypeError(
+                f"its parameters are {signature}; expected (completion, problem), or (completions, "
+                "problem) for all completions of a prompt at once"
+            ) from None
+        self._function = function
+        self._config = config
+        self._is_batch = next(iter(signature.parameters)) == BATCH_PARAMETER
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
+        self._runner = asyncio.Runner()  # one event loop, so that a client can outlive a call
+        self.whole_groups = self._is_batch or self._is_async  # all scores come at once
 
     def score(self, texts: Sequence[str], question: Question) -> Iterator[Score]:
-        """Yield the score of each text; the kernel ends the process at the limit of CPU time."""
-        for text in texts:
+        """Yield the score of each text."""
+        calls = [list(texts)] if self._is_batch else [[text] for text in texts]
+        if self._is_async:
+            for scores in self._runner.run(self._all_at_once(calls, question)):
+                yield from scores
+            return
+        for call in calls:
             try:
-                with _cpu_limit(VERIFIER_CPU_LIMIT_S):
-                    credit = self._verifier.credit(text, question)
-            except Exception as error:
-                yield self._settings.failed(f"{type(error).__name__}: {error}")
-            else:
-                yield self._scaled(credit)
+                scores = self._scores(self._call(call, question), len(call))
+            except (Exception, SystemExit) as error:
+                scores = self._failed(error, len(call))
+            yield from scores
 
     def unverifiable(self, question: Question) -> str:
-        """Return the verifier's reason; the kernel ends the process at the limit of CPU time."""
+        """Return why no text could be right; an empty text if one could, or if nobody knows."""
+        return ""
+
+    async def _all_at_once(self, calls: list[list[str]], question: Question) -> list[list[Score]]:
+        async def one(call: list[str]) -> list[Score]:
+            try:
+                async with asyncio.timeout(self._config.reward_timeout_s):
+                    return self._scores(await self._call(call, question), len(call))
+            except (Exception, SystemExit) as error:
+                return self._failed(error, len(call))
+
+        return await asyncio.gather(*map(one, calls))
+
+    def _call(self, texts: list[str], question: Question) -> Any:
+        return self._function(texts if self._is_batch else texts[0], question)
+
+    def _failed(self, error: BaseException, count: int) -> list[Score]:
+        if isinstance(error, TimeoutError):
+            return [timed_out(self._config)] * count
+        return [failed(self._config, f"{type(error).__name__}: {error}")] * count
+
+    def _scores(self, result: Any, count: int) -> list[Score]:
+        """Return the scores of the `count` texts of one call."""
+        if not self._is_batch:
+            return [_score(result)]
+        if not isinstance(result, Sequence) or len(result) != count:
+            raise TypeError(f"it returned {_shown(result)}; expected a list of {count} rewards")
+        return [_score(each) for each in result]
+
+
+def _score(result: Any) -> Score:
+    if not isinstance(result, Mapping):
+        return Score(_number(result, "it returned"), {}, "")
+    if REWARD not in result:
+        raise TypeError(f'it returned {_shown(result)}, which has no "{REWARD}"')
+    numbers = {str(name): _number(value, f'"{name}" is') for name, value in result.items()}
+    return Score(numbers.pop(REWARD), numbers, "")
+
+
+class BuiltIn(RewardFunction):
+    """A built-in verifier on the scale of a run.
+
+    A verifier gives credit from 0 to 1, and `Config.reward_wrong` and `reward_right` are the
+    rewards at its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless
+    `Config.reward_partial` asks for it: the scorers of reasoning_gym give 0.86 for one wrong letter
+    of seven, and 0.9999999999999998 for the right word with a letter too many, which rewards near
+    misses and padding.
+
+    The kernel ends the process at `VERIFIER_CPU_LIMIT_S` for a text or an answer.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(self._reward, config)
+        self._verifier = VERIFIERS[config.reward]()
+
+    def unverifiable(self, question: Question) -> str:
+        """Return the verifier's reason."""
         with _cpu_limit(VERIFIER_CPU_LIMIT_S):
             return self._verifier.unverifiable(question)
 
-    def _scaled(self, credit: float) -> Score:
+    def _reward(self, text: str, question: Question) -> dict[str, float]:
+        with _cpu_limit(VERIFIER_CPU_LIMIT_S):
+            credit = self._verifier.credit(text, question)
         accuracy = float(credit >= 1)
-        wrong, right = self._settings.wrong, self._settings.right
-        share = min(max(credit, 0.0), 1.0) if self._settings.partial else accuracy
-        return Score(wrong + share * (right - wrong), {ACCURACY: accuracy}, "")
+        wrong, right = self._config.reward_wrong, self._config.reward_right
+        share = min(max(credit, 0.0), 1.0) if self._config.reward_partial else accuracy
+        return {REWARD: wrong + share * (right - wrong), ACCURACY: accuracy}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
     """Have the kernel end this process if the body takes more CPU time.
 
@@ -88,3 +191,50 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def load(config: Config) -> RewardFunction:
+    """Import the reward, and use a verifier once, because a first use can take seconds.
+
+    Raises:
+        ImportError, OSError, SyntaxError, TypeError, or what else the import raises: a reward
+            function cannot be used.
+    """
+    if not is_own_function(config):
+        return BuiltIn(config)
+    place, _, name = config.reward.rpartition(":")
+    module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if not hasattr(module, name):
+        raise ImportError(f"{place} has no function {name}")
+    return RewardFunction(getattr(module, name), config)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    sys.path.insert(0, str(path.absolute().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a finite float.
+
+    Raises:
+        TypeError: the value is no number.
+        ValueError: it is not finite.
+    """
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} {_shown(value)}; expected a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}; expected a finite number")
+    return number
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]

@@ -19,13 +19,13 @@ It is printed before anything starts, and kept in the run's directory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import Tally
+from qurl_megatron.data.problems import Source
 from qurl_megatron.data.prompts import PromptSet
 
 BINS = 8
@@ -36,18 +36,18 @@ SHOWN_CHARACTERS = 2000  # of a prompt; the middle of a longer one is left out
 def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
     """Return the summary of a run's data, which ends with a line break."""
     read = [*prompts.train, *prompts.held_out]
-    uses = {"to train on": len(prompts.train), "held out": len(prompts.held_out)}
-    lines = source_lines("data", prompts.tallies["data"], read, uses)
+    uses = {"to train on": prompts.train, "held out": prompts.held_out}
+    lines = source_lines("data", prompts.sources["data"], uses)
     for name, file in prompts.files.items():
         field = f"evaluation.data.{name}"
-        lines += source_lines(field, prompts.tallies[field], file, {"to evaluate on": len(file)})
+        lines += source_lines(field, prompts.sources[field], {"to evaluate on": file})
     lines += length_lines([len(prompt.token_ids) for prompt in read])
     has_template = bool(getattr(tokenizer, "chat_template", None))
     lines.append(
         f"chat template: {'yes' if has_template else 'none, a prompt is the text of its question'}"
     )
     if config.system_prompt:
-        own = sum(tally.own_system_prompts for tally in prompts.tallies.values())
+        own = sum(source.own_system_prompts for source in prompts.sources.values())
         num_prompts = len(read) + sum(map(len, prompts.files.values()))
         lines.append(
             f"system_prompt: given to {num_prompts - own:,} prompts; {own:,} have their own"
@@ -58,24 +58,19 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def source_lines(
-    name: str, tally: Tally, prompts: Sequence[Prompt], uses: dict[str, int]
-) -> list[str]:
-    """Return what became of the entries of a source: its uses, what was dropped and why.
-
-    `prompts` are those that were kept, and `uses` says how many of them are for what.
-    """
-    dropped = sum(each.count for each in tally.dropped.values())
-    counts = [f"{count:,} {use}" for use, count in uses.items()]
+def source_lines(name: str, source: Source, uses: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    """Return what became of the entries of a source: its uses, what was dropped and why."""
+    dropped = sum(map(len, source.dropped.values()))
+    counts = [f"{len(prompts):,} {use}" for use, prompts in uses.items()]
     lines = [
-        f"{name}: {tally.source}",
-        f"  {tally.entries:,} entries: {', '.join(counts)}, {dropped:,} dropped",
+        f"{name}: {source.data}",
+        f"  {source.entries:,} entries: {', '.join(counts)}, {dropped:,} dropped",
     ]
-    for reason, each in tally.dropped.items():
-        where = f"; the first is {each.first}" if each.first else ""
-        lines.append(f"  dropped {each.count:,}: {reason}{where}")
-    lines += [f"  {note}" for note in tally.notes]
-    answers = Counter(prompt.question for prompt in prompts)
+    for reason, locations in source.dropped.items():
+        where = f"; the first is {locations[0]}" if locations[0] else ""
+        lines.append(f"  dropped {len(locations):,}: {reason}{where}")
+    lines += [f"  {note}" for note in source.notes]
+    answers = Counter(prompt.question for prompts in uses.values() for prompt in prompts)
     several = sum(count > 1 for count in answers.values())
     if several:
         lines.append(f"  questions with different answers, each kept as a problem: {several:,}")

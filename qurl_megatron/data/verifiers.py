@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, Protocol
 
-from qurl_megatron.data.dapo import TAIL_LENGTH, Dapo
+from qurl_megatron.algorithm.score import Question
 from qurl_megatron.data.deepscaler import DeepScaler
-from qurl_megatron.data.reward_types import Question
+
+TAIL_LENGTH = 300  # characters of a text that GSM8K's and DAPO's rules look at
 
 
 class Verifier(Protocol):
@@ -29,22 +30,21 @@ class Verifier(Protocol):
 
     def unverifiable(self, question: Question) -> str:
         """Return why no text could get credit of 1; an empty text if one could."""
-        ...
+        return ""
 
 
-class Exact:
+class Exact(Verifier):
     """The text is the answer, apart from surrounding whitespace."""
 
     def credit(self, text: str, question: Question) -> float:
         """Return 1 for the answer itself."""
         return float(text.strip() == question.answer.strip())
 
-    def unverifiable(self, question: Question) -> str:
-        """Return an empty text: every answer can be given back."""
-        return ""
+
+_NUMBER = "-?[0-9.]+"
 
 
-class Gsm8k:
+class Gsm8k(Verifier):
     """GSM8K as verl scores it, by the last 300 characters of a text.
 
     Strict: the number after the last "#### ", without its commas. Flexible: the last number, with
@@ -60,7 +60,7 @@ class Gsm8k:
 
     def unverifiable(self, question: Question) -> str:
         """Return a reason if the answer is not a number."""
-        if re.fullmatch(r"-?[0-9.]+", _gsm8k_answer(question.answer)):
+        if re.fullmatch(_NUMBER, _gsm8k_answer(question.answer)):
             return ""
         return f"the answer {_shown(question.answer)} is no number, which reward gsm8k compares"
 
@@ -76,7 +76,68 @@ def _gsm8k_answer(answer: str) -> str:
     return answer.rsplit("####", 1)[-1].strip().replace(",", "")
 
 
-class ReasoningGym:
+class Dapo(Verifier):
+    r"""DAPO's verifier: what follows the last "Answer:", in the normal form of Minerva.
+
+    Only the last 300 characters of a text count. Minerva's normal form (Lewkowycz et al., 2022,
+    Appendix D.1) takes what follows the last "=", and removes words, units and LaTeX around the
+    answer and the commas of whole numbers. The answer is then compared as text: 0.5 is not
+    \frac{1}{2}.
+
+    The reference is `verl/utils/reward_score/math_dapo.py`, which DAPO was trained with. It rewards
+    1 and -1; `Config.reward_wrong` has the second.
+    """
+
+    def credit(self, text: str, question: Question) -> float:
+        """Return 1 if the text ends with the answer behind "Answer:"."""
+        found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-TAIL_LENGTH:])
+        # Without an answer the reference compares the text "[INVALID]".
+        candidate = found[-1] if found else "[INVALID]"
+        return float(minerva_normal_form(candidate) == minerva_normal_form(question.answer))
+
+
+_REPLACED = (  # in this order
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_REMOVED = (  # in this order; spaces are gone by then
+    *"square ways integers dollars mph inches hours km units \\ldots sue points feet".split(),
+    *"minutes digits cents degrees cm gm pounds meters meals edges students".split(),
+    *"childrentickets multiples \\text{s} \\text{.}".split(),
+    "\\text{\ns}",
+    *"\\text{}^2 \\text{}^3".split(),
+    "\\text{\n}",
+    *'\\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'.split(),
+)
+
+
+def minerva_normal_form(answer: str) -> str:
+    """Return an answer in Minerva's normal form."""
+    text = answer.split("=")[-1]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)
+    for command in ("text", "textbf", "overline"):
+        text = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", text)
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    if text.replace(",", "").isdigit():
+        text = text.replace(",", "")
+    return text.strip()
+
+
+class ReasoningGym(Verifier):
     """The library's scorer of a problem's task, for the last <answer> of a text or all of it."""
 
     def __init__(self) -> None:
@@ -125,7 +186,7 @@ def reasoning_gym_tasks() -> Mapping[str, tuple[type, type]]:
     return reasoning_gym.factory.DATASETS
 
 
-class Math:
+class Math(Verifier):
     r"""math-verify, as verl calls it: the right answer is read as LaTeX only, a text as either.
 
     The right answer is put into \boxed{}, unless it is a sentence with its own \boxed{} or $...$.
@@ -208,16 +269,14 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
 def is_plain(reward: str, answer: str) -> bool:
     """Return whether a completion could be right for sure, so that no verifier need look at it.
 
-    Every verifier of mathematics reads a plain number. math-verify takes milliseconds to read
-    LaTeX, so its most common forms are recognized here. Some verifiers compare any text.
+    math-verify takes milliseconds to read LaTeX, so its most common forms are recognized here. Some
+    verifiers compare any text.
     """
-    if reward == "deepscaler":
-        return "\\boxed" not in answer
-    if reward in ("math", "gsm8k", "gsm8k_flexible"):
-        answer = answer.rpartition("####")[2].strip()
-        is_number = re.fullmatch(r"-?[0-9][0-9,]*(\.[0-9]+)?", answer) is not None
-        return is_number or (reward == "math" and _is_simple_latex(answer))
-    return reward != "reasoning_gym"
+    if reward == "math":
+        return _is_simple_latex(answer.rpartition("####")[2].strip())
+    if reward in ("gsm8k", "gsm8k_flexible"):
+        return re.fullmatch(_NUMBER, _gsm8k_answer(answer)) is not None
+    return reward != "reasoning_gym" and (reward != "deepscaler" or "\\boxed" not in answer)
 
 
 # Possessive quantifiers (++): a long number is read once, and not in every way it can be divided.

@@ -26,9 +26,9 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_lengths, validate_server
-from qurl_megatron.data.problems import Fields, Tally, find_unverifiable, read_problems
-from qurl_megatron.data.prompts import tokenize, without_unverifiable
-from qurl_megatron.data.reward_function import absolute
+from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
+from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.data.summary import source_lines
 from qurl_megatron.evaluation.avg_at_k import Average, EvalConfig, averages, measure, write_answers
@@ -185,23 +185,17 @@ def _hugging_face_directory(model: Path, scratch: Path) -> Path:
 
 def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
     """Return the prompts of each data file, and print how many there are and what was dropped."""
-    tallies = {data: Tally(data) for data in config.data}
     fields = Fields(config.question_key, config.answer_key)
-    problems = {
-        data: read_problems(data, {}, seed=config.seed, fields=fields, tally=tally)
-        for data, tally in tallies.items()
+    sources = {
+        data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data
     }
-    reasons = find_unverifiable(problems, reward)
+    keep_verifiable(sources, reward)
     prompts = {}
-    for data, tally in tallies.items():
+    for data, source in sources.items():
         prompts[data] = tokenize(
-            without_unverifiable(problems[data], reasons[data], reward.reward, tally, drop=False),
-            tokenizer,
-            config.max_prompt_length,
-            system_prompt=config.system_prompt,
+            source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
         )
-        uses = {"to evaluate on": len(prompts[data])}
-        for line in source_lines("data", tally, prompts[data], uses):
+        for line in source_lines("data", source, {"to evaluate on": prompts[data]}):
             print(line, flush=True)
     return prompts
 

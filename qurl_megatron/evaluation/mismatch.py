@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
-from qurl_megatron.data.problems import Fields, Tally, read_problems
+from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.evaluation.attribution import (
     EDGES,
@@ -82,14 +82,11 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
             f"--max-response {options.max_response_length}: the model has "
             f"{architecture.max_position_embeddings} positions, for prompt and response"
         )
-    tally = Tally(options.data)
-    fields = Fields("", "", required=False)
     prompts = tokenize(
-        read_problems(options.data, {}, seed=options.seed, fields=fields, tally=tally),
+        read_problems(options.data, {}, seed=options.seed),
         load_tokenizer(options.model),
         min(longest_prompt, Config().rollout.max_prompt_length),
         overlong="drop",
-        tally=tally,
     )[: options.prompts]
     if len(prompts) < 4:
         raise ConfigError(
