@@ -1,7 +1,7 @@
 """Time a publish from learner to server on one GPU: `python -m benchmarks.gpu.publish`.
 
 It times a complete `Publisher.publish` by format: pause, quantize, send, load, compare the checksum
-of every tensor, resume. The weights are those of `policy.RandomPolicy`, on the server's GPU. NCCL
+of every tensor, resume. The weights are those of `benchmarks/shards.py`, on the server's GPU. NCCL
 does not connect two processes on one GPU. So the server reads the learner's buckets in place
 ("shared_memory"), or gloo sends them through host memory, which is what training does.
 
@@ -19,6 +19,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.gpu import policy, record, timing
+from benchmarks.shards import random_learner
 from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
@@ -100,7 +101,7 @@ def measure(
     server = ServerConfig(max_total_tokens=4096, max_running_requests=2, mem_fraction_static=0.92)
     log = results.log_dir / f"publish_{shape}_{weight_format}.log"
     with policy.run_server(shape, weight_format, server, 1024, log) as (running, architecture):
-        learner = policy.random_learner(architecture)
+        learner = random_learner(architecture)
         for key, carrier in carriers.items():
             fleet = Fleet("rollout", {0: running})
             publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, carrier)

@@ -20,7 +20,7 @@ from benchmarks.study.policy import (
     new_parameters,
 )
 from benchmarks.study.rivals import RIVALS, rival_loss
-from benchmarks.study.tasks import Bandit, Chain, Task
+from benchmarks.study.tasks import Bandit, Chain
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -33,7 +33,6 @@ from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqCon
 from qurl_megatron.quantization import quantize, uaq
 
 PROMPTS, COMPLETIONS = 16, 8  # per step and seed
-EVALUATIONS = 10  # per arm, equally spaced
 
 Gap = Literal["none", "fp8", "int8", "int4", "int4x2"]
 ENGINES: dict[Gap, Engine | None] = {
@@ -75,7 +74,6 @@ class Outcome:
     before: list[float]  # score of the full-precision policy before training
     after: list[float]
     after_quantized: list[float]  # score of the engine's copy after training
-    curve: list[float]  # mean score over seeds, at equal distances
     stats: dict[str, float] = field(default_factory=dict)  # means over steps, seeds and tokens
     seconds: float = 0.0
 
@@ -83,7 +81,7 @@ class Outcome:
 def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     """Train `seeds` policies for `steps` steps and return what was measured."""
     began = time.monotonic()
-    task = make_task(arm)
+    task = Chain(arm.length) if arm.task == "chain" else Bandit()
     nearest = ENGINES[arm.gap]
     engine = nearest
     if nearest is not None and arm.rounding == "stochastic":
@@ -103,10 +101,10 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         with torch.no_grad():
             return task.score(logprob_table(parameters, of))
 
-    before, curve = score(None), []
+    before = score(None)
     totals: dict[str, float] = {}
     codes, flips = codes_of(parameters, nearest), []
-    for step in range(steps):
+    for _ in range(steps):
         with torch.no_grad():
             behind.append(logprob_table(parameters, engine))
             proximal_table = logprob_table(parameters, learner_engine)
@@ -145,13 +143,10 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         if nearest is not None:
             last, codes = codes, codes_of(parameters, nearest)
             flips.append(quantize.code_flips(last, codes).item() / codes.numel())
-        if (step + 1) * EVALUATIONS % steps < EVALUATIONS:
-            curve.append(score(None).mean().item())
     return Outcome(
         before=before.tolist(),
         after=score(None).tolist(),
         after_quantized=score(engine).tolist(),
-        curve=curve,
         stats={
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
@@ -159,10 +154,6 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         },
         seconds=time.monotonic() - began,
     )
-
-
-def make_task(arm: Arm) -> Task:
-    return Chain(arm.length) if arm.task == "chain" else Bandit()
 
 
 _starts: dict[tuple[Any, ...], Parameters] = {}
