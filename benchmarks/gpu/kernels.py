@@ -80,7 +80,6 @@ def measure_quantize(
     sources = [torch.ones(moved_bytes // 2, dtype=torch.uint8, device=first.device) for _ in inputs]
     targets = [torch.empty_like(source) for source in sources]
     hashes = hash_codes(outputs[0], 0, 0)
-
     passes: dict[str, Callable[[int], object]] = {
         "kernel": lambda turn: run_kernel(
             inputs[turn % count], outputs[turn % count], weight_format, None

@@ -16,8 +16,7 @@ import time
 from statistics import median
 from typing import Any, get_args
 
-import torch
-
+from benchmarks import machine
 from benchmarks.gpu import policy, record, timing
 from benchmarks.shards import random_learner
 from qurl_megatron import device
@@ -68,11 +67,11 @@ def main() -> None:
 def compare_with_goals(shape: str, carrier: str, results: record.Record) -> dict[str, Any]:
     """Return each quantized format's publish time relative to BF16 and to the floor."""
     rows = {f: results.rows[f"{shape} {f} {carrier}"] for f in FORMATS}
-    bf16_s = rows["bf16"]["publish_s"]["median"]
+    bf16_s = rows["bf16"]["publish_s"]["median_s"]
     ratios: dict[str, Any] = {}
     for weight_format in FORMATS[1:]:
         row = rows[weight_format]
-        ratios[f"{weight_format}_over_bf16"] = row["publish_s"]["median"] / bf16_s
+        ratios[f"{weight_format}_over_bf16"] = row["publish_s"]["median_s"] / bf16_s
         ratios[f"{weight_format}_over_floor"] = row["over_floor"]
     slowest = max(rows[weight_format]["over_floor"] for weight_format in FORMATS[1:])
     faster = all(ratios[f"{weight_format}_over_bf16"] < 1 for weight_format in FORMATS[1:])
@@ -120,10 +119,8 @@ def measure_publish(
     """Return times in seconds, sizes in bytes and the floor of `repetitions` publishes."""
     publisher.publish()  # warm-up: compiles kernels and allocates memory
     timing.wait_for_device()
-    on_gpu = device.accelerator() == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    machine.reset_peak()
+    before = machine.held_bytes()
     publish_s, convert_s = [], []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -133,15 +130,16 @@ def measure_publish(
         convert_s.append(convert_once(learner, weight_format))
     weights = sum(shard.numel() for *_, shard in learner.shards())
     floor_bytes = 2 * weights + 3 * published.sent_bytes
-    floor_s = floor_bytes / timing.copy_bandwidth(COPY_BYTES if on_gpu else 2**20)
+    copied_bytes = COPY_BYTES if device.accelerator() == "cuda" else 2**20
+    floor_s = floor_bytes / timing.copy_bandwidth(copied_bytes)
     return {
         "weights": weights,
         "sent_bytes": published.sent_bytes,
-        "publish_s": spread(publish_s),
-        "convert_s": spread(convert_s),
+        "publish_s": timing.summary(publish_s),
+        "convert_s": timing.summary(convert_s),
         "floor_s": floor_s,
         "over_floor": median(publish_s) / floor_s,
-        "extra_memory_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
+        "extra_memory_bytes": machine.peak_bytes() - before,
     }
 
 
@@ -152,10 +150,6 @@ def convert_once(learner: Learner, weight_format: WeightFormat) -> float:
     converter.convert(lambda bucket: None)
     timing.wait_for_device()
     return time.perf_counter() - start
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    return {"median": median(seconds), "least": min(seconds), "most": max(seconds)}
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -86,9 +87,8 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     engine = nearest
     if nearest is not None and arm.rounding == "stochastic":
         engine = replace(nearest, dither=torch.Generator().manual_seed(3))
-    parameters = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
-    for parameter in parameters.values():
-        parameter.requires_grad_()
+    begun = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
+    parameters = {name: parameter.clone().requires_grad_() for name, parameter in begun.items()}
     round_masters(parameters, arm.masters)
     settings = OptimizerConfig(learning_rate=arm.learning_rate)
     optimizer = make_optimizer(parameters, settings, arm)
@@ -156,21 +156,14 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     )
 
 
-_starts: dict[tuple[Any, ...], Parameters] = {}
+@functools.cache
+def start(task: str, length: int, seeds: int) -> Parameters:
+    """Return the policies that training begins with, which are not to be changed.
 
-
-def start(task: str, length: int, seeds: int, score: float = 0.3) -> Parameters:
-    """Return the policies that training begins with.
-
-    Those of a chain were shown right steps until they score at least `score`, each seed for itself.
+    Those of a chain were shown right steps until they score at least 30 %, each seed for itself.
     """
-    key = (task, length, seeds)
-    if key not in _starts:
-        parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
-        _starts[key] = (
-            warmed_up(parameters, Chain(length), score) if task == "chain" else parameters
-        )
-    return {name: parameter.clone() for name, parameter in _starts[key].items()}
+    parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
+    return warmed_up(parameters, Chain(length), 0.3) if task == "chain" else parameters
 
 
 def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:
