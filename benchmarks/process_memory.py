@@ -64,7 +64,8 @@ def growth_of(history: Sequence[tuple[int, int]]) -> Growth | None:
     middles = [fmean(publish for publish, _ in block) for block in blocks]
     floors = [min(used for _, used in block) for block in blocks]
     line = stats.linregress(middles, floors)
-    reach = stats.t.ppf(0.975, len(blocks) - 2) * line.stderr
+    error = line.stderr if len(set(floors)) > 1 else 0.0  # scipy finds none for equal values
+    reach = stats.t.ppf(0.975, len(blocks) - 2) * error
     return Growth(
         publishes=middles[-1] - middles[0],
         used=floors[-1],

@@ -23,6 +23,11 @@ def test_a_line_is_fitted_to_the_later_half_of_a_life() -> None:
     assert growth_of(history[:4]) is None
 
 
+def test_a_process_that_always_uses_the_same_is_flat() -> None:
+    growth = growth_of([(publish, 600 * MIB) for publish in range(1000)])
+    assert growth is not None and growth.verdict == "flat"
+
+
 @pytest.mark.parametrize(
     ("publishes", "kilobytes", "verdict"),
     [
