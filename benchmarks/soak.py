@@ -172,7 +172,7 @@ class Faults:
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Exchange two names in a bucket's description within this context, if it is time to."""
+        """Within this context, exchange two names in a bucket for the server whose turn it is."""
         original = ServerControl.update_weights
 
         def update_weights(
