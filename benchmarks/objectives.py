@@ -1,4 +1,4 @@
-"""Compare what each objective learns from the same start: `python benchmarks/objectives.py`.
+"""Compare what each objective learns from the same start: `python -m benchmarks.objectives`.
 
 All arms of a seed start from the same warmed-up model. Each arm is one complete `qurl train
 quickstart` with its own objective, weight format and UAQ scale. The arms compare truncated
@@ -17,33 +17,29 @@ BF16 rollouts and with the uncorrected objectives.
                    learner compares with its own, or replays
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
-skips the runs that have figures and resumes the runs that were interrupted; `--runs 1` ends after
-one. Once no run is missing it prints a table, and writes a report that overlays the runs of the
-first seed whose run directories all still exist.
+skips the runs that have figures and resumes the runs that were interrupted. Then it prints a table.
+`qurl report` overlays the runs themselves.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
-from importlib.metadata import version
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from threading import Lock
+from typing import Any
 
+from benchmarks import machine
+from benchmarks.runs import complete_run
 from qurl_megatron.files import read_json_lines, write_whole
 
-QURL = Path(sys.executable).with_name("qurl")
 RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
 STEPS = 50
 DIGITS = 64
@@ -116,129 +112,97 @@ ONE_RANK = ["learner.tensor_parallel_size=1", "learner.expert_parallel_size=1"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
-    parser.add_argument("--runs", type=int, help="end after so many of the missing runs")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
     arguments = parser.parse_args()
     setting = SETTINGS[arguments.setting]
-    results = Results(arguments.setting)
     output_dir = arguments.output_dir.absolute()
-
+    rows = read_rows(arguments.setting)
     missing = [
-        (seed, name)
+        (name, seed)
         for seed in arguments.seeds
         for name in setting.arms
-        if not results.has(name, seed)
+        if (name, seed) not in rows
     ]
-    chosen = missing[: arguments.runs]
 
-    def run_arm(key: tuple[int, str]) -> None:
-        seed, name = key
-        run_dir = run_directory(output_dir, arguments.setting, name, seed)
+    def run_arm(key: tuple[str, int]) -> None:
+        name, seed = key
         start = start_directory(output_dir, setting, seed) / "final_model"
-        words = [*recipe(output_dir, setting), *overrides(setting, name, seed)]
-        complete_run(run_dir, [*words, f"model={start}"])
-        results.add(name, seed, summarize(run_dir))
+        words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
+        run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
+        rows[key] = summarize(*complete_run(run_dir, words))
+        add_row(arguments.setting, name, seed, rows[key])
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        seeds = sorted({seed for seed, _ in chosen})
+        seeds = sorted({seed for _, seed in missing})
         list(pool.map(lambda seed: make_start(output_dir, setting, seed), seeds))
-        list(pool.map(run_arm, chosen))
-    if chosen != missing:
-        print(f"{len(missing) - len(chosen)} runs are missing", flush=True)
-        return
-    results.show(list(setting.arms), arguments.seeds)
-    for seed in arguments.seeds:
-        run_dirs = [
-            run_directory(output_dir, arguments.setting, name, seed) for name in setting.arms
-        ]
-        if all(run_dir.exists() for run_dir in run_dirs):
-            page = output_dir / f"{arguments.setting}.html"
-            subprocess.run([QURL, "report", *run_dirs, "--output", page], check=True)
-            break
+        list(pool.map(run_arm, missing))
+    show(rows, list(setting.arms), arguments.seeds)
 
 
-def run_directory(output_dir: Path, setting: str, name: str, seed: int) -> Path:
-    return output_dir / f"{setting}-{name.replace(' ', '-')}-{seed}"
+def read_rows(setting: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the recorded runs of a setting, by arm and seed."""
+    lines = [line for line in read_json_lines(RESULTS) if line["setting"] == setting]
+    return {(line["arm"], line["seed"]): line for line in lines}
 
 
-class Results:
-    """The runs of one setting in the file of results, one per line."""
+def add_row(setting: str, name: str, seed: int, row: dict[str, Any]) -> None:
+    """Append a run to the file of results."""
+    line = {
+        "setting": setting,
+        "arm": name,
+        "seed": seed,
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        **machine.package_versions(("torch", "sglang", "megatron-core")),
+        **row,
+    }
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"{name}, seed {seed}: {row['held_out_accuracy']:.1%}", flush=True)
 
-    def __init__(self, setting: str) -> None:
-        self._setting = setting
-        self._lock = Lock()
-        self._runs = {
-            (line["arm"], line["seed"]): line
-            for line in read_json_lines(RESULTS)
-            if line["setting"] == setting
-        }
 
-    def has(self, name: str, seed: int) -> bool:
-        return (name, seed) in self._runs
+def show(rows: dict[tuple[str, int], dict[str, Any]], arms: list[str], seeds: list[int]) -> None:
+    """Print a Markdown table of all arms.
 
-    def add(self, name: str, seed: int, row: dict[str, float]) -> None:
-        line = {
-            "setting": self._setting,
-            "arm": name,
-            "seed": seed,
-            "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "python": platform.python_version(),
-            **{package: version(package) for package in ("torch", "sglang", "megatron-core")},
-            **row,
-        }
-        with self._lock:
-            self._runs[name, seed] = line
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{name}, seed {seed}: {row['held_out_accuracy']:.1%}", flush=True)
+    The gain is the mean difference to the first arm's run of the same seed.
+    """
 
-    def show(self, arms: list[str], seeds: list[int]) -> None:
-        """Print a Markdown table of all arms.
+    def column(name: str, metric: str) -> list[float]:
+        return [rows[name, seed][metric] for seed in seeds]
 
-        The gain is the mean difference to the first arm's run of the same seed.
-        """
+    def mean_and_error(values: list[float]) -> str:
+        error = f" ± {stdev(values) / sqrt(len(values)):.1f}" if len(values) > 1 else ""
+        return f"{fmean(values):.1f}{error}"
 
-        def column(name: str, metric: str) -> list[float]:
-            return [self._runs[name, seed][metric] for seed in seeds]
-
-        def mean_and_error(values: list[float]) -> str:
-            error = f" ± {stdev(values) / sqrt(len(values)):.1f}" if len(values) > 1 else ""
-            return f"{fmean(values):.1f}{error}"
-
-        baseline = column(arms[0], "held_out_accuracy")
-        print(
-            f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
-            "| fewest steps | collapsed | KL k3 | max ratio | above C | clipped | widened "
-            "| other experts |"
+    baseline = column(arms[0], "held_out_accuracy")
+    print(
+        f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
+        "| KL k3 | max ratio | above C | clipped | widened | other experts |"
+    )
+    print(f"|{'---|' * 10}")
+    for name in arms:
+        changed = "routing_changed_fraction"
+        knows_experts = all(changed in rows[name, seed] for seed in seeds)
+        after = column(name, "held_out_accuracy")
+        gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
+        cells = (
+            name,
+            ", ".join(f"{value:.1%}"[:-1] for value in after),
+            mean_and_error([100 * value for value in after]),
+            mean_and_error(gains) if name != arms[0] else "",
+            f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
+            f"{max(column(name, 'ratio_proximal_behaviour_max')):.1f}",
+            f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
+            f"{fmean(column(name, 'clip_fraction')):.2%}",
+            f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
+            f"{fmean(column(name, changed)):.2%}" if knows_experts else "",
         )
-        print(f"|{'---|' * 12}")
-        for name in arms:
-            changed = "routing_changed_fraction"
-            knows_experts = all(changed in self._runs[name, seed] for seed in seeds)
-            after = column(name, "held_out_accuracy")
-            gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
-            cells = (
-                name,
-                ", ".join(f"{value:.1%}"[:-1] for value in after),
-                mean_and_error([100 * value for value in after]),
-                mean_and_error(gains) if name != arms[0] else "",
-                f"{min(column(name, 'steps')):.0f}",
-                f"{sum(column(name, 'collapsed')):.0f} of {len(seeds)}",
-                f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
-                f"{max(column(name, 'ratio_proximal_behaviour_max')):.1f}",
-                f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
-                f"{fmean(column(name, 'clip_fraction')):.2%}",
-                f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
-                f"{fmean(column(name, changed)):.2%}" if knows_experts else "",
-            )
-            print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} |")
 
 
 def start_directory(output_dir: Path, setting: Setting, seed: int) -> Path:
@@ -289,37 +253,8 @@ def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
     complete_run(directory, [*recipe(output_dir, setting), *words])
 
 
-def complete_run(run_dir: Path, words: list[str]) -> None:
-    """Start a run with `words` after `qurl train`, or resume it, and wait for its end.
-
-    Return at once if it has a summary.
-
-    Raises:
-        RuntimeError: the run failed; the message names its log file.
-    """
-    if (run_dir / "summary.json").exists():
-        return
-    command: list[str | Path] = [QURL, "resume", run_dir]
-    if not run_dir.exists():
-        location = [f"name={run_dir.name}", f"output_dir={run_dir.parent}"]
-        command = [QURL, "train", *words, *location]
-    log = run_dir.parent / f"{run_dir.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as output:
-        process = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
-    if process.returncode:
-        raise RuntimeError(
-            f"{' '.join(map(str, command))} exited with {process.returncode}; see {log}"
-        )
-
-
-def summarize(run_dir: Path) -> dict[str, float]:
-    """Return the figures of a finished run.
-
-    The figures that `means` names are means over the last tenth of the steps.
-    """
-    summary = json.loads((run_dir / "summary.json").read_text())
-    steps = read_json_lines(run_dir / "metrics.jsonl")
+def summarize(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a finished run; `means` are over the last tenth of its steps."""
     late = steps[-max(1, len(steps) // 10) :]
     means = (
         "reward_mean",
@@ -334,7 +269,6 @@ def summarize(run_dir: Path) -> dict[str, float]:
         "held_out_accuracy_before": summary["held_out_accuracy_before"],
         "held_out_accuracy": summary["held_out_accuracy_after"],
         "steps": len(steps),
-        "collapsed": collapsed([step["reward_mean"] for step in steps]),
         "ratio_proximal_behaviour_max": max(step["ratio_proximal_behaviour_max"] for step in steps),
         **{
             metric: fmean(step[metric] for step in late)
@@ -342,14 +276,6 @@ def summarize(run_dir: Path) -> dict[str, float]:
             if late[0][metric] is not None
         },
     }
-
-
-def collapsed(rewards: list[float]) -> bool:
-    """Check whether the reward ended below half of its best; both are means of a tenth of a run."""
-    tenth = max(1, len(rewards) // 10)
-    starts = range(0, len(rewards) - tenth + 1, tenth)
-    means = [fmean(rewards[start : start + tenth]) for start in starts]
-    return means[-1] < max(means) / 2
 
 
 if __name__ == "__main__":

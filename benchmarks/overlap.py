@@ -1,9 +1,9 @@
-"""Where the tail of long responses is hidden: `python benchmarks/overlap.py`.
+"""Where the tail of long responses is hidden: `python -m benchmarks.overlap`.
 
 Plans Qwen2.5-32B on 64 H100s with lognormal response lengths, synchronous and with
-`rollout.max_staleness` of 1, 2 and 4: the time of a step as `qurl plan` estimates it, and as a
-simulation of every sequence on every server finds it (median and range over seeds). First in one
-layout, then in the fastest layout of each, which shows how the GPUs are best split.
+`rollout.max_staleness` of 1, 2 and 4, in the layout that is fastest when synchronous. It prints the
+time of a step as `qurl plan` estimates it, and as a simulation of every sequence on every server
+finds it (median and range over seeds).
 
 Everything is arithmetic on the constants of `planning/step_time.py`; nothing is measured.
 """
@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-import statistics
 from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks import machine
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.step_time import Workload
@@ -42,7 +42,7 @@ class SimulatedServer:
         self._token_s = token_s
         self._slots = slots
         self._waiting: deque[tuple[int, int]] = deque()  # batch and tokens of a sequence
-        self._running: list[tuple[float, float, int]] = []  # clock at the end and start, batch
+        self.running: list[tuple[float, float, int]] = []  # clock at the end and start, batch
         self._clock = 0.0  # tokens that a sequence which always ran has decoded
         self._sum_of_starts = 0.0
         self._unfinished: Counter[int] = Counter()  # sequences by batch
@@ -51,15 +51,8 @@ class SimulatedServer:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._waiting) + len(self._running)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def mean_age(self) -> float:
-        return self._clock - self._sum_of_starts / len(self._running) if self._running else 0.0
+        """The sequences that it decodes or will decode."""
+        return len(self._waiting) + len(self.running)
 
     def add(self, batch: int, tokens: int) -> None:
         self._waiting.append((batch, tokens))
@@ -78,12 +71,13 @@ class SimulatedServer:
 
     def _decode(self, time_s: float) -> None:
         """Decode until a sequence ends, but at most `CHUNK` tokens and until `time_s`."""
-        while self._waiting and len(self._running) < self._slots:
+        while self._waiting and len(self.running) < self._slots:
             batch, tokens = self._waiting.popleft()
-            heapq.heappush(self._running, (self._clock + tokens, self._clock, batch))
+            heapq.heappush(self.running, (self._clock + tokens, self._clock, batch))
             self._sum_of_starts += self._clock
-        token_s = self._token_s(len(self._running), self.mean_age)
-        end, start, batch = self._running[0]
+        mean_age = self._clock - self._sum_of_starts / len(self.running)
+        token_s = self._token_s(len(self.running), mean_age)
+        end, start, batch = self.running[0]
         tokens_left = min(end - self._clock, CHUNK)
         if self.now_s + tokens_left * token_s > time_s:
             self._clock += (time_s - self.now_s) / token_s
@@ -92,19 +86,21 @@ class SimulatedServer:
         self.now_s += tokens_left * token_s
         self._clock += tokens_left
         if end - self._clock < 1e-6:
-            heapq.heappop(self._running)
+            heapq.heappop(self.running)
             self._sum_of_starts -= start
             self._unfinished[batch] -= 1
             self._finished_s[batch] = self.now_s
 
 
-def simulate(planned: plan.Plan, seed: int) -> float:
+def simulate(planned: plan.Plan, workload: Workload, seed: int) -> float:
     """Return the mean seconds of a step, without the first steps, in which the pipeline fills."""
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
     generator = np.random.default_rng(seed)
     learner_s = sum(time_s for phase, time_s in planned.step_s.items() if phase != "rollout")
-    load = planned.load
-    servers = [SimulatedServer(load.token_s, load.slots) for _ in range(rollout.servers)]
+    load = plan.server_load(
+        MODEL, planned.config, planned.servers, planned.slots, workload, planned.publish.time_s
+    )
+    servers = [SimulatedServer(load.token_s, planned.slots) for _ in range(planned.servers)]
 
     def issue(batch: int) -> None:
         for _ in range(rollout.prompts_per_step):
@@ -122,68 +118,48 @@ def simulate(planned: plan.Plan, seed: int) -> float:
         published_s.append(max(published_s[-1], finished_s) + learner_s)
         for server in servers:
             server.decode_until(published_s[-1])
-            server.now_s += load.pause_s(server.num_running)
+            server.now_s += load.pause_s(len(server.running))
         issue(batch + max_staleness + 1)
     first = SIMULATED_STEPS // 3
     return (published_s[-1] - published_s[first]) / (SIMULATED_STEPS - first)
 
 
-def fastest(max_staleness: int, workload: Workload) -> plan.Plan:
-    """Return the plan with the shortest step over all layouts."""
-    config = with_overrides(study("", GPUS, "int8"), [f"rollout.max_staleness={max_staleness}"])
-    found = plan.suggest(MODEL, config, GPUS, workload=workload)
-    assert found is not None
-    return found
-
-
 def describe(planned: plan.Plan) -> str:
-    """Return the layout, as learner TP x PP x CP x DP + servers x TP."""
+    """Return the layout: learner TP x PP x CP x DP, recomputation, then servers x TP."""
     learner, server = planned.config.learner, planned.config.rollout.server
-    return (
-        f"{learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
-        f"{learner.context_parallel_size} x {learner.data_parallel_size} + "
-        f"{planned.config.rollout.servers} x {server.tensor_parallel_size}"
-    )
-
-
-def print_splits(workload: Workload) -> None:
-    """Print the fastest layout of every staleness, and its time with other stalenesses."""
-    print(f"   {'staleness':>9}  {'layout':24} {'planned':>8} {'simulated':>16}  limited by")
-    for max_staleness in STALENESS:
-        planned = fastest(max_staleness, workload)
-        print_row(planned)
-    print()
-
-
-def print_row(planned: plan.Plan) -> None:
-    simulated = [simulate(planned, seed) for seed in range(SEEDS)]
-    limit = planned.asynchronous.limit if planned.asynchronous else "everything in turn"
-    spread = f"{statistics.median(simulated):.1f} [{min(simulated):.1f}, {max(simulated):.1f}]"
-    print(
-        f"   {planned.config.rollout.max_staleness:9}  {describe(planned):24} "
-        f"{planned.total_s:8.1f} {spread:>22}  {limit}",
-        flush=True,
-    )
-
-
-def print_one_layout(workload: Workload) -> None:
-    """Print every staleness in the layout that is fastest when synchronous."""
-    layout = fastest(0, workload).config
-    for max_staleness in STALENESS:
-        config = with_overrides(layout, [f"rollout.max_staleness={max_staleness}"])
-        print_row(plan.plan(MODEL, config, GPUS, workload=workload))
-    print()
+    sizes = [learner.tensor_parallel_size, learner.pipeline_parallel_size]
+    sizes += [learner.context_parallel_size, learner.data_parallel_size]
+    words = [" x ".join(map(str, sizes))]
+    if learner.recompute:
+        layers = learner.recompute_layers
+        words.append(learner.recompute + (f" of {layers} layers" if layers else ""))
+    if learner.offload_optimizer:
+        words.append("offloaded")
+    return f"{', '.join(words)} + {planned.servers} x {server.tensor_parallel_size}"
 
 
 def main() -> None:
+    machine.parser(__doc__).parse_args()
     print(f"Qwen2.5-32B in INT8, {GPUS} H100s, 256 x 8 responses of up to 8192 tokens\n")
     for log_deviation in LOG_DEVIATIONS:
         workload = dataclasses.replace(WORKLOAD, log_deviation=log_deviation)
+        layout = plan.suggest(MODEL, study("", GPUS, "int8"), GPUS, workload=workload)
+        assert layout is not None
         print(f"lognormal lengths, mean {workload.mean_response}, deviation {log_deviation}")
-        print("   in the layout that is fastest when synchronous")
-        print_one_layout(workload)
-        print("   in the fastest layout of each")
-        print_splits(workload)
+        print(f"   {'staleness':>9}  {'planned':>8} {'simulated':>22}  limited by")
+        for max_staleness in STALENESS:
+            words = [f"rollout.max_staleness={max_staleness}"]
+            planned = plan.plan(
+                MODEL, with_overrides(layout.config, words), GPUS, workload=workload
+            )
+            simulated = [simulate(planned, workload, seed) for seed in range(SEEDS)]
+            limit = planned.asynchronous.limit if planned.asynchronous else "everything in turn"
+            print(
+                f"   {max_staleness:9}  {planned.total_s:8.1f} "
+                f"{machine.spread(simulated, '.1f'):>22}  {limit}",
+                flush=True,
+            )
+        print(f"   layout: {describe(layout)}\n")
 
 
 if __name__ == "__main__":

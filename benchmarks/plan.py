@@ -1,41 +1,29 @@
-"""Measure the errors of `qurl plan`: `python benchmarks/plan.py`.
+"""Measure the errors of `qurl plan`'s times: `python -m benchmarks.plan`.
 
-1. Memory: what real learners allocate on this machine, compared with their plan. They are tiny
-   models and one layer of Qwen2.5-32B's width, on one and two ranks over gloo. The wide layer needs
-   16 GB of free memory.
-2. Decode constants of `planning/step_time.py`, fitted again to the latencies they come from.
-3. Published times and ratios that no constant was fitted to, with their sources. Settings that a
+1. Decode constants of `planning/step_time.py`, fitted again to the latencies they come from.
+2. Published times and ratios that no constant was fitted to, with their sources. Settings that a
    source leaves out are stated beside the figure.
+
+`tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
-import platform
-import sys
-import tempfile
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from scipy.optimize import least_squares
 
-REPOSITORY = Path(__file__).parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))  # real learners and models to measure
-
-from distributed import run_ranks  # noqa: E402
-from learner_memory import allocated  # noqa: E402
-from qurl_megatron.config.overrides import with_overrides  # noqa: E402
-from qurl_megatron.config.schema import Config, LearnerConfig  # noqa: E402
-from qurl_megatron.model.architecture import Architecture  # noqa: E402
-from qurl_megatron.planning import memory, step_time  # noqa: E402
-from qurl_megatron.planning.publish_time import plan_publish  # noqa: E402
-from qurl_megatron.planning.rollout_time import rollout_s, server_load  # noqa: E402
-from qurl_megatron.planning.step_time import Workload  # noqa: E402
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study  # noqa: E402
-from tiny import build_tiny_model  # noqa: E402
+from benchmarks import machine
+from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning import memory, step_time
+from qurl_megatron.planning.publish_time import plan_publish
+from qurl_megatron.planning.step_time import Workload
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 
@@ -57,7 +45,7 @@ LLAMA_70B = _variant(QWEN2_32B, 80, 8192, 28672, 64, 8, 128, 128256, family="lla
 # H100 with vLLM 0.30. Source: github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at
 # 93e4887, decode-128-1024, balanced-2048-2048 and longctx-8192-512. The mean context is the prompt
 # and half of the output. With more sequences than these, not all of them ran at once.
-FITTED: list[tuple[str, int, dict[int, float]]] = [
+FITTED: list[tuple[WeightFormat, int, dict[int, float]]] = [
     ("bf16", 640, {1: 6.858, 4: 7.009, 16: 7.530, 32: 8.110, 64: 9.494, 128: 12.004, 256: 18.084}),
     ("fp8", 640, {1: 4.662, 4: 4.815, 16: 5.251, 32: 6.032, 64: 7.260, 128: 10.159, 256: 16.129}),
     ("fp8", 3072, {1: 4.796, 4: 5.319, 16: 7.217, 32: 9.811, 48: 12.252}),
@@ -85,81 +73,33 @@ LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
 ]
 
 
-def compare_allocations() -> None:
-    """Print planned and allocated bytes of real learners."""
-    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    wide_layer: dict[str, Any] = {
-        "num_hidden_layers": 1,
-        **{name: getattr(QWEN2_32B, name) for name in (*widths, "head_dim")},
-    }
-    cases: list[tuple[str, str, dict[str, Any], LearnerConfig]] = [
-        (f"tiny {family}", family, {}, LearnerConfig(tensor_parallel_size=size))
-        for family in ("qwen2", "qwen3")
-        for size in (1, 2)
-    ]
-    cases += [
-        ("32B-width layer", "qwen2", wide_layer, LearnerConfig(tensor_parallel_size=size))
-        for size in (1, 2)
-    ]
-    print("1. Memory of a rank in bfloat16: planned, allocated, error\n")
-    for name, family, dims, learner in cases:
-        with tempfile.TemporaryDirectory() as scratch:
-            directory = Path(scratch)
-            build_tiny_model(directory, family, **dims)  # type: ignore[arg-type]
-            architecture = Architecture.from_directory(directory)
-            rows, time = (1, 32) if dims else (2, 128)  # a CPU is slow at BF16 products
-            measured = run_ranks(
-                allocated, learner.world_size, directory, learner, rows, time, timeout_s=500
-            )[0]
-        config = Config(learner=learner)
-        planned = memory.learner_memory(architecture, config, 0)
-        planned["activations"] = architecture.num_layers * memory.layer_activation_bytes(
-            architecture, learner, rows * time, time, fused=False
-        )
-        print(f"   {name}, tensor parallel size {learner.tensor_parallel_size}")
-        for part, num_bytes in measured.items():
-            print_row(part, planned[part] / 2**20, num_bytes / 2**20, "MiB")
-    print("   (activations are planned for the layers only, with a CPU's unfused kernels)\n")
-
-
 def print_row(label: str, planned: float, measured: float, unit: str) -> None:
     """Print a planned value beside a measured or published one, with the plan's error."""
     error = planned / measured - 1
     print(f"   {label:58} {planned:9.2f} {measured:9.2f} {unit:5} {error:+7.1%}", flush=True)
 
 
+def latency_errors(constants: np.ndarray) -> list[float]:
+    """Return the relative errors of the latencies in `FITTED` with these decode constants."""
+    weights, kv, layer_s, sequence_s, bf16, eight_bit = constants
+    errors = []
+    with patch.multiple(
+        step_time,
+        HBM_EFFICIENCY={"weights": weights, "kv": kv},
+        LAYER_S=layer_s,
+        SEQUENCE_S=sequence_s,
+        PRODUCT_EFFICIENCY={"bf16": bf16, "8-bit": eight_bit},
+    ):
+        for weight_format, context, latencies in FITTED:
+            for sequences, latency_ms in latencies.items():
+                tokens = sequences * context
+                time_s = step_time.decode_s(QWEN3_8B, weight_format, 1, sequences, tokens)
+                errors.append(1000 * time_s / latency_ms - 1)
+    return errors
+
+
 def refit_constants() -> None:
     """Fit the constants to `FITTED` by least squares of the relative error, and print them."""
-    from scipy.optimize import least_squares
-
-    linear, output = QWEN3_8B.num_linear_weights, memory.num_output_weights(QWEN3_8B)
-    kv_bytes = memory.kv_bytes_per_token(QWEN3_8B)
-
-    def errors(constants: np.ndarray) -> list[float]:
-        weights, kv, layer_s, sequence_s, bf16, eight_bit = constants * scale
-        relative = []
-        for weight_format, context, latencies in FITTED:
-            quantized = weight_format != "bf16"
-            for sequences, latency_ms in latencies.items():
-                peak = step_time.PEAK_FLOPS
-                rate = peak["8-bit"] * eight_bit if quantized else peak["bf16"] * bf16
-                in_format = memory.server_weight_bytes(QWEN3_8B, weight_format, 1)  # type: ignore[arg-type]
-                parts = [
-                    (in_format["linear"], linear, rate),
-                    (2 * output, output, peak["bf16"] * bf16),
-                ]
-                time_s = sum(
-                    max(
-                        num_bytes / (step_time.HBM_BYTES_PER_S * weights),
-                        2 * sequences * numel / rate,
-                    )
-                    for num_bytes, numel, rate in parts
-                )
-                time_s += sequences * context * kv_bytes / (step_time.HBM_BYTES_PER_S * kv)
-                time_s += QWEN3_8B.num_layers * layer_s + sequences * sequence_s
-                relative.append(1000 * time_s / latency_ms - 1)
-        return relative
-
     constants = {
         "HBM_EFFICIENCY of weights": step_time.HBM_EFFICIENCY["weights"],
         "HBM_EFFICIENCY of kv": step_time.HBM_EFFICIENCY["kv"],
@@ -169,11 +109,11 @@ def refit_constants() -> None:
         "PRODUCT_EFFICIENCY of 8-bit": step_time.PRODUCT_EFFICIENCY["8-bit"],
     }
     scale = np.array(list(constants.values()))
-    best = least_squares(errors, np.ones(6), bounds=(0.1, 10))
-    print("2. Decode constants: in step_time.py, and fitted to Qwen3-8B on one H100 (silybench)\n")
-    for (name, value), fitted in zip(constants.items(), best.x * scale, strict=True):
+    factors = least_squares(lambda x: latency_errors(x * scale), np.ones(6), bounds=(0.1, 10)).x
+    print("1. Decode constants: in step_time.py, and fitted to Qwen3-8B on one H100 (silybench)\n")
+    for (name, value), fitted in zip(constants.items(), factors * scale, strict=True):
         print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
-    own = np.array(errors(np.ones(6)))
+    own = np.array(latency_errors(scale))
     print(
         f"   {len(own)} latencies: root mean square error {np.sqrt(np.mean(own**2)):.1%}, "
         f"largest {np.abs(own).max():.1%}\n"
@@ -182,53 +122,33 @@ def refit_constants() -> None:
 
 def compare_published() -> None:
     """Print planned times and ratios beside published ones that no constant was fitted to."""
-    print("3. Published figures: planned, published, error\n")
+    print("2. Published figures: planned, published, error\n")
     print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100, BF16")
     for name, architecture, gpus, task, context, latencies in LATENCIES:
         for sequences, latency_ms in latencies.items():
             planned = step_time.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
-            print_row(
-                f"{name}, {gpus} GPUs, {task}, {sequences} sequences",
-                1000 * planned,
-                latency_ms,
-                "ms",
-            )
+            label = f"{name}, {gpus} GPUs, {task}, {sequences} sequences"
+            print_row(label, 1000 * planned, latency_ms, "ms")
     print("\n   8-bit over BF16 in throughput")
     print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
-    print_row(
-        "7B, 1 GPU (+20 to 30 %)", throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8"), 1.25, "x"
-    )
-    print_row("32B, 2 GPUs (+90 %)", throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8"), 1.9, "x")
+    ratio = throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8")
+    print_row("7B, 1 GPU (+20 to 30 %)", ratio, 1.25, "x")
+    ratio = throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8")
+    print_row("32B, 2 GPUs (+90 %)", ratio, 1.9, "x")
     print("   GPUStack performance lab, Qwen3-32B, ShareGPT, TensorRT-LLM: 1926 / 1280 tokens/s")
-    print_row("FP8, 1 GPU", throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9), 1926 / 1280, "x")
+    ratio = throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9)
+    print_row("FP8, 1 GPU", ratio, 1926 / 1280, "x")
     print("\n   Step of GRPO, NeMo-RL v0.4 performance summary, H100, BF16, on policy, colocated")
     print("   (2048 sequences, 4 minibatches, a reference; prompts of 150 tokens assumed)")
-    print_row(
-        "Qwen3-32B, 32 GPUs, TP4, learner TP4 x PP4 x DP2",
-        colocated_step_s(QWEN3_32B, 32, 4, (4, 4, 2), 3206),
-        393.0,
-        "s",
-    )
-    print_row(
-        "Llama 3.1 8B, 16 GPUs, TP1, learner PP2 x DP8",
-        colocated_step_s(LLAMA_8B, 16, 1, (1, 2, 8), 1060),
-        97.7,
-        "s",
-    )
+    step_s = colocated_step_s(QWEN3_32B, 32, 4, (4, 4, 2), 3206)
+    print_row("Qwen3-32B, 32 GPUs, TP4, learner TP4 x PP4 x DP2", step_s, 393.0, "s")
+    step_s = colocated_step_s(LLAMA_8B, 16, 1, (1, 2, 8), 1060)
+    print_row("Llama 3.1 8B, 16 GPUs, TP1, learner PP2 x DP8", step_s, 97.7, "s")
     print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (plan: lower bound)")
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
              "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
     print_row("TP8 x PP2", plan_publish(QWEN2_32B, config).time_s, 14.2, "s")
-    print("\n   Layout of Qwen3-32B on 32 GPUs")
-    print("   NeMo-RL: learner TP4 x PP4 (x DP2), micro batches of 1, sequences of 4096")
-    words = ["learner.tensor_parallel_size=4", "learner.pipeline_parallel_size=4",
-             "learner.data_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
-             "rollout.max_prompt_length=512", "rollout.max_response_length=3584"]  # fmt: skip
-    config = with_overrides(study("", 64, "bf16"), words)
-    parts = memory.learner_memory(QWEN3_32B, config, 0)
-    total = memory.total_bytes(parts, memory.bucket_memory(QWEN3_32B, config)) / memory.GIB
-    print(f"   {total:.1f} of 79.1 GiB\n")
 
 
 def throughput_ratio(
@@ -236,12 +156,12 @@ def throughput_ratio(
     gpus: int,
     prompt: int,
     output: int,
-    weight_format: str,
+    weight_format: WeightFormat,
     fraction: float = 0.85,
 ) -> float:
     """Return the throughput of a full server over that in BF16, with the time to read prompts."""
 
-    def tokens_per_s(weight_format: Any) -> float:
+    def tokens_per_s(weight_format: WeightFormat) -> float:
         weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
         room = memory.GPU_BYTES * fraction - weights
         fits = room / memory.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
@@ -267,45 +187,30 @@ def colocated_step_s(
     The step has 64 prompts x 32 responses of up to 4096 tokens with the prompt.
     """
     workload = Workload(150, mean_length - 150)
-    tensor_parallel_size, pipeline_parallel_size, data_parallel_size = sizes
-    config = Config(
-        learner=LearnerConfig(
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=data_parallel_size,
-            micro_batch_size=1,
-        )
+    words = [
+        f"learner.{name}_parallel_size={size}"
+        for name, size in zip(("tensor", "pipeline", "data"), sizes, strict=True)
+    ]
+    words += ["learner.micro_batch_size=1", "rollout.prompts_per_step=64",
+              "rollout.completions_per_prompt=32", "optimizer.minibatches_per_step=4",
+              "objective.kl_coefficient=0.01"]  # fmt: skip
+    config = with_overrides(Config(), words)
+    servers = gpus / server_gpus
+    rollout = step_time.rollout_s(
+        architecture,
+        "bf16",
+        server_gpus,
+        sequences=2048 / servers,
+        prompts=64,
+        slots=256,
+        workload=workload,
+        max_response=4096 - 150,
     )
-    config = with_overrides(
-        config,
-        [
-            "rollout.prompts_per_step=64",
-            "rollout.completions_per_prompt=32",
-            "optimizer.minibatches_per_step=4",
-            "objective.kl_coefficient=0.01",
-            f"rollout.servers={gpus // server_gpus}",
-            f"rollout.server.tensor_parallel_size={server_gpus}",
-            f"rollout.max_response_length={4096 - 150}",
-            "quantization.format=bf16",
-        ],
-    )
-    load = server_load(architecture, config, workload, slots=256, publish_s=0.0)
-    prompts_s = step_time.prefill_s(architecture, "bf16", server_gpus, 64 * workload.mean_prompt)
-    rollout = rollout_s(dataclasses.replace(load, prompts_s=prompts_s))
     return rollout + sum(step_time.learner_s(architecture, config, workload).values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--without-memory", action="store_true", help="do not start learners")
-    arguments = parser.parse_args()
-    print(
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, ",
-        end="",
-    )
-    print(", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core")), "\n")
-    if not arguments.without_memory:
-        compare_allocations()
+    machine.parser(__doc__).parse_args()
     refit_constants()
     compare_published()
 

@@ -1,4 +1,4 @@
-"""Measure what a quickstart learns, over several seeds: `python benchmarks/quickstart.py`.
+"""Measure what a quickstart learns, over several seeds: `python -m benchmarks.quickstart`.
 
 Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names. The seeds
 run one after the other. The README quotes the resulting table.
@@ -6,43 +6,31 @@ run one after the other. The README quotes the resulting table.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 
-QURL = Path(sys.executable).with_name("qurl")
+from benchmarks import machine
+from benchmarks.runs import complete_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = machine.parser(__doc__)
     parser.add_argument(
         "--recipe", choices=["quickstart", "quickstart_experts"], default="quickstart"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output-dir", default="runs")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
-    print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
+    machine.print_machine("torch", "sglang", "megatron-core")
     print("seed  before   after    gain  steps  RL time  whole command  mean publish")
     gains = []
     for seed in arguments.seeds:
         name = f"{arguments.recipe}-seed{seed}-{time.strftime('%H%M%S')}"
         start = time.perf_counter()
-        overrides = [f"seed={seed}", f"name={name}", f"output_dir={arguments.output_dir}"]
-        subprocess.run(
-            [QURL, "train", arguments.recipe, *overrides],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        run_dir = arguments.output_dir.absolute() / name
+        summary, _ = complete_run(run_dir, [arguments.recipe, f"seed={seed}"])
         command_s = time.perf_counter() - start
-        summary = json.loads((Path(arguments.output_dir) / name / "summary.json").read_text())
         before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
         gains.append(100 * (after - before))
         print(

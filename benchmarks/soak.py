@@ -1,6 +1,6 @@
 """Publish a thousand times to two servers that are killed, stopped, flooded and sent wrong weights.
 
-    python benchmarks/soak.py --publishes 1000 --minutes 25 --seed 0
+    python -m benchmarks.soak --publishes 1000 --minutes 25 --seed 0
 
 A learner with a tiny model samples one step ahead, trains and publishes, on real servers that their
 starter replaces. Every `--fault-every` publishes, at a random moment, one of these happens:
@@ -21,7 +21,6 @@ After every publish the checksums of each server that serves are read back. The 
     memory    how much that of each process grows per publish; `process_memory.py` says what is
               flat. Servers are measured in the last half of the publishes, in which no fault
               ends one. None may grow
-    time      that steps spent on each of their parts
     orphans   processes and files that are left at the end; must be none
 
 and ends with code 1 if something must not be. `--minutes` ends it after fewer publishes.
@@ -29,13 +28,11 @@ and ends with code 1 if something must not be. `--minutes` ends it after fewer p
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import os
-import platform
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import threading
@@ -45,46 +42,40 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
-REPOSITORY = Path(__file__).parents[1]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]  # learner and servers of the tests
-
-from benchmarks.process_memory import LEARNER, Memory, table  # noqa: E402
-from e2e.deployment import (  # noqa: E402
+from benchmarks import machine
+from benchmarks.deployment import (
     COMPLETIONS,
     PER_STEP,
     PROMPT_LENGTH,
     Deployment,
     held_by,
+    send_signal,
     tree,
     wait_until,
 )
-from qurl_megatron import device  # noqa: E402
-from qurl_megatron.algorithm.advantages import grpo_advantages  # noqa: E402
-from qurl_megatron.algorithm.batch import (  # noqa: E402
-    Completion,
-    Prompt,
-    RolloutGroup,
-    TrainBatch,
-    pack,
-)
-from qurl_megatron.algorithm.objective import PolicyLoss, minibatches  # noqa: E402
-from qurl_megatron.algorithm.score import Score  # noqa: E402
-from qurl_megatron.config.schema import RolloutConfig  # noqa: E402
-from qurl_megatron.data.prompts import PromptStream  # noqa: E402
-from qurl_megatron.loop.producer import Producer  # noqa: E402
-from qurl_megatron.process import trim_heap  # noqa: E402
-from qurl_megatron.rollout.control import ServerControl  # noqa: E402
-from qurl_megatron.rollout.fleet import AdmissionNeeded  # noqa: E402
-from qurl_megatron.rollout.server import Server, ServerFailed  # noqa: E402
-from qurl_megatron.weight_sync.publish import Published  # noqa: E402
+from benchmarks.process_memory import growth_of
+from qurl_megatron import device
+from qurl_megatron.algorithm.advantages import grpo_advantages
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.schema import RolloutConfig
+from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.loop.producer import Producer, ScoredGroup
+from qurl_megatron.process import trim_heap
+from qurl_megatron.recipes import quickstart
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.fleet import AdmissionNeeded, ServerBusy
+from qurl_megatron.rollout.server import Server, ServerFailed, preloaded_sglang
+from qurl_megatron.weight_sync.publish import Published
 
 FAULTS = ["kill", "kill all", "stop", "queue", "weights"]
 STOPPED_S = 10.0
@@ -115,14 +106,13 @@ class Outcome:
     trained: int = 0
     dropped: int = 0  # groups that were too old
     ahead: int = 0  # groups that no step has taken
-    parts_s: defaultdict[str, float] = field(  # seconds of parts of steps
-        default_factory=lambda: defaultdict(float)
-    )
-    burst_answers: int = 0
     refusals: int = 0  # of full queues
     checksums_read: int = 0  # servers, publish by publish
     largest_difference: float = 0.0
-    memory: Memory = field(default_factory=Memory)
+    # (publish, bytes) of each process, by its role and number
+    memory: defaultdict[tuple[str, int], list[tuple[int, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     problems: list[str] = field(default_factory=list)
 
 
@@ -160,10 +150,10 @@ class Faults:
             processes = tree(server)
             if self._random.random() < 0.5:
                 processes = [self._random.choice(processes)]
-            self._later(delay_s, lambda: self._kill(processes))
+            self._later(delay_s, lambda: send_signal(processes, signal.SIGKILL))
         elif kind == "kill all":
             processes = [p for each in self._deployment.roster.values() for p in tree(each)]
-            self._later(delay_s, lambda: self._kill(processes))
+            self._later(delay_s, lambda: send_signal(processes, signal.SIGKILL))
         elif kind == "stop":
             self._later(delay_s, lambda: self._stop(tree(server)))
         elif kind == "queue":
@@ -180,53 +170,43 @@ class Faults:
     def close(self) -> None:
         self._threads.shutdown()
 
-    def update_weights(
-        self,
-        original: Callable[..., None],
-        control: ServerControl,
-        names: Sequence[str],
-        dtypes: Sequence[Any],
-        shapes: Sequence[Sequence[int]],
-        **options: Any,
-    ) -> None:
-        """Send a bucket's description, with two names exchanged if it is the server's turn."""
-        names = list(names)
-        if control.server == self._mixed:
-            alike: dict[tuple[object, ...], int] = {}
-            for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
-                other = alike.setdefault((dtype, *shape), place)
-                if other != place:
-                    names[place], names[other] = names[other], names[place]
-                    self._mixed = None
-                    self.mixed_up.append(control.server)
-                    break
-        original(control, names, dtypes, shapes, **options)
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Within this context, exchange two names in a bucket for the server whose turn it is."""
+        original = ServerControl.update_weights
+
+        def update_weights(
+            control: ServerControl, names: Any, dtypes: Any, shapes: Any, **options: Any
+        ) -> None:
+            names = list(names)
+            if control.server == self._mixed:
+                alike: dict[tuple[object, ...], int] = {}
+                for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+                    other = alike.setdefault((dtype, *shape), place)
+                    if other != place:
+                        names[place], names[other] = names[other], names[place]
+                        self._mixed = None
+                        self.mixed_up.append(control.server)
+                        break
+            original(control, names, dtypes, shapes, **options)
+
+        with patch.object(ServerControl, "update_weights", update_weights):
+            yield
 
     def _later(self, delay_s: float, begin: Callable[[], None]) -> None:
-        def work() -> None:
+        def wait() -> None:
             time.sleep(delay_s)
             begin()
 
-        self._running.append(self._threads.submit(work))
+        self._running.append(self._threads.submit(wait))
 
-    @staticmethod
-    def _kill(processes: list[psutil.Process]) -> None:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    @staticmethod
-    def _stop(processes: list[psutil.Process]) -> None:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+    def _stop(self, processes: list[psutil.Process]) -> None:
+        send_signal(processes, signal.SIGSTOP)
         time.sleep(STOPPED_S)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        send_signal(processes, signal.SIGCONT)
 
     def _flood(self) -> None:
-        """Ask for more than the servers take at a time; count the answers."""
+        """Ask for more than the servers take at a time."""
         prompts = [make_prompt(-1 - number) for number in range(BURST)]
         while True:
             try:
@@ -239,7 +219,6 @@ class Faults:
                 break
             except AdmissionNeeded:  # no server serves; the step's publish will change that
                 time.sleep(STARTER_POLL_S)
-        self._outcome.burst_answers += len(groups)
         if [len(group) for group in groups] != [4] * BURST:
             self._outcome.problems.append("a prompt of a full queue has not four completions")
 
@@ -271,7 +250,6 @@ class Soak:
         self._until = until
         self.outcome = Outcome()
         self._faults = Faults(deployment, seed, fault_every, self.outcome)
-        self._counts = bytearray(publishes * PER_STEP)  # how often each prompt was trained on
         self._random = random.Random(seed)
         self._measure_every = max(1, publishes // 100)
         self._processes_seen: set[psutil.Process] = set()
@@ -284,15 +262,10 @@ class Soak:
     def run(self) -> Outcome:
         """Run all steps; return what was seen."""
         outcome, closed = self.outcome, threading.Event()
-        original = ServerControl.update_weights
-
-        def update_weights(control: ServerControl, *args: Any, **options: Any) -> None:
-            self._faults.update_weights(original, control, *args, **options)
-
         with (
             ThreadPoolExecutor(1) as starter,
-            patch.object(ServerControl, "update_weights", update_weights),
             closing(self._faults),
+            self._faults.exchanging(),
             closing(self._producer),
             counted_refusals(outcome),
         ):
@@ -316,24 +289,11 @@ class Soak:
 
     def _step(self, step: int) -> None:
         publisher = self._deployment.publisher
-        with self._timed("recovery from a fault before the next"):
-            self._faults.begin(step, may_end_servers=step <= self._quiet_from)
-        with self._timed("waiting for answers"):
-            batch = self._batch(step, publisher.version)
-        with self._timed("training"):
-            self._train(batch)
-        with self._timed("publishing"):
-            published = publisher.publish()
-        with self._timed("reading back and measuring"):
-            self._read_back(published)
-            if step % self._measure_every == 0:
-                self._measure(step)
-
-    @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self.outcome.parts_s[part] += time.monotonic() - begin
+        self._faults.begin(step, may_end_servers=step <= self._quiet_from)
+        self._train(self._batch(step, publisher.version))
+        self._read_back(publisher.publish())
+        if step % self._measure_every == 0:
+            self._measure(step)
 
     def _batch(self, step: int, version: int) -> TrainBatch:
         """Take the groups of a step, and check what is known of them."""
@@ -346,16 +306,18 @@ class Soak:
                 break
             deployment.publisher.admit()
         self._producer.end_step()
+        self.outcome.trained += len(groups)
+        if len(groups) != PER_STEP:
+            self.outcome.problems.append(f"step {step} got {len(groups)} prompts")
         for place, group in enumerate(groups):
             self._check(group, (step - 1) * PER_STEP + place, version)
         advantages = grpo_advantages([group.rewards for group in groups])
         of_step = [RolloutGroup(group.prompt, group.completions, group.rewards) for group in groups]
         return pack(of_step, advantages, version)
 
-    def _check(self, group: RolloutGroup, ordinal: int, version: int) -> None:
+    def _check(self, group: ScoredGroup, ordinal: int, version: int) -> None:
+        """Check the group in this place of all that are trained on, counted from 0."""
         problems = self.outcome.problems
-        number = int(group.prompt.id)
-        self._counts[number] += 1
         if group.prompt.id != self._stream.prompt(ordinal).id:
             problems.append(f"prompt {group.prompt.id} was taken out of turn")
         if len(group.completions) != COMPLETIONS:
@@ -374,7 +336,9 @@ class Soak:
         shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
         for share in shares:
             learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
-        scores = [each for share in shares for each in share.collect("proximal_logprobs")]
+        scores = [
+            each for share in shares for each in share.collect(share.scores("proximal_logprobs"))
+        ]
         assert batch.token_lags is not None and batch.behaviour_logprobs is not None
         of_version = batch.loss_mask & (batch.token_lags == 0)
         differences = (torch.cat(scores) - batch.behaviour_logprobs).abs() * of_version
@@ -407,35 +371,35 @@ class Soak:
                 )
 
     def _measure(self, step: int) -> None:
-        """Note the processes that there are, and what memory they use."""
+        """Note the processes that there are, and what memory they use.
+
+        Servers are measured after the faults that end some. Pages of files are left out, which the
+        kernel drops and reads again as it likes. What a fork shares with its parent counts.
+        Otherwise every page that a server is the first to write to would look like growth.
+        """
         gc.collect()  # garbage that Python would free later is no growth
         trim_heap()
-        me = psutil.Process()
-        roles = {LEARNER: me}
+        roles = [("learner, fleet, starter", psutil.Process())]
         for index, server in self._deployment.roster.items():
             for process in tree(server):
                 with contextlib.suppress(psutil.Error):
                     command = process.cmdline()
                     if command:  # else it has ended, and its parent does not know yet
-                        roles[f"{command[0].split()[0]} {index}"] = process
                         self._processes_seen.add(process)
-        self.outcome.memory.measure(step, roles)
-        self.outcome.memory.measure_own(step)
+                        if step > self._quiet_from:
+                            roles.append((f"{command[0].split()[0]} {index}", process))
+        for role, process in roles:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                memory = process.memory_info()
+                used = memory.rss - memory.shared
+                self.outcome.memory[role, process.pid].append((step, used))
 
     def _look_back(self) -> None:
         """Check what can be known at the end only."""
         outcome, deployment = self.outcome, self._deployment
-        trained = outcome.publishes * PER_STEP
-        outcome.trained = sum(self._counts)
         outcome.dropped, outcome.ahead = self._producer.dropped, self._producer.in_flight
         if outcome.asked != outcome.trained + outcome.dropped + outcome.ahead:
             outcome.problems.append("a prompt was asked for and is neither trained on nor ahead")
-        wrong = [
-            (ordinal, self._counts[int(self._stream.prompt(ordinal).id)])
-            for ordinal in range(len(self._counts))
-            if self._counts[int(self._stream.prompt(ordinal).id)] != (ordinal < trained)
-        ]
-        outcome.problems += [f"the {o}th prompt was trained on {n} times" for o, n in wrong]
         owed = sum(member.outstanding for member in deployment.fleet.members("serving", "joining"))
         if owed:
             outcome.problems.append(f"{owed} tokens of no request count as outstanding")
@@ -479,13 +443,12 @@ class Soak:
 @contextlib.contextmanager
 def counted_refusals(outcome: Outcome) -> Iterator[None]:
     """Count the times that a full queue refuses a prompt."""
-    from qurl_megatron.rollout import client
 
-    class Counted(client.ServerBusy):
+    class Counted(ServerBusy):
         def __init__(self) -> None:
             outcome.refusals += 1
 
-    with patch.object(client, "ServerBusy", Counted):
+    with patch("qurl_megatron.rollout.client.ServerBusy", Counted):
         yield
 
 
@@ -505,17 +468,26 @@ def orphans(mark: str, directory: Path) -> list[str]:
     return left + [str(path) for path in directory.iterdir()]
 
 
+def build_model(directory: Path) -> Path:
+    """Write a tiny model whose weights are large enough for it to prefer some tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    quickstart.build_model(directory, seed=0, **sizes, **heads)
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    larger = {name: weight * (1 if "norm" in name else 3) for name, weight in weights.items()}
+    save_file(larger, file, metadata={"format": "pt"})
+    return directory
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--publishes", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=25.0, help="no step begins after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault-every", type=int, default=15, help="publishes, on average")
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
-    print(", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core")))
+    machine.print_machine("torch", "sglang", "megatron-core")
     until, mark = time.monotonic() + 60 * arguments.minutes, secrets.token_hex(8)
     device.extend_environment({MARK: mark, "GLOO_SOCKET_IFNAME": "lo", **FEW_RECORDS})
     device.limit_threads(1)
@@ -523,10 +495,11 @@ def main() -> None:
         directory, scratch = Path(name), Path(name) / "scratch"
         scratch.mkdir()
         tempfile.tempdir = str(scratch)  # of this process and of the servers
+        model = build_model(directory / "model")
         with ExitStack() as stack:
-            deployment = Deployment(directory, stack)
+            preload = stack.enter_context(preloaded_sglang(directory / "preload.log"))
             outcome = Soak(
-                deployment,
+                Deployment(directory, model, preload, stack),
                 publishes=arguments.publishes,
                 seed=arguments.seed,
                 fault_every=arguments.fault_every,
@@ -547,25 +520,20 @@ def report(outcome: Outcome, publishes: int, left: list[str]) -> int:
     print(
         f"prompts: asked for {outcome.asked}; trained on {outcome.trained}, dropped as too old and "
         f"asked for again {outcome.dropped}, asked for ahead of a step that was not taken "
-        f"{outcome.ahead}"
-    )
-    print(
-        f"full queues: refused prompts {outcome.refusals} times, answered "
-        f"{outcome.burst_answers} in the end"
+        f"{outcome.ahead}; refused by full queues {outcome.refusals} times"
     )
     print(f"checksums read back from {outcome.checksums_read} servers")
     print(f"log-probs differ by at most {outcome.largest_difference:.3f} on a completion's mean")
-    growths = outcome.memory.growths(round((1 - QUIET) * outcome.publishes))
-    print("\n".join(table(growths)))
-    parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in outcome.parts_s.items())
-    print(f"time: {parts}")
-    for problem, times in Counter(outcome.problems).most_common(20):
+    problems = list(outcome.problems)
+    for (role, number), history in outcome.memory.items():
+        if growth := growth_of(history):
+            print(f"memory of {role} ({number}): {growth}")
+            if growth.verdict == "grows":
+                problems.append(f"the memory of {role} grows")
+    for problem, times in Counter(problems).most_common(20):
         print(f"WRONG: {problem}" + (f" ({times} times)" if times > 1 else ""))
-    grows = [growth.role for growth in growths if growth.verdict == "grows"]
-    for role in grows:
-        print(f"WRONG: the memory of {role} grows")
     print(f"orphans: {', '.join(left) or 'none'}")
-    return 1 if outcome.problems or grows or left else 0
+    return 1 if problems or left else 0
 
 
 if __name__ == "__main__":

@@ -2,21 +2,21 @@
 
 The first run is `qurl train quickstart` with its defaults. Then a larger model (103M parameters)
 trains on a harder task (spelling words of seven letters backwards). INT8 and BF16 rollouts get the
-same seeds, the same initial model and the same number of steps. The report that overlays these runs
-is written beside the rows. The learning rates of the larger model are untested guesses.
+same seeds, the same initial model and the same number of steps; `qurl report` overlays the runs,
+which are in logs/runs. The learning rates of the larger model are untested guesses.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.gpu import record
+from benchmarks.runs import complete_run
+from qurl_megatron import device
 
-QURL = "from qurl_megatron.cli import main; main()"  # works without the installed script
 LARGER_DIMENSIONS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -51,6 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = arguments.seeds or ([0] if arguments.rehearsal else [0, 1])
     results = record.Record("end_to_end", arguments)
+    device.extend_environment({"OMP_NUM_THREADS": "1"})
     if "quickstart" not in results.rows:
         results.add("quickstart", train("quickstart", [], results))
     for seed in seeds:
@@ -67,7 +68,6 @@ def main() -> None:
                 ]
                 overrides += [] if arguments.rehearsal else LARGER_OVERRIDES
                 results.add(key, train(key.replace(" ", "_"), overrides, results))
-    compare_runs(results)
     results.finish()
 
 
@@ -82,20 +82,9 @@ def write_model(directory: Path, seed: int, dimensions: dict[str, int]) -> None:
 
 
 def train(name: str, overrides: list[str], results: record.Record) -> dict[str, Any]:
-    """Start the run, or resume it from its newest checkpoint; return its figures.
-
-    Raises:
-        RuntimeError: the run failed; the message names its log.
-    """
-    run_dir = results.log_dir / "runs" / name
-    overrides = [*overrides, *(REHEARSAL_OVERRIDES if results.rehearsal else [])]
-    start = ["train", "quickstart", f"output_dir={run_dir.parent}", f"name={name}", *overrides]
-    command = ["resume", str(run_dir)] if run_dir.exists() else start
-    log = results.log_dir / f"{name}.log"
-    if record.run_python(["-c", QURL, *command], log, OMP_NUM_THREADS="1"):
-        raise RuntimeError(f"{name} failed; see {log}")
-    summary = json.loads((run_dir / "summary.json").read_text())
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Complete the run; return its figures."""
+    words = ["quickstart", *overrides, *(REHEARSAL_OVERRIDES if results.rehearsal else [])]
+    summary, steps = complete_run(results.log_dir / "runs" / name, words)
     means = {
         field: fmean(step[field] for step in steps)
         for field in (
@@ -109,15 +98,6 @@ def train(name: str, overrides: list[str], results: record.Record) -> dict[str, 
         )
     }
     return {**summary, **means, "reward_mean_by_step": [step["reward_mean"] for step in steps]}
-
-
-def compare_runs(results: record.Record) -> None:
-    """Write the report that overlays the larger model's runs."""
-    from qurl_megatron.report.page import write_report
-
-    runs = results.log_dir / "runs"
-    run_dirs = [runs / key.replace(" ", "_") for key in results.rows if key != "quickstart"]
-    write_report(run_dirs, results.path.with_suffix(".html"))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 First, the kernels of `channel_kernel.py` and `block_kernel.py` compute a weight's absmax, scales
 and codes, without and with the codes' checksum. They are compared with a device-to-device copy that
-moves the same number of bytes, and INT8 with eager PyTorch. Bandwidth counts one read of each BF16
-weight and one write of each code. Codes, scales and checksum must equal the CPU's, byte for byte.
+moves the same number of bytes. Bandwidth counts one read of each BF16 weight and one write of each
+code. Codes, scales and checksum must equal the CPU's, byte for byte.
 
 Then it times one linear layer with the server's kernels, by format and number of tokens, including
 quantization of the activations. If throughput misses its goal, this shows which layer is slow.
@@ -11,7 +11,6 @@ quantization of the activations. If throughput misses its goal, this shows which
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from typing import Any
@@ -58,19 +57,19 @@ def main() -> None:
         for weight_format in FORMATS:
             key = f"quantize {name} {weight_format}"
             if key not in results.rows:
-                results.add(key, measure_quantize(shape, weight_format, arguments))
+                results.add(key, measure_quantize(shape, weight_format, arguments.repetitions))
     for name, shape in weights.items():
         for count in tokens:
             key = f"linear {name} {count} tokens"
             if key not in results.rows:
-                results.add(key, measure_linear(shape, count, arguments))
+                results.add(key, measure_linear(shape, count, arguments.repetitions))
     results.finish()
 
 
 def measure_quantize(
-    shape: tuple[int, int], weight_format: WeightFormat, arguments: argparse.Namespace
+    shape: tuple[int, int], weight_format: WeightFormat, repetitions: int
 ) -> dict[str, Any]:
-    """Time the kernel, eager PyTorch and a copy on a weight `[out, in]`; compare with the CPU."""
+    """Time the kernel and a copy on a weight `[out, in]`; compare with the CPU."""
     generator = torch.Generator(device=device.device()).manual_seed(0)
     first = torch.empty(shape, device=device.device()).normal_(std=0.02, generator=generator)
     first = first.bfloat16()
@@ -81,12 +80,6 @@ def measure_quantize(
     sources = [torch.ones(moved_bytes // 2, dtype=torch.uint8, device=first.device) for _ in inputs]
     targets = [torch.empty_like(source) for source in sources]
     hashes = hash_codes(outputs[0], 0, 0)
-
-    def eager(turn: int) -> torch.Tensor:
-        weight = inputs[turn % count]
-        scale = weight.abs().amax(1, keepdim=True).float() / 127
-        return (weight.float() / scale).clamp_(-127, 127).round_().to(torch.int8)
-
     passes: dict[str, Callable[[int], object]] = {
         "kernel": lambda turn: run_kernel(
             inputs[turn % count], outputs[turn % count], weight_format, None
@@ -96,9 +89,7 @@ def measure_quantize(
         ),
         "copy": lambda turn: targets[turn % count].copy_(sources[turn % count]),
     }
-    if weight_format == "int8":
-        passes["eager"] = eager
-    times = timing.take_turns(passes, arguments.repetitions)
+    times = timing.take_turns(passes, repetitions)
     on_cpu = quantize(first.cpu(), weight_format, with_checksum=True)
     assert on_cpu.checksum is not None
     codes = torch.full(shape, 1.0, device=first.device).to(outputs[0].dtype)  # all overwritten
@@ -136,9 +127,7 @@ def run_kernel(
     return quantize_channels(weight, None, codes, largest, SMALLEST_SCALE, hashes)
 
 
-def measure_linear(
-    shape: tuple[int, int], tokens: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def measure_linear(shape: tuple[int, int], tokens: int, repetitions: int) -> dict[str, Any]:
     """Time a linear layer `[out, in]` over `tokens` tokens in BF16, INT8 and FP8.
 
     Relative errors are against a float64 product, for up to 256 tokens.
@@ -169,7 +158,7 @@ def measure_linear(
         if exact is not None:
             error = passes[weight_format](0).float() - exact
             errors[f"{weight_format}_relative_error"] = float(error.norm() / exact.norm())
-    times = timing.take_turns(passes, arguments.repetitions)
+    times = timing.take_turns(passes, repetitions)
     return {
         **{
             f"{name}_over_bf16": times["bf16"]["median_s"] / times[name]["median_s"]

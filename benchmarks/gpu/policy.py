@@ -1,11 +1,4 @@
-"""Random policies of real sizes that fit on one GPU, and servers for them.
-
-A 32B learner with its optimizer needs over 500 GB. The cost of a publish depends only on the
-number, shapes and dtype of the shards. `RandomPolicy` has Megatron's shards for an architecture,
-with random BF16 values on the device. It stores one layer's weights and yields them for every layer
-(976 MB of a 32B model, far more than any GPU cache), so that policy and server fit on one GPU. The
-server stores every layer separately.
-"""
+"""Servers of policies of real sizes, whose weights `benchmarks/shards.py` has on the same GPU."""
 
 from __future__ import annotations
 
@@ -13,18 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
-import torch
-from torch import Tensor
-
-from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.weight_map import Rule
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import Server, start_server, wait_ready
 
 # Shapes of Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads.
 SHAPES = {
@@ -35,41 +20,6 @@ SHAPES = {
 }
 VOCABULARY = 152064
 START_TIMEOUT_S = 420.0
-
-
-class RandomPolicy:
-    """The weight shards of a learner on one rank, random and without an optimizer."""
-
-    def __init__(self, architecture: Architecture) -> None:
-        self.architecture = architecture
-        self._shards: list[tuple[Rule, Tensor]] = []
-        generator = torch.Generator(device=device.device()).manual_seed(0)
-        for rule in weight_map.rules(architecture):
-            parts = []
-            for part in rule.tensors:
-                index = weight_map.part_index(rule, part, architecture, 0, 1)
-                shape = [run.stop - run.start for run in index]
-                random = torch.empty(shape, dtype=torch.bfloat16, device=device.device())
-                parts.append(random.normal_(std=0.02, generator=generator))
-            self._shards.append((rule, weight_map.merge(rule, parts, architecture, 1)))
-
-    def shards(
-        self, *, of_experts: bool | None = None
-    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield what `Learner.shards` yields: rule, layer number, BF16 weight."""
-        for rule, shard in self._shards:
-            if of_experts not in (None, rule.of_experts):
-                continue
-            for layer in range(self.architecture.num_layers) if rule.layered else [None]:
-                yield rule, layer, shard
-
-
-def random_learner(architecture: Architecture) -> Learner:
-    """Return a `RandomPolicy` that publishing accepts as a learner.
-
-    The converter reads only `architecture` and `shards()` of a learner.
-    """
-    return cast(Learner, RandomPolicy(architecture))
 
 
 @contextmanager
@@ -94,14 +44,14 @@ def run_server(
             eos_token_id=0,
             architectures=["Qwen2ForCausalLM"],
         ).save_pretrained(directory)
-        running = ServerPlan(
+        running = start_server(
             Path(directory),
             server,
             weight_format,
             context_length=context_length,
             log_file=log,
             seed=0,
-        ).start()
+        )
         try:
             wait_ready([running], START_TIMEOUT_S)
             yield running, Architecture.from_directory(directory)

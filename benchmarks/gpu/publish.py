@@ -1,10 +1,9 @@
 """Time a publish from learner to server on one GPU: `python -m benchmarks.gpu.publish`.
 
 It times a complete `Publisher.publish` by format: pause, quantize, send, load, compare the checksum
-of every tensor, resume. The weights are those of `policy.RandomPolicy`, on the server's GPU. NCCL
-does not connect two processes on one GPU. So the learner writes into the server's parameters
-("direct"), or gloo sends buckets through host memory ("broadcast"), as `quantization.transport`
-says.
+of every tensor, resume. The weights are those of `benchmarks/shards.py`, on the server's GPU. NCCL
+does not connect two processes on one GPU. So the server reads the learner's buckets in place
+("shared_memory"), or gloo sends them through host memory, which is what training does.
 
 The floor is the time that memory bandwidth allows: the learner reads every BF16 weight and writes
 its codes; the server reads and writes the codes. The bandwidth is that of a copy on the same device
@@ -17,24 +16,25 @@ import time
 from statistics import median
 from typing import Any, get_args
 
-import torch
-
+from benchmarks import machine
 from benchmarks.gpu import policy, record, timing
+from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, Transport, WeightFormat
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.weight_sync.channel import Carrier
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
 # gloo is left out for the larger shapes: one publish of 32B takes half a minute.
-TRANSPORTS: dict[str, tuple[Transport, ...]] = {
-    "tiny": ("direct", "broadcast"),
-    "7B": ("direct", "broadcast"),
-    "14B": ("direct",),
-    "32B": ("direct",),
+CARRIERS: dict[str, tuple[Carrier, ...]] = {
+    "tiny": ("shared_memory", "gloo"),
+    "7B": ("shared_memory", "gloo"),
+    "14B": ("shared_memory",),
+    "32B": ("shared_memory",),
 }
 GOAL = 3.0  # publish time over the floor
 BUCKET_BYTES = 512 * 2**20
@@ -44,35 +44,34 @@ COPY_BYTES = 2**28
 def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=policy.SHAPES)
-    parser.add_argument("--transports", nargs="+", choices=get_args(Transport))
+    parser.add_argument("--carriers", nargs="+", choices=get_args(Carrier))
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     results = record.Record("publish", arguments)
     shapes = arguments.shapes or (["tiny"] if arguments.rehearsal else ["7B", "32B"])
     initialize_single_rank()
     for shape in shapes:
-        transports = arguments.transports or TRANSPORTS[shape]
+        carriers = arguments.carriers or CARRIERS[shape]
         for weight_format in FORMATS:
-            keys = {f"{shape} {weight_format} {transport}": transport for transport in transports}
-            missing = {key: each for key, each in keys.items() if key not in results.rows}
+            keys = {f"{shape} {weight_format} {carrier}": carrier for carrier in carriers}
+            missing = {key: carrier for key, carrier in keys.items() if key not in results.rows}
             if missing:
                 measure(shape, weight_format, missing, arguments.repetitions, results)
-        for transport in transports:
+        for carrier in carriers:
             results.add(
-                f"{shape} {transport} against the goals",
-                compare_with_goals(shape, transport, results),
+                f"{shape} {carrier} against the goals", compare_with_goals(shape, carrier, results)
             )
     results.finish()
 
 
-def compare_with_goals(shape: str, transport: str, results: record.Record) -> dict[str, Any]:
+def compare_with_goals(shape: str, carrier: str, results: record.Record) -> dict[str, Any]:
     """Return each quantized format's publish time relative to BF16 and to the floor."""
-    rows = {f: results.rows[f"{shape} {f} {transport}"] for f in FORMATS}
-    bf16_s = rows["bf16"]["publish_s"]["median"]
+    rows = {f: results.rows[f"{shape} {f} {carrier}"] for f in FORMATS}
+    bf16_s = rows["bf16"]["publish_s"]["median_s"]
     ratios: dict[str, Any] = {}
     for weight_format in FORMATS[1:]:
         row = rows[weight_format]
-        ratios[f"{weight_format}_over_bf16"] = row["publish_s"]["median"] / bf16_s
+        ratios[f"{weight_format}_over_bf16"] = row["publish_s"]["median_s"] / bf16_s
         ratios[f"{weight_format}_over_floor"] = row["over_floor"]
     slowest = max(rows[weight_format]["over_floor"] for weight_format in FORMATS[1:])
     faster = all(ratios[f"{weight_format}_over_bf16"] < 1 for weight_format in FORMATS[1:])
@@ -92,22 +91,19 @@ def initialize_single_rank() -> None:
 def measure(
     shape: str,
     weight_format: WeightFormat,
-    transports: dict[str, Transport],
+    carriers: dict[str, Carrier],
     repetitions: int,
     results: record.Record,
 ) -> None:
-    """Start one server and add one row per transport."""
+    """Start one server and add one row per carrier."""
     # The smallest cache and CUDA graphs a server starts with leave the memory to the weights.
     server = ServerConfig(max_total_tokens=4096, max_running_requests=2, mem_fraction_static=0.92)
     log = results.log_dir / f"publish_{shape}_{weight_format}.log"
     with policy.run_server(shape, weight_format, server, 1024, log) as (running, architecture):
-        learner = policy.random_learner(architecture)
-        for key, transport in transports.items():
+        learner = random_learner(architecture)
+        for key, carrier in carriers.items():
             fleet = Fleet("rollout", {0: running})
-            settings = QuantizationConfig(
-                weight_format, bucket_bytes=BUCKET_BYTES, transport=transport
-            )
-            publisher = Publisher(learner, fleet, settings)
+            publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, carrier)
             try:
                 results.add(key, measure_publish(publisher, learner, weight_format, repetitions))
             finally:
@@ -123,10 +119,8 @@ def measure_publish(
     """Return times in seconds, sizes in bytes and the floor of `repetitions` publishes."""
     publisher.publish()  # warm-up: compiles kernels and allocates memory
     timing.wait_for_device()
-    on_gpu = device.accelerator() == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    machine.reset_peak()
+    before = machine.held_bytes()
     publish_s, convert_s = [], []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -135,17 +129,17 @@ def measure_publish(
         assert published.num_servers == 1
         convert_s.append(convert_once(learner, weight_format))
     weights = sum(shard.numel() for *_, shard in learner.shards())
-    num_bytes = published.conversion.num_bytes
-    floor_bytes = 2 * weights + 3 * num_bytes
-    floor_s = floor_bytes / timing.copy_bandwidth(COPY_BYTES if on_gpu else 2**20)
+    floor_bytes = 2 * weights + 3 * published.sent_bytes
+    copied_bytes = COPY_BYTES if device.accelerator() == "cuda" else 2**20
+    floor_s = floor_bytes / timing.copy_bandwidth(copied_bytes)
     return {
         "weights": weights,
-        "num_bytes": num_bytes,
-        "publish_s": spread(publish_s),
-        "convert_s": spread(convert_s),
+        "sent_bytes": published.sent_bytes,
+        "publish_s": timing.summary(publish_s),
+        "convert_s": timing.summary(convert_s),
         "floor_s": floor_s,
         "over_floor": median(publish_s) / floor_s,
-        "extra_memory_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
+        "extra_memory_bytes": machine.peak_bytes() - before,
     }
 
 
@@ -156,10 +150,6 @@ def convert_once(learner: Learner, weight_format: WeightFormat) -> float:
     converter.convert(lambda bucket: None)
     timing.wait_for_device()
     return time.perf_counter() - start
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    return {"median": median(seconds), "least": min(seconds), "most": max(seconds)}
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import shlex
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import machine
 from qurl_megatron import device
 from qurl_megatron.files import write_whole
 
@@ -31,9 +31,7 @@ PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "megatron-core", "tran
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every part takes."""
-    common = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    common = machine.parser(description)
     common.add_argument(
         "--rehearsal", action="store_true", help="run the same code on small shapes, without a GPU"
     )
@@ -65,7 +63,11 @@ class Record:
             "part": part,
             "rehearsal": self.rehearsal,
             "machine": machine_info(),
-            "versions": package_versions(),
+            "versions": {
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda or "none",
+                **machine.package_versions(PACKAGES),
+            },
         }
         self.rows: dict[str, Any] = {}
         self._start = time.perf_counter()
@@ -101,7 +103,7 @@ class Record:
         tree = {
             **self._head,
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": command_line(),
+            "command": shlex.join(sys.orig_argv),
             "time_s": round(self._earlier_s + time.perf_counter() - self._start, 1),
             "complete": complete,
             "rows": self.rows,
@@ -111,54 +113,21 @@ class Record:
 
 def machine_info() -> dict[str, Any]:
     """Return the processor, the number of usable cores and the GPUs."""
-    info: dict[str, Any] = {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpus": [],
-    }
-    for index in range(device.num_gpus()):
-        properties = torch.cuda.get_device_properties(index)
-        info["gpus"].append(
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
-            f"{properties.major}.{properties.minor}"
-        )
-    return info
+    gpus = [
+        f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, "
+        f"compute capability {gpu.major}.{gpu.minor}"
+        for gpu in device.gpu_properties()
+    ]
+    cores = len(os.sched_getaffinity(0))
+    return {"processor": machine.processor(), "cores": cores, "gpus": gpus}
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and the packages in `PACKAGES`."""
-    versions = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
-
-
-def command_line() -> str:
-    """Return the command that started this part."""
-    module = Path(sys.argv[0]).stem
-    return shlex.join(["python", "-m", f"benchmarks.gpu.{module}", *sys.argv[1:]])
-
-
-def run_python(arguments: list[str], log_file: Path, **environment: str) -> int:
+def run_python(arguments: list[str], log_file: Path) -> int:
     """Run this Python in the repository root, append its output to `log_file`; return its code."""
     with log_file.open("ab") as log:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=REPOSITORY,
-            env=device.child_environment(environment),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        ).returncode
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+        command = [sys.executable, *arguments]
+        ran = subprocess.run(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
+    return ran.returncode
 
 
 def _format(value: Any) -> str:

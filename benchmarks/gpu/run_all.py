@@ -7,15 +7,15 @@ ends with a table, and with exit code 1 if a part failed.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.gpu import record
+from qurl_megatron.files import read_json_object
 
 # Parts that the others depend on run first; the longest runs last.
-PARTS = ("smoke", "kernels", "plugin", "learner", "publish", "throughput", "end_to_end")
+PARTS = ("smoke", "kernels", "tests", "publish", "throughput", "end_to_end")
 
 
 def main() -> None:
@@ -33,7 +33,8 @@ def main() -> None:
         log = directory / "logs" / f"{part}.log"
         code = record.run_python(["-m", f"benchmarks.gpu.{part}", *options], log)
         time_s = time.perf_counter() - start
-        outcomes.append((part, code, time_s, num_rows(directory / f"{part}.json")))
+        results = read_json_object(directory / f"{part}.json")
+        outcomes.append((part, code, time_s, len(results.get("rows", ()))))
         print(
             f"{part:11} {'done' if code == 0 else f'FAILED, see {log}'} in {time_s:.0f} s",
             flush=True,
@@ -42,11 +43,6 @@ def main() -> None:
     for part, code, time_s, rows in outcomes:
         print(f"{part:11} {'ok' if code == 0 else 'failed':6} {time_s:6.0f} s  {rows} rows")
     sys.exit(any(code for _, code, *_ in outcomes))
-
-
-def num_rows(path: Path) -> int:
-    """Return the number of rows in a result file, 0 if there is no file."""
-    return len(json.loads(path.read_text())["rows"]) if path.exists() else 0
 
 
 if __name__ == "__main__":

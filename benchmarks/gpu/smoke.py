@@ -25,9 +25,10 @@ import torch
 
 from benchmarks.gpu import exact_interpreter, kernels, record
 from qurl_megatron import device
-from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
+from qurl_megatron.config.schema import ServerConfig
 
 LIMITS_S = {"quantize": 30.0, "products": 30.0, "rank": 20.0, "server": 100.0}  # 3 minutes in all
+REPETITIONS = 3
 ANSWER = "smoke: "  # begins the line on which a check prints what it measured
 
 
@@ -78,11 +79,10 @@ def run_check(words: list[str], limit_s: float) -> dict[str, Any]:
 def check_quantize(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare the kernels with the CPU on a key projection of 32B."""
     exact_interpreter.install()
-    arguments.repetitions = 3
     shape = (33, 208) if arguments.rehearsal else kernels.WEIGHTS["32B key"]
     fractions = {}
     for weight_format in kernels.FORMATS:
-        row = kernels.measure_quantize(shape, weight_format, arguments)
+        row = kernels.measure_quantize(shape, weight_format, REPETITIONS)
         if row["codes_that_differ_from_the_cpu"]:
             raise AssertionError(f"{weight_format}: codes differ from the CPU's")
         if not (row["scales_equal_the_cpu"] and row["checksum_equals_the_cpu"]):
@@ -93,9 +93,8 @@ def check_quantize(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_products(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare the quantized layers with an exact product, over 16 tokens."""
-    arguments.repetitions = 3
     shape = (33, 208) if arguments.rehearsal else kernels.WEIGHTS["32B key"]
-    row = kernels.measure_linear(shape, 16, arguments)
+    row = kernels.measure_linear(shape, 16, REPETITIONS)
     errors = {name: row[f"{name}_relative_error"] for name in ("int8", "fp8")}
     if errors["int8"] > 0.02 or errors["fp8"] > 0.06:  # about twice what the codes' rounding gives
         raise AssertionError(f"relative errors {errors}")
@@ -116,6 +115,7 @@ def check_server(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a tiny INT8 server, publish verified weights to it over gloo, and sample."""
     # Here, because importing Megatron takes most of the time that the other checks have.
     from benchmarks.gpu import policy, publish, throughput
+    from benchmarks.shards import random_learner
     from qurl_megatron.rollout.fleet import Fleet
     from qurl_megatron.weight_sync.publish import Publisher
 
@@ -124,9 +124,8 @@ def check_server(arguments: argparse.Namespace) -> dict[str, Any]:
     log = record.RESULTS / "smoke_server.log"
     with policy.run_server("tiny", "int8", server, 64, log) as (running, architecture):
         fleet = Fleet("rollout", {0: running})
-        learner = policy.random_learner(architecture)
-        settings = QuantizationConfig(bucket_bytes=throughput.BUCKET_BYTES)
-        publisher = Publisher(learner, fleet, settings)
+        learner = random_learner(architecture)
+        publisher = Publisher(learner, fleet, "int8", throughput.BUCKET_BYTES, "gloo")
         published = publisher.publish()
         publisher.close()
         throughput.sample(running, 4, 16, 16, architecture.vocab_size)

@@ -14,25 +14,27 @@ its row says so.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from benchmarks.gpu import policy, publish, record
+from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.publish import Publisher
 
 GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
 BATCHES = (1, 16, 64, 256)
+PROMPT_LENGTH, OUTPUT_LENGTH = 512, 1024
 BUCKET_BYTES = 2**28
 # What weights and cache leave on the GPU: CUDA graphs and workspaces of the server, the weights of
-# `RandomPolicy`, buckets on both sides and two CUDA contexts.
+# the learner, buckets on both sides and two CUDA contexts.
 RESERVED_BYTES = 13 * 2**30
 
 
@@ -40,22 +42,18 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=policy.SHAPES)
     parser.add_argument("--batches", type=int, nargs="+")
-    parser.add_argument("--prompt-length", type=int)
-    parser.add_argument("--output-length", type=int)
-    parser.add_argument("--mem-fraction", type=float, help="of the GPU, for weights and cache")
     arguments = parser.parse_args()
     small = arguments.rehearsal
     arguments.shapes = arguments.shapes or (["tiny"] if small else ["32B", "7B", "14B"])
     arguments.batches = arguments.batches or ((1, 4) if small else BATCHES)
-    arguments.prompt_length = arguments.prompt_length or (16 if small else 512)
-    arguments.output_length = arguments.output_length or (16 if small else 1024)
+    lengths = (16, 16) if small else (PROMPT_LENGTH, OUTPUT_LENGTH)
     results = record.Record("throughput", arguments)
     publish.initialize_single_rank()
     for shape in arguments.shapes:
         for weight_format in publish.FORMATS:
             keys = [f"{shape} {weight_format} batch {batch}" for batch in arguments.batches]
             if not all(key in results.rows for key in keys):
-                measure(shape, weight_format, arguments, results)
+                measure(shape, weight_format, arguments.batches, lengths, results)
         for weight_format in publish.FORMATS[1:]:
             results.add(
                 f"{shape} {weight_format} over bf16",
@@ -65,31 +63,35 @@ def main() -> None:
 
 
 def measure(
-    shape: str, weight_format: WeightFormat, arguments: argparse.Namespace, results: record.Record
+    shape: str,
+    weight_format: WeightFormat,
+    batches: Sequence[int],
+    lengths: tuple[int, int],
+    results: record.Record,
 ) -> None:
-    """Start one server and add one row per batch size."""
-    length = arguments.prompt_length + arguments.output_length
+    """Start one server and add one row per batch size; `lengths` are of prompt and output."""
+    prompt_length, output_length = lengths
+    length = prompt_length + output_length
     memory = 0 if results.rehearsal else device.gpu_properties()[0].total_memory
     server = ServerConfig(
-        mem_fraction_static=arguments.mem_fraction or static_fraction(memory),
-        max_running_requests=max(arguments.batches),
+        mem_fraction_static=static_fraction(memory),
+        max_running_requests=max(batches),
         max_total_tokens=8192 if results.rehearsal else None,
     )
     log = results.log_dir / f"throughput_{shape}_{weight_format}.log"
     with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
-        learner = policy.random_learner(architecture)
+        learner = random_learner(architecture)
         fleet = Fleet("rollout", {0: running})
-        settings = QuantizationConfig(weight_format, bucket_bytes=BUCKET_BYTES)
-        publisher = Publisher(learner, fleet, settings)
+        publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, "gloo")
         assert publisher.publish().num_servers == 1
         publisher.close()
         vocabulary = architecture.vocab_size
         cache = cache_tokens(running)
-        fitting = [batch for batch in arguments.batches if batch * length <= 2 * cache]
+        fitting = [batch for batch in batches if batch * length <= 2 * cache]
         # Warm up every batch size: SGLang compiles a prefill shape when it first occurs.
         for batch in fitting:
-            sample(running, batch, arguments.prompt_length, 8, vocabulary)
-        for batch in arguments.batches:
+            sample(running, batch, prompt_length, 8, vocabulary)
+        for batch in batches:
             key = f"{shape} {weight_format} batch {batch}"
             if key in results.rows:
                 continue
@@ -97,15 +99,15 @@ def measure(
                 results.add(key, {"left_out": f"{batch * length} tokens", "cache_tokens": cache})
                 continue
             start = time.perf_counter()
-            sample(running, batch, arguments.prompt_length, arguments.output_length, vocabulary)
+            sample(running, batch, prompt_length, output_length, vocabulary)
             time_s = time.perf_counter() - start
             results.add(
                 key,
                 {
-                    "tokens_per_s": batch * arguments.output_length / time_s,
+                    "tokens_per_s": batch * output_length / time_s,
                     "time_s": time_s,
-                    "prompt_length": arguments.prompt_length,
-                    "output_length": arguments.output_length,
+                    "prompt_length": prompt_length,
+                    "output_length": output_length,
                     "cache_tokens": cache,
                 },
             )

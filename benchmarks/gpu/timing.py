@@ -19,7 +19,7 @@ SPIN_CYCLES = (2_000_000, 40_000_000, 800_000_000)
 def take_turns(
     passes: dict[str, Callable[[int], object]], repetitions: int
 ) -> dict[str, dict[str, float]]:
-    """Return median, minimum and maximum seconds of each pass.
+    """Return the `summary` of each pass's seconds.
 
     The passes alternate, so that changes on the machine affect all of them. Each runs twice before
     its times count. A pass gets the number of its repetition, which is negative in the warm-up.
@@ -30,10 +30,12 @@ def take_turns(
             time_s = _time(run, repetition)
             if repetition >= 0:
                 times[name].append(time_s)
-    return {
-        name: {"median_s": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
-        for name, seconds in times.items()
-    }
+    return {name: summary(seconds) for name, seconds in times.items()}
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Return the median, the least and the most of `seconds`."""
+    return {"median_s": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
 
 
 def copies_to_rotate(num_bytes: int) -> int:
@@ -42,6 +44,7 @@ def copies_to_rotate(num_bytes: int) -> int:
 
 
 def wait_for_device() -> None:
+    """Wait until the GPU, if there is one, has done what it was asked for."""
     if device.accelerator() == "cuda":
         torch.cuda.synchronize()
 

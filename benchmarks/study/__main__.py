@@ -23,7 +23,6 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -36,6 +35,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import machine
 from benchmarks.study.figures import draw_map
 from benchmarks.study.rivals import RIVALS
 from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
@@ -154,15 +154,12 @@ def uaq_arms() -> dict[Arm, Arm]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("command", choices=("run", "show"))
     parser.add_argument("--chapters", nargs="+", choices=chapters(), default=list(chapters()))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--details", action="store_true", help="show everything that was measured")
     arguments = parser.parse_args()
     if arguments.command == "run":
         torch.set_num_threads(1)
@@ -172,7 +169,7 @@ def main() -> None:
         return
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
-        show(chapter, outcomes, details=arguments.details)
+        show(chapter, outcomes)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, MAP_PICTURE)
@@ -203,79 +200,45 @@ def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
 
 def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
     """Return the recorded outcomes of this many seeds and steps."""
-    lines = read_json_lines(path) if path.exists() else []
     return {
         Arm(**line["arm"]): line
-        for line in lines
+        for line in read_json_lines(path)
         if (line["seeds"], line["steps"]) == (seeds, steps)
     }
 
 
-def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], *, details: bool) -> None:
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
     """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
 
     The first has the scores of the trained policies, the second those of their quantized copies;
     of the arm that others are compared with, they have the score itself. The third has the shares
-    of tokens, of that arm and, for the last column, of acr. `details` adds a table with everything
-    that was measured, one arm per row.
+    of tokens, of that arm and, for the last column, of acr.
     """
     compared_with = {
         arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
     }
+    cells = list(dict.fromkeys(compared_with.values()))
+    variants = list(dict.fromkeys(difference(arm, base) for arm, base in compared_with.items()))
     for score in ("after", "after_quantized"):
+        table = {}
+        for arm, base in compared_with.items():
+            own, other = outcomes[arm][score], outcomes[base][score]
+            gains = [a - b for a, b in zip(own, other, strict=True)]
+            table[difference(arm, base), base] = (
+                mean_and_interval(own) if arm == base else mean_and_interval(gains, sign="+")
+            )
+        rows = [["", *variants]]
+        rows += [[describe(cell), *(table.get((v, cell), "") for v in variants)] for cell in cells]
+        if len(cells) < len(variants):
+            rows = [list(column) for column in zip(*rows, strict=True)]
         print(f"\n### {chapter}: {score}\n")
-        cells = list(dict.fromkeys(compared_with.values()))
-        table = {
-            (difference(arm, base), base): (
-                mean_and_interval(outcomes[arm][score])
-                if arm == base
-                else mean_and_interval(
-                    paired(outcomes[arm][score], outcomes[base][score]), sign="+"
-                )
-            )
-            for arm, base in compared_with.items()
-        }
-        variants = list(dict.fromkeys(variant for variant, _ in table))
-        names = {cell: describe(cell) for cell in cells}
-        if len(cells) >= len(variants):
-            print_table(
-                ["", *variants],
-                [[names[cell], *(table.get((v, cell), "") for v in variants)] for cell in cells],
-            )
-        else:
-            print_table(
-                ["", *names.values()],
-                [[v, *(table.get((v, cell), "") for cell in cells)] for v in variants],
-            )
+        print_table(rows)
     print(f"\n### {chapter}: tokens\n")
+    header = ["", "KL k3", "largest rho", "above C", "clipped", "widened by acr"]
     print_table(
-        ["", "KL k3", "largest rho", "above C", "clipped", "widened by acr"],
-        [
-            [describe(cell), *tokens(outcomes[cell]), widened(outcomes, cell)]
-            for cell in dict.fromkeys(compared_with.values())
-        ],
+        [header]
+        + [[describe(cell), *tokens(outcomes[cell]), widened(outcomes, cell)] for cell in cells]
     )
-    if details:
-        print(f"\n### {chapter}: all arms\n")
-        print_table(
-            "arm | after, % | quantized, % | ended lower than begun | KL k3 | largest rho | above C"
-            " | clipped | widened | codes flipped".split(" | "),
-            [row(arm, outcomes[arm]) for arm in compared_with],
-        )
-
-
-def row(arm: Arm, outcome: dict[str, Any]) -> list[str]:
-    """Return everything that was measured of an arm, for a table."""
-    worse = sum(change < 0 for change in paired(outcome["after"], outcome["before"]))
-    return [
-        f"{arm.objective}, {describe(arm)}",
-        mean_and_interval(outcome["after"]),
-        mean_and_interval(outcome["after_quantized"]),
-        f"{worse} of {len(outcome['after'])}",
-        *tokens(outcome),
-        f"{outcome['stats']['acr_widened']:.4%}",
-        f"{outcome['stats'].get('code_flips', float('nan')):.2%}",
-    ]
 
 
 def tokens(outcome: dict[str, Any]) -> list[str]:
@@ -295,14 +258,10 @@ def widened(outcomes: dict[Arm, dict[str, Any]], cell: Arm) -> str:
     return f"{outcome['stats']['acr_widened']:.4%}" if outcome is not None else ""
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    for cells in (header, ["---"] * len(header), *rows):
+def print_table(rows: list[list[str]]) -> None:
+    """Print a Markdown table, whose header is the first row."""
+    for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]):
         print(f"| {' | '.join(cells)} |")
-
-
-def paired(scores: list[float], others: list[float]) -> list[float]:
-    """Return the differences of two arms' scores, seed by seed."""
-    return [score - other for score, other in zip(scores, others, strict=True)]
 
 
 def describe(arm: Arm) -> str:

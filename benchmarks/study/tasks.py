@@ -10,7 +10,6 @@ bandit   The prompt is one of `STATES` contexts, the answer one symbol. Each pai
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,24 +28,6 @@ class Rollouts:
     rewards: Tensor  # [seeds, rows] float32: 0 or 1
 
 
-class Task(Protocol):
-    """A task that all seeds learn, each from prompts of its own."""
-
-    def sample(
-        self, logprobs: Tensor, prompts: int, completions: int, generator: torch.Generator
-    ) -> Rollouts:
-        """Sample `completions` answers to each of `prompts` new prompts.
-
-        `logprobs` is the engines' table `[seeds, STATES, SYMBOLS]`. The rows of a prompt follow
-        each other.
-        """
-        ...
-
-    def score(self, logprobs: Tensor) -> Tensor:
-        """Return the expected reward, relative to the best possible: `[seeds]` float32."""
-        ...
-
-
 class Chain:
     """Sums modulo `SYMBOLS`, `length` symbols long."""
 
@@ -58,6 +39,11 @@ class Chain:
     def sample(
         self, logprobs: Tensor, prompts: int, completions: int, generator: torch.Generator
     ) -> Rollouts:
+        """Sample `completions` answers to each of `prompts` new prompts.
+
+        Each seed has prompts of its own. `logprobs` is the engines' table `[seeds, STATES,
+        SYMBOLS]`. The rows of a prompt follow each other.
+        """
         seeds = logprobs.shape[0]
         start, numbers = self._prompts((seeds, prompts), generator)
         start = start.repeat_interleave(completions, dim=1)
@@ -76,6 +62,7 @@ class Chain:
         return Rollouts(torch.stack(states, -1), torch.stack(symbols, -1), rewards)
 
     def score(self, logprobs: Tensor) -> Tensor:
+        """Return the expected reward, relative to the best possible: `[seeds]` float32."""
         # Propagate the distribution over the current symbol through each chain.
         transitions = logprobs.exp().unflatten(1, (SYMBOLS, SYMBOLS))  # [seeds, current, number, +]
         distribution = torch.zeros(len(logprobs), HELD_OUT_PROMPTS, SYMBOLS)
@@ -94,8 +81,6 @@ class Chain:
 class Bandit:
     """One symbol per context, rewarded with a known chance."""
 
-    length = 1
-
     def __init__(self) -> None:
         # Most pairs are poor, and each context has a few good ones.
         uniform = torch.rand(STATES, SYMBOLS, generator=torch.Generator().manual_seed(1))
@@ -104,6 +89,7 @@ class Bandit:
     def sample(
         self, logprobs: Tensor, prompts: int, completions: int, generator: torch.Generator
     ) -> Rollouts:
+        """Sample as `Chain.sample` does."""
         seeds = logprobs.shape[0]
         context = torch.randint(STATES, (seeds, prompts), generator=generator)
         context = context.repeat_interleave(completions, dim=1)
@@ -114,5 +100,6 @@ class Bandit:
         return Rollouts(context[..., None], symbols[..., None], rewarded.float())
 
     def score(self, logprobs: Tensor) -> Tensor:
+        """Return the expected reward, relative to the best possible: `[seeds]` float32."""
         best = self.chances.amax(-1).mean()
         return (logprobs.exp() * self.chances).sum(-1).mean(-1) / best

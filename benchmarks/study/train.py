@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from benchmarks.study.policy import (
     new_parameters,
 )
 from benchmarks.study.rivals import RIVALS, rival_loss
-from benchmarks.study.tasks import Bandit, Chain, Task
+from benchmarks.study.tasks import Bandit, Chain
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -33,7 +34,6 @@ from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqCon
 from qurl_megatron.quantization import quantize, uaq
 
 PROMPTS, COMPLETIONS = 16, 8  # per step and seed
-EVALUATIONS = 10  # per arm, equally spaced
 
 Gap = Literal["none", "fp8", "int8", "int4", "int4x2"]
 ENGINES: dict[Gap, Engine | None] = {
@@ -75,7 +75,6 @@ class Outcome:
     before: list[float]  # score of the full-precision policy before training
     after: list[float]
     after_quantized: list[float]  # score of the engine's copy after training
-    curve: list[float]  # mean score over seeds, at equal distances
     stats: dict[str, float] = field(default_factory=dict)  # means over steps, seeds and tokens
     seconds: float = 0.0
 
@@ -83,14 +82,13 @@ class Outcome:
 def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     """Train `seeds` policies for `steps` steps and return what was measured."""
     began = time.monotonic()
-    task = make_task(arm)
+    task = Chain(arm.length) if arm.task == "chain" else Bandit()
     nearest = ENGINES[arm.gap]
     engine = nearest
     if nearest is not None and arm.rounding == "stochastic":
         engine = replace(nearest, dither=torch.Generator().manual_seed(3))
-    parameters = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
-    for parameter in parameters.values():
-        parameter.requires_grad_()
+    begun = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
+    parameters = {name: parameter.clone().requires_grad_() for name, parameter in begun.items()}
     round_masters(parameters, arm.masters)
     settings = OptimizerConfig(learning_rate=arm.learning_rate)
     optimizer = make_optimizer(parameters, settings, arm)
@@ -103,10 +101,10 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         with torch.no_grad():
             return task.score(logprob_table(parameters, of))
 
-    before, curve = score(None), []
+    before = score(None)
     totals: dict[str, float] = {}
     codes, flips = codes_of(parameters, nearest), []
-    for step in range(steps):
+    for _ in range(steps):
         with torch.no_grad():
             behind.append(logprob_table(parameters, engine))
             proximal_table = logprob_table(parameters, learner_engine)
@@ -145,13 +143,10 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         if nearest is not None:
             last, codes = codes, codes_of(parameters, nearest)
             flips.append(quantize.code_flips(last, codes).item() / codes.numel())
-        if (step + 1) * EVALUATIONS % steps < EVALUATIONS:
-            curve.append(score(None).mean().item())
     return Outcome(
         before=before.tolist(),
         after=score(None).tolist(),
         after_quantized=score(engine).tolist(),
-        curve=curve,
         stats={
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
@@ -161,25 +156,14 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     )
 
 
-def make_task(arm: Arm) -> Task:
-    return Chain(arm.length) if arm.task == "chain" else Bandit()
+@functools.cache
+def start(task: str, length: int, seeds: int) -> Parameters:
+    """Return the policies that training begins with, which are not to be changed.
 
-
-_starts: dict[tuple[Any, ...], Parameters] = {}
-
-
-def start(task: str, length: int, seeds: int, score: float = 0.3) -> Parameters:
-    """Return the policies that training begins with.
-
-    Those of a chain were shown right steps until they score at least `score`, each seed for itself.
+    Those of a chain were shown right steps until they score at least 30 %, each seed for itself.
     """
-    key = (task, length, seeds)
-    if key not in _starts:
-        parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
-        _starts[key] = (
-            warmed_up(parameters, Chain(length), score) if task == "chain" else parameters
-        )
-    return {name: parameter.clone() for name, parameter in _starts[key].items()}
+    parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
+    return warmed_up(parameters, Chain(length), 0.3) if task == "chain" else parameters
 
 
 def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:

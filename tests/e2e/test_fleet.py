@@ -15,15 +15,16 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.soak import FAULTS, Soak
-from e2e.deployment import (
+from benchmarks.deployment import (
     HEALTH_TIMEOUT_S,
     PEER_TIMEOUT_S,
     PER_STEP,
     Deployment,
     send_signal,
+    tree,
     wait_until,
 )
+from benchmarks.soak import FAULTS, Soak
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
@@ -31,6 +32,7 @@ from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.channel import Channel
 from qurl_megatron.weight_sync.link import PublishError
+from tiny import build_tiny_model
 
 PROMPTS = [
     Prompt(id=str(row), question="", answer="", token_ids=[3 + row, 4, 5, 6]) for row in range(48)
@@ -41,7 +43,8 @@ PROMPTS = [
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as stack:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        yield Deployment(tmp_path_factory.mktemp("fleet"), stack)
+        directory = tmp_path_factory.mktemp("fleet")
+        yield Deployment(directory, build_tiny_model(directory / "model"), stack)
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> Non
         sampling = threads.submit(both.sample, PROMPTS)
         wait_until(lambda: list(requests_at(both).values()) == [24, 24])
         time.sleep(0.5)
-        send_signal(both.roster[1], signal.SIGKILL)
+        send_signal(tree(both.roster[1]), signal.SIGKILL)
         wait_until(lambda: both.serving() == [0])
         assert_all_answered(sampling.result(timeout=200), both.publisher.version)
     # Its end is seen, by its process or by its connections. Nobody waits for a time limit.
@@ -106,7 +109,7 @@ def test_a_server_that_hangs_while_sampling_costs_no_answer(both: Deployment) ->
         sampling = threads.submit(both.sample, PROMPTS)
         wait_until(lambda: list(requests_at(both).values()) == [24, 24])
         time.sleep(0.5)
-        send_signal(hung, signal.SIGSTOP)
+        send_signal(tree(hung), signal.SIGSTOP)
         noticed_s = wait_until(lambda: both.serving() == [1])
         assert_all_answered(sampling.result(timeout=200), both.publisher.version)
     assert noticed_s < HEALTH_TIMEOUT_S + 15
@@ -149,7 +152,7 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     def send(channel: Channel, bucket: Bucket, version: int) -> Future[int]:
         sent.append(channel)
         if channel is its_channel and sent.count(channel) == 2:
-            send_signal(lost, number)
+            send_signal(tree(lost), number)
         return original(channel, bucket, version)
 
     original = Channel.send
@@ -170,7 +173,7 @@ def test_a_server_that_hangs_while_it_joins_holds_nobody_up_for_long(both: Deplo
     both.roster[1].stop()
     wait_until(lambda: both.serving() == [0])
     both.restart_lost()
-    send_signal(both.roster[1], signal.SIGSTOP)
+    send_signal(tree(both.roster[1]), signal.SIGSTOP)
     begin = time.monotonic()
     both.publisher.admit()
     assert time.monotonic() - begin < PEER_TIMEOUT_S + 15
@@ -205,7 +208,7 @@ def test_without_any_server_sampling_waits_for_one_and_begins_again(both: Deploy
                 sampling = threads.submit(both.sample, PROMPTS)
                 wait_until(lambda: list(requests_at(both).values()) == [24, 24])
                 for server in before.values():
-                    send_signal(server, signal.SIGKILL)
+                    send_signal(tree(server), signal.SIGKILL)
                 wait_until(lambda: both.serving() == [])
                 both.restart_lost()
                 with pytest.raises(AdmissionNeeded):

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.shaped_link import ShapedLink
 from e2e.running import QUICK, Command, metrics_of
+from e2e.shaped_link import ShapedLink
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.process import free_port

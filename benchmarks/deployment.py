@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,7 +35,6 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
-from tiny import EOS_TOKEN_ID, build_tiny_model
 
 BUCKET_BYTES = 64 * 1024  # a publish sends several
 PEER_TIMEOUT_S = 5.0
@@ -49,13 +48,12 @@ RUNNING, QUEUED = 64, 64
 class Deployment:
     """A learner and its two servers, which `starter` starts again whenever it is asked to check."""
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
         """Start everything and publish once; `stack` ends it."""
-        self.model = build_tiny_model(directory / "model")
         self.config = config = Config(
             name="run",
             output_dir=str(directory),
-            model=str(self.model),
+            model=str(model),
             learner=LearnerConfig(dtype="float32"),
             optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=0),
             quantization=QuantizationConfig(format="int8"),
@@ -87,7 +85,7 @@ class Deployment:
         for spec, gpus in zip(server_specs(config), placed, strict=True):
             self.starter.start(spec, gpus)
         self.starter.save()
-        self.learner = Learner(self.model, config.learner, config.optimizer)
+        self.learner = Learner(model, config.learner, config.optimizer)
         stack.enter_context(closing(self.learner))
         wait_ready(list(self.roster.values()), timeout_s=400)
         self.starter.check()
@@ -104,8 +102,8 @@ class Deployment:
         settings = QuantizationConfig(bucket_bytes=BUCKET_BYTES)
         self.publisher = Publisher(self.learner, self.fleet, settings, timeout_s=PEER_TIMEOUT_S)
         stack.enter_context(closing(self.publisher))
-        tokenizer = AutoTokenizer.from_pretrained(self.model)
-        self.client = RolloutClient(self.fleet, tokenizer, [EOS_TOKEN_ID])
+        tokenizer, architecture = AutoTokenizer.from_pretrained(model), self.learner.architecture
+        self.client = RolloutClient(self.fleet, tokenizer, architecture.eos_token_ids)
         self.publisher.publish()
 
     @property
@@ -164,6 +162,8 @@ def tree(server: Server) -> list[psutil.Process]:
         return []
 
 
-def send_signal(server: Server, number: signal.Signals) -> None:
-    for process in tree(server):
-        process.send_signal(number)
+def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to all processes that have not ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)

@@ -1,8 +1,7 @@
 """A slow link on one machine: a proxy on loopback that carries so many bytes a second.
 
 Both directions have the rate each, over all connections together. There is no delay beside that
-of loopback, and no loss. `benchmarks/remote.py` and `tests/e2e/test_servers_at.py` put it before a
-server.
+of loopback, and no loss.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from types import TracebackType
 
 CHUNK_BYTES = 2**16
 
@@ -19,10 +17,9 @@ class ShapedLink:
     """A proxy on loopback to a port of this machine; it runs in a thread, within a `with`."""
 
     def __init__(self, port: int, bytes_per_s: float) -> None:
-        """Listen nowhere yet. `bytes_per_s` may be changed at any time."""
-        self.bytes_per_s = bytes_per_s
+        """Listen nowhere yet."""
         self.port = 0  # that it listens on
-        self.sent_bytes = 0  # towards the server
+        self._bytes_per_s = bytes_per_s
         self._target = port
         self._loop = asyncio.new_event_loop()
         self._listening = threading.Event()
@@ -40,12 +37,7 @@ class ShapedLink:
         self._listening.wait()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Close every connection."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
@@ -79,10 +71,9 @@ class ShapedLink:
         with contextlib.suppress(OSError):
             while chunk := await reader.read(CHUNK_BYTES):
                 now = self._loop.time()
-                self._free_at[way] = max(now, self._free_at[way]) + len(chunk) / self.bytes_per_s
+                self._free_at[way] = max(now, self._free_at[way]) + len(chunk) / self._bytes_per_s
                 await asyncio.sleep(self._free_at[way] - now)
                 writer.write(chunk)
                 await writer.drain()
-                self.sent_bytes += len(chunk) * (way == "to")
         with contextlib.suppress(OSError):
             writer.write_eof()

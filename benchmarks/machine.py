@@ -1,0 +1,109 @@
+"""What the benchmarks share: arguments, the machine in words, spreads, memory, and ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import platform
+import tempfile
+from collections.abc import Callable, Collection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+
+from qurl_megatron import device
+from qurl_megatron.process import free_port
+
+MIB = 2**20
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is a module's docstring, with its line breaks."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def print_machine(*packages: str) -> None:
+    """Print on one line the machine, and the versions of Python and of these packages."""
+    versions = {"Python": platform.python_version(), **package_versions(packages)}
+    words = [f"{name} {number}" for name, number in versions.items()]
+    print(", ".join([processor(), f"{os.cpu_count()} cores", *words]), flush=True)
+
+
+def processor() -> str:
+    """Return the processor's name, as the kernel has it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def package_versions(packages: Collection[str]) -> dict[str, str]:
+    """Return the versions of these packages, "not installed" for those that are not there."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def spread(values: Collection[float], form: str = ".2f") -> str:
+    """Return in words the median of `values`, and the least and the most."""
+    return f"{median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def reset_peak() -> None:
+    """Begin anew to note the most memory that this process has."""
+    if device.accelerator() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def held_bytes() -> int:
+    """Return the resident memory of this process; on a GPU, what torch has allocated there."""
+    if device.accelerator() == "cuda":
+        return torch.cuda.memory_allocated()
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes() -> int:
+    """Return the most that `held_bytes` was since `reset_peak`."""
+    if device.accelerator() == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return 1024 * int(peak)
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Run `function(*arguments)` on so many ranks; return the result of global rank 0.
+
+    Each rank is a process of its own with one thread. The ranks find each other through torchrun's
+    variables. If one fails, the others are ended, and its error is raised.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "result"
+        words = (ranks, free_port(), result, function, arguments)
+        torch.multiprocessing.spawn(_run_rank, words, nprocs=ranks)
+        return pickle.loads(result.read_bytes())
+
+
+def _run_rank(
+    rank: int, ranks: int, port: int, result: Path, function: Callable[..., Any], arguments: Any
+) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    device.limit_threads(1)
+    returned = function(*arguments)
+    if rank == 0:
+        result.write_bytes(pickle.dumps(returned))

@@ -1,0 +1,28 @@
+"""Every benchmark is a command that says what it does before it does anything."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+COMMANDS = sorted(
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for path in (REPOSITORY / "benchmarks").rglob("*.py")
+    if "def main(" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_command_and_runs_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: ") and f"python -m {name.removesuffix('.__main__')}" in said
