@@ -32,7 +32,7 @@ from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of docs/."""
     pages = {
-        "qurl_megatron.recipes.md": recipes_page,
+        "recipes.md": recipes_page,
         "configuration.md": configuration_page,
         "metrics.md": metrics_page,
         "commands.md": commands_page,

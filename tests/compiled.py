@@ -37,6 +37,12 @@ class Compiled:
                 loops.append([text for address, text in self.code if start <= address <= end])
         return loops
 
+    @property
+    def once(self) -> int:
+        """Return the number of instructions up to the end of the kernel that are in no loop."""
+        end = next(at for at, (_, text) in enumerate(self.code) if text.strip() == "EXIT")
+        return end + 1 - sum(map(len, self.loops))
+
 
 def moved_bytes(loop: list[str], operation: str) -> int:
     """Return the bytes that a loop's global loads (LDG) or stores (STG) move."""

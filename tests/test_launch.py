@@ -38,6 +38,7 @@ from qurl_megatron.launch.placement import (
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.process import free_port
+from qurl_megatron.rollout.preload import Started
 
 
 def config_of(ranks: int, servers: int, gpus_per_server: int, problems: int = 0) -> Config:
@@ -449,5 +450,5 @@ def test_a_rank_that_loses_a_request_to_stop_gets_another(monkeypatch: pytest.Mo
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert rank.stdout and rank.stdout.readline() == b"ready\n"
     monkeypatch.setattr(local, "REMIND_S", 0.5)
-    local._stop_ranks([rank])
+    local._stop_ranks([Started(rank.pid, rank.poll)])
     assert rank.returncode == 3

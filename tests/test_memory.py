@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import Literal
@@ -233,8 +232,9 @@ EXPERT_LEARNERS = [
     LearnerConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2),
 ]
 REAL: list[tuple[Family, LearnerConfig]] = [
-    *itertools.product(("qwen2", "qwen3"), LEARNERS),
-    *itertools.product(("qwen3_moe",), EXPERT_LEARNERS),
+    *[("qwen2", learner) for learner in LEARNERS],
+    *[("qwen3", learner) for learner in LEARNERS],
+    *[("qwen3_moe", learner) for learner in EXPERT_LEARNERS],
 ]
 
 

@@ -6,6 +6,7 @@ All sizes differ, so that a transposed or misplaced tensor cannot fit by acciden
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_split_shards_of_any_divisible_model_equal_the_checkpoint(
     ratio: int,
     key_value_heads: int,
     intermediate_per_rank: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     tp_size: int,
     family: Architecture,
 ) -> None:

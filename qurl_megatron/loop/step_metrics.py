@@ -36,6 +36,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
     sums = add_up(update.stats for update in results.updates)
     tokens = sums["tokens"]
     first = results.updates[0].stats
+    phase_times = {f"time_{phase}_s": seconds[phase] for phase in (*PHASES, "evaluation")}
     return StepMetrics(
         step=results.step,
         weight_version=published.version,
@@ -61,7 +62,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         publish_full_bytes=published.conversion.num_bytes,
         servers_serving=published.num_servers,
         memory_bytes=device.memory_bytes(),
-        **{f"time_{phase}_s": seconds[phase] for phase in (*PHASES, "evaluation")},
+        **phase_times,  # type: ignore[arg-type]
     )
 
 

@@ -422,7 +422,7 @@ def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None
     if layer_types is not None:
         uses_window = "sliding_attention" in layer_types
     else:  # by the rules of transformers
-        uses_window = (
+        uses_window = bool(
             config.get("use_sliding_window")
             and config.get("sliding_window") is not None
             and (config.get("max_window_layers") or 0) < num_layers

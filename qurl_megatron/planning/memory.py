@@ -502,8 +502,10 @@ def with_cheapest_recomputation(architecture: Architecture, config: Config) -> C
     buckets = bucket_memory(architecture, config)
 
     def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
-        fields = {"recompute": recompute, "recompute_layers": number, "offload_optimizer": offload}
-        return dataclasses.replace(config, learner=dataclasses.replace(learner, **fields))
+        changed_learner = dataclasses.replace(
+            learner, recompute=recompute, recompute_layers=number, offload_optimizer=offload
+        )
+        return dataclasses.replace(config, learner=changed_learner)
 
     def fits(candidate: Config) -> bool:
         return all(

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,11 @@ def experts(
     own, directory = request.param, tmp_path_factory.mktemp(request.param)
     size, groups, dimensions = SERVERS[own]
     skip_without_gpus(size)
-    model = {"num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, **dimensions}
+    model: dict[str, Any] = {
+        "num_hidden_layers": LAYERS,
+        "num_experts_per_tok": TOP_K,
+        **dimensions,
+    }
     with (
         launched(
             directory,
@@ -160,8 +165,12 @@ def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
     skip_without_gpus(2)
     model, written = build_tiny_model(tmp_path / "model", "qwen3_moe"), tmp_path / "int8"
     quantize_directory(model, written, "int8", lambda *_: None)
-    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "max_total_tokens": 1024}
-    config = ServerConfig(mem_fraction_static=0.3, **sizes)
+    config = ServerConfig(
+        mem_fraction_static=0.3,
+        tensor_parallel_size=2,
+        expert_parallel_size=2,
+        max_total_tokens=1024,
+    )
     plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
     with plan.running() as server, closing(ServerControl(server)) as control:
         held = combine(control.checksums())
