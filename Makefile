@@ -4,7 +4,7 @@ PYTEST = .venv/bin/pytest -rs --durations=15
 # Files in the order of tests/conftest.py: xdist would begin with those of the most tests.
 TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-slurm docs lint
+.PHONY: demo test test-fast test-slurm docs lint lock
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
@@ -29,7 +29,12 @@ lint: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 		{ echo "Python 3.11 or 3.12 is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -r requirements.txt
+	.venv/bin/pip install --no-deps -r requirements.txt
 	.venv/bin/pip install --no-deps -e .
 	.venv/bin/pip install --no-deps --target .venv/transformer-engine --upgrade -r requirements-te.txt
 	touch .venv/ready
+
+lock:  # requirements.txt from pyproject.toml, keeping the versions that still fit; needs uv
+	uv pip compile pyproject.toml --all-extras --generate-hashes --no-annotate \
+		--python-version 3.11.7 --python-platform x86_64-manylinux_2_34 \
+		--custom-compile-command "make lock" --output-file requirements.txt

@@ -4,7 +4,7 @@
     python3 -m benchmarks.gpu.kit install DIR TARGET      # in this repository, on the bare machine
 
 The bare machine has Python 3.12, torch 2.11.0 for CUDA 13 with Triton and torchvision, and nvcc.
-`pack` follows the requirements in `requirements.txt` and takes the versions of the environment it
+`pack` follows the requirements in `pyproject.toml` and takes the versions of the environment it
 runs in. It repacks pure Python packages from this environment and downloads the others for that
 Python. It leaves out what the bare machine has and what SGLang starts without (`OPTIONAL`). With
 `--installed`, the `pip freeze` of the bare machine, it also leaves out packages whose version there
@@ -21,9 +21,11 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import itertools
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -132,11 +134,9 @@ def missing_packages(preinstalled: dict[str, str]) -> dict[str, str]:
     """
     from packaging.requirements import Requirement
 
-    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    roots = [
-        Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()
-    ]
-    roots += [Requirement(name) for name in UNDECLARED]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values(), UNDECLARED]
+    roots = [Requirement(line) for line in itertools.chain(*lists)]
     todo = [(root, root.extras) for root in roots if canonical(root.name) not in SKIPPED_ROOTS]
     versions: dict[str, str] = {}
     satisfied: dict[str, bool] = {}  # the preinstalled version meets every requirement
