@@ -58,7 +58,7 @@ def anchors(page: Path) -> set[str]:
 def test_everything_has_a_section_or_an_entry(site: Path) -> None:
     """Every recipe, configuration field, metric and command."""
     names = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
-    assert names <= anchors(site / "qurl_megatron.recipes.html")
+    assert names <= anchors(site / "recipes.html")
     fields = {*leaf_values(Config())}
     for command, kind in {"eval": EvalConfig, "serve": ServeConfig}.items():
         fields |= {f"{command}.{field}" for field in leaf_values(kind())}
