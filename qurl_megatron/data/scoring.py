@@ -127,7 +127,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 self._workers.discard(worker)
                 worker = self._of_thread.worker = _Worker(self._config)
                 self._workers.add(worker)
-        worker.wait_ready()
+        try:
+            worker.wait_ready()
+        except ConfigError:
+            if self._closed:  # which killed the worker while it loaded the reward
+                raise CancelledError from None
+            raise
         return worker
 
 
