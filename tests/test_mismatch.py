@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from qurl_megatron.cli import app
 from qurl_megatron.evaluation.attribution import (
     ActivationMeter,
-    Gain,
-    LayerMismatch,
+    KeptLayers,
     choose,
     compare,
     gain,
@@ -36,13 +35,13 @@ OUTLIER = 5
 
 
 def test_divergence_entropy_and_rank_of_two_distributions() -> None:
-    exact = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
-    quantized = torch.tensor([[0.125, 0.625, 0.25], [0.8, 0.1, 0.1]]).log()
-    measured = compare(quantized, exact, torch.tensor([1, 0]))
+    exact = torch.tensor([[[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]]).log()
+    quantized = torch.tensor([[[0.125, 0.625, 0.25], [0.8, 0.1, 0.1]]]).log()
+    measured = compare(quantized, exact, torch.tensor([[1, 0]]))
     kl = 0.125 * math.log(0.25) + 0.625 * math.log(2.5)  # an expectation over `quantized`
-    torch.testing.assert_close(measured.kl, torch.tensor([kl, 0.0]), atol=1e-7, rtol=1e-6)
-    assert measured.entropy[0].item() == pytest.approx(1.5 * math.log(2))
-    assert measured.rank.tolist() == [2, 1]
+    torch.testing.assert_close(measured.kl, torch.tensor([[kl, 0.0]]), atol=1e-7, rtol=1e-6)
+    assert measured.entropy[0, 0].item() == pytest.approx(1.5 * math.log(2))
+    assert measured.rank.tolist() == [[2, 1]] and measured.position.tolist() == [[0, 1]]
 
 
 def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
@@ -57,18 +56,18 @@ def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
 def test_a_gain_is_per_token_and_its_error_counts_completions() -> None:
     """Completions of 1 and 3 tokens fall by 2 and 2 nats: 1 per token, off by 1 and -1."""
     before, after = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])
-    measured = gain(before, after, torch.tensor([1, 3]))
-    assert measured.mean == 1.0
-    assert measured.error == pytest.approx(math.sqrt((1 + 1) * 2) / 4)
-    assert not gain(before[:1], after[:1], torch.tensor([1])).is_significant
+    mean, error = gain(before, after, torch.tensor([1, 3]))
+    assert mean == 1.0
+    assert error == pytest.approx(math.sqrt((1 + 1) * 2) / 4)
+    assert not KeptLayers((), *gain(before[:1], after[:1], torch.tensor([1])), 1).is_significant
 
 
 def test_the_best_gains_per_byte_are_chosen_within_the_budget() -> None:
     layers = [
-        LayerMismatch(("large",), Gain(10.0, 1.0), 100),
-        LayerMismatch(("small",), Gain(4.0, 1.0), 20),
-        LayerMismatch(("noisy",), Gain(9.0, 5.0), 1),
-        LayerMismatch(("tiny",), Gain(0.5, 0.1), 10),
+        KeptLayers(("large",), 10.0, 1.0, 100),
+        KeptLayers(("small",), 4.0, 1.0, 20),
+        KeptLayers(("noisy",), 9.0, 5.0, 1),
+        KeptLayers(("tiny",), 0.5, 0.1, 10),
     ]
     names = {budget: [x.names[0] for x in choose(layers, budget)] for budget in (130, 110, 20, 9)}
     assert names == {
@@ -100,11 +99,13 @@ def test_an_outlier_spoils_its_tokens_scale_but_only_its_own_block_of_128_channe
     meter = ActivationMeter(lambda rows: quantize_tokens(rows, torch.int8))
     meter.add(x[:1])
     meter.add(x[1:])
-    assert meter.outlier == (200, 6350.0)
-    per_token, per_block = meter.relative_errors
+    row = meter.measured()
+    assert (row["outlier_channel"], row["outlier_ratio"]) == (200, 6350.0)
+    per_token = row["error_per_token"]
     codes, scale = quantize_tokens(x, torch.int8)
     assert per_token == pytest.approx(float((codes * scale - x).norm() / x.norm()))
-    assert per_block < 0.8 * per_token  # of 300 channels, 127 share a scale with the outlier
+    # Of 300 channels, 127 share a scale with the outlier.
+    assert row["error_per_128_channels"] < 0.8 * per_token
 
 
 def plant(directory: Path) -> Path:
@@ -176,8 +177,7 @@ def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
 
     model = QuantizedModel(measured["model"], "int8")
     sequences = [([5, 6, 7], [8, 9, 10, 11])]
-    with model.keeping([name for group in model.groups for name in group]):
-        kept = model.logits(sequences)
+    kept = model.logits(sequences, model.names)
     plain = AutoModelForCausalLM.from_pretrained(measured["model"], dtype=torch.float32)
     with torch.inference_mode():
         expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1]
@@ -204,8 +204,7 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
     model = QuantizedModel(directory, "int8")
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     sequences = [([5, 6, 7], [8, 9, 10, 11])]
-    with model.keeping([name for group in model.groups for name in group]):
-        kept = model.logits(sequences)
+    kept = model.logits(sequences, model.names)
     with torch.inference_mode():
         expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
     assert (kept - expected).norm() < 0.3 * (model.logits(sequences) - expected).norm()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +31,12 @@ EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
 }
 
 
-@dataclass(frozen=True)
-class TokenMismatch:
-    """What is measured of each token; all tensors are `[tokens]`."""
+class TokenMismatch(NamedTuple):
+    """What is measured of each token; all tensors are `[responses, length]`."""
 
     kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
     entropy: Tensor  # of the exact distribution there: float32, nats
+    position: Tensor  # in the response: int64, 0 for its first token
     rank: Tensor  # of the sampled token in the exact distribution: int64, 1 for the likeliest
 
 
@@ -43,14 +44,15 @@ def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> 
     """Compare two models where tokens were sampled.
 
     Args:
-        quantized_logits, exact_logits: [tokens, vocabulary] float32.
-        sampled: [tokens] int64.
+        quantized_logits, exact_logits: [responses, length, vocabulary] float32.
+        sampled: [responses, length] int64.
     """
     exact = exact_logits.log_softmax(-1)
-    chosen = exact.gather(1, sampled[:, None])
+    chosen = exact.gather(2, sampled[:, :, None])
     return TokenMismatch(
         divergence(quantized_logits, exact_logits),
         -(exact.exp() * exact).sum(-1),
+        torch.arange(sampled.shape[1]).expand(sampled.shape),
         (exact > chosen).sum(-1) + 1,
     )
 
@@ -62,7 +64,7 @@ def divergence(quantized_logits: Tensor, exact_logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenRow:
     """The tokens whose value is from `first` up to the next row's, and their part of the KL."""
 
     first: float
@@ -71,33 +73,35 @@ class Share:
     of_kl: float  # fraction of the KL of all tokens
 
 
-def split(kl: Tensor, values: Tensor, edges: Sequence[float]) -> list[Share]:
+def split(kl: Tensor, values: Tensor, edges: Sequence[float]) -> list[TokenRow]:
     """Split tokens by `values` [tokens] at `edges`; rows without a token are left out."""
     row = torch.bucketize(values.double(), torch.tensor(edges, dtype=torch.float64), right=True)
-    shares = []
+    rows = []
     for index, first in enumerate(edges, start=1):
         chosen = kl[row == index].double()
         if len(chosen):
             of_kl = float(chosen.sum() / kl.double().sum().clamp(min=1e-300))
-            shares.append(Share(first, len(chosen) / len(kl), float(chosen.mean()), of_kl))
-    return shares
+            rows.append(TokenRow(first, len(chosen) / len(kl), float(chosen.mean()), of_kl))
+    return rows
 
 
 @dataclass(frozen=True)
-class Gain:
-    """How far the KL falls, in nats per token, and the standard error of that."""
+class KeptLayers:
+    """What it brings to keep layers of a server in BF16."""
 
-    mean: float
-    error: float
+    names: Sequence[str]  # in a Hugging Face checkpoint
+    gain: float  # how far the KL falls, in nats per token
+    standard_error: float  # of the gain
+    added_bytes: int  # of a server's weights
 
     @property
     def is_significant(self) -> bool:
-        """True if it is above 0 by more than `SIGNIFICANT` standard errors."""
-        return self.mean > SIGNIFICANT * self.error
+        """True if the gain is above 0 by more than `SIGNIFICANT` standard errors."""
+        return self.gain > SIGNIFICANT * self.standard_error
 
 
-def gain(before: Tensor, after: Tensor, tokens: Tensor) -> Gain:
-    """Return how far the mean KL falls from `before` to `after`.
+def gain(before: Tensor, after: Tensor, tokens: Tensor) -> tuple[float, float]:
+    """Return how far the mean KL falls from `before` to `after`, and the standard error of that.
 
     Args:
         before, after: KL summed over each completion, in nats: [completions].
@@ -107,31 +111,21 @@ def gain(before: Tensor, after: Tensor, tokens: Tensor) -> Gain:
     mean = float(fallen.sum() / tokens.sum())
     count = len(fallen)
     if count < 2:
-        return Gain(mean, math.inf)
+        return mean, math.inf
     # Tokens of one completion are not independent of each other, so completions are counted.
     variance = float((fallen - mean * tokens).square().sum()) * count / (count - 1)
-    return Gain(mean, math.sqrt(variance) / float(tokens.sum()))
+    return mean, math.sqrt(variance) / float(tokens.sum())
 
 
-@dataclass(frozen=True)
-class LayerMismatch:
-    """What it would bring to keep one layer of a server in BF16."""
-
-    names: tuple[str, ...]  # its parts in a Hugging Face checkpoint
-    gain: Gain
-    added_bytes: int  # of a server's weights
-
-
-def choose(layers: Sequence[LayerMismatch], budget_bytes: float) -> list[LayerMismatch]:
+def choose(layers: Sequence[KeptLayers], budget_bytes: float) -> list[KeptLayers]:
     """Return the layers to keep: the largest gains per byte, as long as they fit the budget.
 
     Layers whose gain is not significant are never chosen.
     """
-    best = sorted(layers, key=lambda layer: layer.gain.mean / layer.added_bytes, reverse=True)
-    chosen: list[LayerMismatch] = []
-    for layer in best:
+    chosen: list[KeptLayers] = []
+    for layer in sorted(layers, key=lambda layer: layer.gain / layer.added_bytes, reverse=True):
         fits = sum(other.added_bytes for other in [*chosen, layer]) <= budget_bytes
-        if layer.gain.is_significant and fits:
+        if layer.is_significant and fits:
             chosen.append(layer)
     return chosen
 
@@ -181,14 +175,19 @@ class ActivationMeter:
         codes, scale = self._quantizer(rows)
         return float((codes * scale - rows).double().square().sum())
 
-    @property
-    def outlier(self) -> tuple[int, float]:
-        """The channel with the largest activation, and that over the median channel's largest."""
-        channel = int(self._largest.argmax())
-        return channel, float(self._largest[channel] / self._largest.median().clamp(min=1e-30))
+    def measured(self) -> dict[str, Any]:
+        """Return the row of the inputs' table.
 
-    @property
-    def relative_errors(self) -> tuple[float, float]:
-        """Norm of the error over the norm of the values: a scale per token, per 128 channels."""
+        The outlier is the channel with the largest activation; its ratio is that over the median
+        channel's largest. An error is the norm of the error over the norm of the values.
+        """
+        channel = int(self._largest.argmax())
         squares, per_token, per_block = self._sums.tolist()
-        return math.sqrt(per_token / squares), math.sqrt(per_block / squares)
+        return {
+            "outlier_channel": channel,
+            "outlier_ratio": float(
+                self._largest[channel] / self._largest.median().clamp(min=1e-30)
+            ),
+            "error_per_token": math.sqrt(per_token / squares),
+            "error_per_128_channels": math.sqrt(per_block / squares),
+        }

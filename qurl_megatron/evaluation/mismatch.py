@@ -29,8 +29,7 @@ from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.evaluation.attribution import (
     EDGES,
-    LayerMismatch,
-    Share,
+    KeptLayers,
     TokenMismatch,
     choose,
     compare,
@@ -116,13 +115,13 @@ def measure(
     def report(done: int) -> None:
         progress(done, passes * len(batches))
 
-    measured, positions, by_layer, activations = _compare(model, sampled, batches, report)
+    measured, by_layer = _compare(model, sampled, batches, report)
     tokens = torch.tensor([len(response) for _, response in sampled])
     first, second = slice(0, None, 2), slice(1, None, 2)
     layers = [
-        LayerMismatch(
+        KeptLayers(
             names,
-            gain(by_layer[0][first], after[first], tokens[first]),
+            *gain(by_layer[0][first], after[first], tokens[first]),
             model.added_bytes(names),
         )
         for names, after in zip(model.groups, by_layer[1:], strict=True)
@@ -132,10 +131,9 @@ def measure(
     kept = [name for layer in chosen for name in layer.names]
     after = _kl_keeping(model, sampled, batches, kept) if kept else by_layer[0]
     report(passes * len(batches))
-    held_out = gain(by_layer[0][second], after[second], tokens[second])
     kl = float(by_layer[0][second].sum() / tokens[second].sum())
-    advised = kept if held_out.is_significant else []
-    values = {"entropy": measured.entropy, "position": positions, "rank": measured.rank}
+    fallen, error = gain(by_layer[0][second], after[second], tokens[second])
+    tried = KeptLayers(kept, fallen, error, model.added_bytes(kept))
     return {
         "model": str(options.model),
         "data": options.data,
@@ -144,25 +142,20 @@ def measure(
         "tokens": len(measured.kl),
         "kl": float(measured.kl.double().mean()),
         "by_token": {
-            name: [dataclasses.asdict(share) for share in split(measured.kl, value, EDGES[name])]
-            for name, value in values.items()
+            name: list(map(dataclasses.asdict, split(measured.kl, getattr(measured, name), edges)))
+            for name, edges in EDGES.items()
         },
-        "by_layer": [
-            {
-                "names": layer.names,
-                "gain": layer.gain.mean,
-                "standard_error": layer.gain.error,
-                "added_bytes": layer.added_bytes,
-            }
-            for layer in layers
+        "by_layer": list(map(dataclasses.asdict, layers)),
+        "activations": [
+            {"names": names, **meter.measured()}
+            for names, meter in zip(model.groups, model.meters, strict=True)
         ],
-        "activations": activations,
         "server_bytes": server_bytes,
-        "tried": {"names": kept, "gain": held_out.mean, "standard_error": held_out.error},
-        "keep": shortened(advised, [name for group in model.groups for name in group]),
+        "tried": {"names": kept, "gain": fallen, "standard_error": error},
+        "keep": shortened(kept, model.names) if tried.is_significant else [],
         "kl_before": kl,
-        "kl_after": kl - held_out.mean if advised else kl,
-        "added_bytes": sum(layer.added_bytes for layer in chosen) if advised else 0,
+        "kl_after": kl - fallen if tried.is_significant else kl,
+        "added_bytes": tried.added_bytes if tried.is_significant else 0,
     }
 
 
@@ -185,55 +178,33 @@ def _compare(
     sampled: Sequence[Sampled],
     batches: Sequence[Sequence[int]],
     report: Callable[[int], None],
-) -> tuple[TokenMismatch, Tensor, Tensor, list[dict[str, Any]]]:
-    """Compare the quantized model, and it with each layer in BF16, with the BF16 model.
+) -> tuple[TokenMismatch, Tensor]:
+    """Compare the BF16 model with the quantized one: first whole, then with each layer in BF16.
 
     Returns:
-        The mismatch of all tokens and their positions; the KL summed over each completion
-        [1 + layers, completions]: with all layers quantized, then with each in BF16; what was
-        measured of the activations of each layer.
+        What is measured of the tokens of the whole model, [tokens], and the KL summed over each
+        completion: [1 + layers, completions].
     """
-    every = [name for group in model.groups for name in group]
     kl = torch.zeros(1 + len(model.groups), len(sampled), dtype=torch.float64)
     tokens: list[TokenMismatch] = []
-    positions: list[Tensor] = []
-    meters = model.meters()
     done = 0
     for numbers in batches:
         sequences = [sampled[number] for number in numbers]
-        responses = torch.tensor([response for _, response in sequences])
-        with model.keeping(every):
-            exact = model.logits(sequences)
-        with model.measuring(meters):
-            quantized = model.logits(sequences)
-        chosen = responses.flatten().to(exact.device)
-        tokens.append(compare(quantized.flatten(0, 1), exact.flatten(0, 1), chosen))
-        positions.append(torch.arange(responses.shape[1]).repeat(len(numbers)))
-        kl[0, numbers] = tokens[-1].kl.view(responses.shape).double().sum(1).cpu()
+        exact = model.logits(sequences, model.names)
+        quantized = model.logits(sequences, measures=True)
+        responses = torch.tensor([response for _, response in sequences]).to(exact.device)
+        tokens.append(compare(quantized, exact, responses))
+        kl[0, numbers] = tokens[-1].kl.double().sum(1).cpu()
         done += 2
         for row, group in enumerate(model.groups, start=1):
-            with model.keeping(group):
-                kept = model.logits(sequences)
+            kept = model.logits(sequences, group)
             kl[row, numbers] = divergence(kept, exact).double().sum(1).cpu()
             done += 1
             report(done)
-    activations = [
-        {
-            "names": names,
-            "outlier_channel": meter.outlier[0],
-            "outlier_ratio": meter.outlier[1],
-            "error_per_token": meter.relative_errors[0],
-            "error_per_128_channels": meter.relative_errors[1],
-        }
-        for names, meter in zip(model.groups, meters, strict=True)
-    ]
-    joined = TokenMismatch(
-        *(
-            torch.cat([getattr(part, field.name) for part in tokens]).cpu()
-            for field in dataclasses.fields(TokenMismatch)
-        )
+    joined = (
+        torch.cat([part.flatten().cpu() for part in parts]) for parts in zip(*tokens, strict=True)
     )
-    return joined, torch.cat(positions), kl, activations
+    return TokenMismatch(*joined), kl
 
 
 def _kl_keeping(
@@ -244,13 +215,10 @@ def _kl_keeping(
 ) -> Tensor:
     """Return the KL summed over each completion, with these layers in BF16: [completions]."""
     kl = torch.zeros(len(sampled), dtype=torch.float64)
-    every = [name for group in model.groups for name in group]
     for numbers in batches:
         sequences = [sampled[number] for number in numbers]
-        with model.keeping(every):
-            exact = model.logits(sequences)
-        with model.keeping(kept):
-            kl[numbers] = divergence(model.logits(sequences), exact).double().sum(1).cpu()
+        exact = model.logits(sequences, model.names)
+        kl[numbers] = divergence(model.logits(sequences, kept), exact).double().sum(1).cpu()
     return kl
 
 
@@ -270,9 +238,9 @@ def print_mismatch(result: dict[str, Any]) -> None:
     }
     for name, title in titles.items():
         table = _new_table(title, ["of tokens", "mean KL", "of KL"])
-        for share in (Share(**row) for row in result["by_token"][name]):
-            cells = (f"{share.tokens:.1%}", f"{share.kl:.2g}", f"{share.of_kl:.1%}")
-            table.add_row(f"{share.first:g}", *cells)
+        for row in result["by_token"][name]:
+            cells = (f"{row['tokens']:.1%}", f"{row['kl']:.2g}", f"{row['of_kl']:.1%}")
+            table.add_row(f"{row['first']:g}", *cells)
         console.print(table)
     layers = sorted(result["by_layer"], key=lambda row: -row["gain"])
     table = _new_table(

@@ -32,9 +32,9 @@ Invariants:
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.
 
-On a GPU, the formats with a scale per channel are a kernel of `channel_kernel.py`, and `fp8-block`
-is one of `block_kernel.py`, if rows are contiguous multiples of 16 in bfloat16 or float32. They can
-take the checksum of the codes on the way. All else is the code below.
+On a GPU, the formats with a scale per channel and `fp8-block` are kernels of `quantize_kernels.py`,
+if rows are contiguous multiples of 16 in bfloat16 or float32. They can take the checksum of the
+codes on the way. All else is the code below.
 
 Example:
 
@@ -211,16 +211,19 @@ def quantize(
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
     if weight.is_cuda and format_.block != (None, None):
-        from qurl_megatron.quantization import block_kernel, channel_kernel
+        from qurl_megatron.quantization import quantize_kernels
 
-        if channel_kernel.fits(weight, codes, offset):
+        if quantize_kernels.fits(weight, codes, offset):
             hashes = checksum.hash_codes(codes, *offset) if with_checksum else None
-            absmax, scale, total = (
-                block_kernel.quantize_blocks(weight, absmax, codes, offset, hashes)
-                if format_.power_of_two
-                else channel_kernel.quantize_channels(
-                    weight, absmax, codes, format_.largest, SMALLEST_SCALE, hashes
-                )
+            absmax, scale, total = quantize_kernels.quantize_on_gpu(
+                weight,
+                absmax,
+                codes,
+                format_.largest,
+                SMALLEST_SCALE,
+                by_block=format_.power_of_two,
+                offset=offset,
+                hashes=hashes,
             )
             if refuses:
                 _refuse_non_finite(absmax, format_.block[0], offset[0])
