@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.evaluation.attribution import (
-    ActivationMeter,
     KeptLayers,
     choose,
     compare,
@@ -22,7 +22,7 @@ from qurl_megatron.evaluation.attribution import (
     shortened,
     split,
 )
-from qurl_megatron.evaluation.quantized_model import QuantizedModel
+from qurl_megatron.evaluation.quantized_model import ActivationMeter, QuantizedModel
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import published_bytes
 from qurl_megatron.quantization.quantize import dequantize, quantize
@@ -96,7 +96,7 @@ def test_an_outlier_spoils_its_tokens_scale_but_only_its_own_block_of_128_channe
     x = torch.ones(2, 300)
     x[0, 200] = 127.0 * 50
     x[:, :3] = -1.25
-    meter = ActivationMeter(lambda rows: quantize_tokens(rows, torch.int8))
+    meter = ActivationMeter(torch.int8)
     meter.add(x[:1])
     meter.add(x[1:])
     row = meter.measured()
@@ -169,27 +169,29 @@ def test_tables_cover_all_tokens(measured: dict[str, Any]) -> None:
         assert total == pytest.approx(measured["kl"])
 
 
+def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
+    """Check that a model with all layers in BF16 is nearer to transformers' than with codes.
+
+    Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding.
+    """
+    model = QuantizedModel(directory, "int8")
+    sequences = [([5, 6, 7], [8, 9, 10, 11])]
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
+    kept, codes = model.logits(sequences, model.names), model.logits(sequences)
+    assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+
+
 def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
     measured: dict[str, Any],
 ) -> None:
-    """Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding."""
-    from transformers import AutoModelForCausalLM
-
-    model = QuantizedModel(measured["model"], "int8")
-    sequences = [([5, 6, 7], [8, 9, 10, 11])]
-    kept = model.logits(sequences, model.names)
-    plain = AutoModelForCausalLM.from_pretrained(measured["model"], dtype=torch.float32)
-    with torch.inference_mode():
-        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1]
-    codes = model.logits(sequences)
-    assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+    check_kept_layers(measured["model"], torch.float32)
 
 
 def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_computes(
     tmp_path: Path,
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
     data = write_questions(tmp_path / "questions.jsonl", 8)
     words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-response", "4"]
@@ -200,14 +202,7 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
     assert any(
         row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"] for row in rows
     )
-
-    model = QuantizedModel(directory, "int8")
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    sequences = [([5, 6, 7], [8, 9, 10, 11])]
-    kept = model.logits(sequences, model.names)
-    with torch.inference_mode():
-        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
-    assert (kept - expected).norm() < 0.3 * (model.logits(sequences) - expected).norm()
+    check_kept_layers(directory, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

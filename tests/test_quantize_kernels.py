@@ -155,13 +155,6 @@ def test_the_kernels_division_is_rounded_to_nearest(exponent: int) -> None:
         assert np.array_equal(np.signbit(small), np.signbit(weights[~relevant]))
 
 
-def test_smaller_scales_than_the_smallest_would_round_wrongly() -> None:
-    generator = np.random.default_rng(0)
-    scales = np.ldexp(generator.integers(2**23, 2**24, 100_000) / 2**23, -126).astype(np.float32)
-    weights = (generator.integers(1, 127, 100_000) * scales).astype(np.float32)
-    assert not np.array_equal(quotients(weights, scales), weights / scales)
-
-
 POINTERS = {
     "absmax": "*fp32",
     "codes": "*u32",

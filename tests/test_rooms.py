@@ -183,7 +183,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
         ("is_available", "device_count"): {"device", "sglang_plugin"},
         ("accelerator",): {
-            "evaluation/evaluate",
+            "evaluation/avg_at_k",
             "learner/cpu_runtime",
             "learner/layers",
             "rollout/preload",
@@ -194,7 +194,6 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "learner/logprobs",
             "quantization/checksum",
             "quantization/quantize",
-            "quantization/quantize_kernels",
             "sglang_plugin/linear",
             "sglang_plugin/moe",
             "weight_sync/shared_memory",

@@ -5,7 +5,7 @@ model sampled. Its mean is what `mismatch.json` of a run estimates. This file sp
 
     tokens        by entropy, position and rank of the sampled token: `split`
     layers        by how far it falls if one layer stays in BF16: `gain`
-    activations   by how coarse the codes of a layer's input are: `ActivationMeter`
+    activations   by how coarse the codes of a layer's input are: `quantized_model.ActivationMeter`
 
 `choose` picks the layers to keep in BF16. It must see other completions than those that its effect
 is measured on: the largest of many noisy gains is larger than it will be again.
@@ -14,14 +14,13 @@ is measured on: the largest of many noisy gains is larger than it will be again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK = 128  # channels that share a scale in `fp8-block`
 SIGNIFICANT = 2.0  # standard errors above 0 from which a gain counts
 
 EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
@@ -148,46 +147,3 @@ def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
         everywhere = {other for other in all_names if other.endswith(f".{last}")}
         patterns.append(f"*.{last}" if len(everywhere) > 1 and everywhere <= {*names} else name)
     return list(dict.fromkeys(patterns))
-
-
-Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""x [tokens, channels] -> values of its codes, and one scale per row [tokens, 1]."""
-
-
-class ActivationMeter:
-    """Measures the inputs of one layer over any number of calls."""
-
-    def __init__(self, quantizer: Quantizer) -> None:
-        """Store how the engine quantizes the rows of activations."""
-        self._quantizer = quantizer
-        self._largest = torch.zeros(())
-        self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
-
-    def add(self, x: Tensor) -> None:
-        """Measure `x` [tokens, channels]."""
-        x = x.float()
-        self._largest = torch.maximum(x.abs().amax(0).cpu(), self._largest)
-        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
-        errors = (self._error(x), self._error(groups))
-        self._sums += torch.tensor([float(x.double().square().sum()), *errors]).double()
-
-    def _error(self, rows: Tensor) -> float:
-        codes, scale = self._quantizer(rows)
-        return float((codes * scale - rows).double().square().sum())
-
-    def measured(self) -> dict[str, Any]:
-        """Return the row of the inputs' table.
-
-        The outlier is the channel with the largest activation; its ratio is that over the median
-        channel's largest. An error is the norm of the error over the norm of the values.
-        """
-        channel = int(self._largest.argmax())
-        squares, per_token, per_block = self._sums.tolist()
-        return {
-            "outlier_channel": channel,
-            "outlier_ratio": float(
-                self._largest[channel] / self._largest.median().clamp(min=1e-30)
-            ),
-            "error_per_token": math.sqrt(per_token / squares),
-            "error_per_128_channels": math.sqrt(per_block / squares),
-        }

@@ -11,7 +11,6 @@ rest.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,14 +160,11 @@ def measure(
 
 def _batches(sampled: Sequence[Sampled]) -> list[list[int]]:
     """Return the numbers of sequences to compute together: those of equal lengths."""
-
-    def lengths(index: int) -> tuple[int, int]:
-        prompt, response = sampled[index]
-        return len(prompt), len(response)
-
+    by_lengths: dict[tuple[int, int], list[int]] = {}
+    for number, (prompt, response) in enumerate(sampled):
+        by_lengths.setdefault((len(prompt), len(response)), []).append(number)
     batches = []
-    for _, group in itertools.groupby(sorted(range(len(sampled)), key=lengths), key=lengths):
-        numbers = list(group)
+    for _, numbers in sorted(by_lengths.items()):
         batches += [numbers[start : start + BATCH] for start in range(0, len(numbers), BATCH)]
     return batches
 

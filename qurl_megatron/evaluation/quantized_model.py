@@ -8,6 +8,7 @@ server's, bit for bit. The rest is that of transformers in BF16, and logits are 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.keep import fused_layers
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
-from qurl_megatron.evaluation.attribution import ActivationMeter, module_of
+from qurl_megatron.evaluation.attribution import module_of
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 from qurl_megatron.sglang_plugin import formats, linear, moe
@@ -52,6 +53,45 @@ class SwitchedLinear(torch.nn.Module):
             return linear.multiply_unquantized(x, self.weight, self.bias)
         out = self.method.multiply_cpu(x.flatten(0, -2), self.codes, self.scale, self.bias)
         return out.view(*x.shape[:-1], -1)
+
+
+class ActivationMeter:
+    """Measures the inputs of one layer over any number of calls."""
+
+    def __init__(self, code_dtype: torch.dtype) -> None:
+        """Start with no input; `code_dtype` is that of an activation's codes."""
+        self._code_dtype = code_dtype
+        self._largest = torch.zeros(())
+        self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
+
+    def add(self, x: Tensor) -> None:
+        """Measure `x` [tokens, channels]."""
+        x = x.float()
+        self._largest = torch.maximum(x.abs().amax(0).cpu(), self._largest)
+        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % linear.BLOCK)).view(-1, linear.BLOCK)
+        errors = (self._error(x), self._error(groups))
+        self._sums += torch.tensor([float(x.double().square().sum()), *errors]).double()
+
+    def _error(self, rows: Tensor) -> float:
+        codes, scale = linear.quantize_tokens(rows, self._code_dtype)
+        return float((codes * scale - rows).double().square().sum())
+
+    def measured(self) -> dict[str, Any]:
+        """Return the row of the inputs' table.
+
+        The outlier is the channel with the largest activation; its ratio is that over the median
+        channel's largest. An error is the norm of the error over the norm of the values.
+        """
+        channel = int(self._largest.argmax())
+        squares, per_token, per_block = self._sums.tolist()
+        return {
+            "outlier_channel": channel,
+            "outlier_ratio": float(
+                self._largest[channel] / self._largest.median().clamp(min=1e-30)
+            ),
+            "error_per_token": math.sqrt(per_token / squares),
+            "error_per_128_channels": math.sqrt(per_block / squares),
+        }
 
 
 class Experts(torch.nn.ModuleList):
@@ -127,9 +167,8 @@ class QuantizedModel:
                 layer = SwitchedLinear(layer.weight, layer.bias, weight_format)
                 setattr(self._model.get_submodule(parent), last, layer)
             self._layers[name] = layer
-        dtype = self._layers[self.names[0]].method.code_dtype
-        quantizer = functools.partial(linear.quantize_tokens, code_dtype=dtype)
-        self.meters = [ActivationMeter(quantizer) for _ in self.groups]
+        code_dtype = self._layers[self.names[0]].method.code_dtype
+        self.meters = [ActivationMeter(code_dtype) for _ in self.groups]
         for group, meter in zip(self.groups, self.meters, strict=True):
             first_layer = self._model.get_submodule(module_of(group[0]))
             first_layer.register_forward_pre_hook(functools.partial(self._measure, meter))
