@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.quantization import offline, quantize
-from tiny import build_tiny_model
+from tiny import build_tiny_model, random_model
 
 torch.set_num_threads(1)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block")
@@ -25,16 +25,10 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Build a tiny Qwen2 in two files, as large models are stored."""
-    directory = build_tiny_model(
-        tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=64
-    )
-    tensors = load_file(directory / "model.safetensors")
+    dims = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    directory = build_tiny_model(tmp_path / "model", **dims)
     (directory / "model.safetensors").unlink()
-    halves = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
-    for file in sorted(set(halves.values())):
-        save_file({n: t for n, t in tensors.items() if halves[n] == file}, directory / file)
-    index = json.dumps({"metadata": {}, "weight_map": halves})
-    (directory / "model.safetensors.index.json").write_text(index)
+    random_model(**dims).save_pretrained(directory, max_shard_size="500KB")
     return directory
 
 
@@ -62,10 +56,7 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     destination = tmp_path / "quantized"
     steps: list[tuple[int, int]] = []
     offline.quantize_directory(
-        source,
-        destination,
-        weight_format,
-        lambda done, total: steps.append((done, total)),
+        source, destination, weight_format, lambda done, total: steps.append((done, total))
     )
     written = tensors_of(destination)
     for name, tensor in tensors_of(source).items():
@@ -139,7 +130,9 @@ def test_a_killed_call_is_resumed_by_the_same_job_only_and_gives_the_same_result
     with pytest.raises(offline.OfflineError, match=r"partial was left by another conversion"):
         offline.quantize_directory(source, destination, "fp8", no_progress)
     # A file that the kill interrupted has another name.
-    (tmp_path / "quantized.partial" / "model-1.safetensors.unfinished").write_bytes(b"half")
+    (tmp_path / "quantized.partial" / "model-00002-of-00002.safetensors.unfinished").write_bytes(
+        b"half"
+    )
 
     offline.quantize_directory(source, destination, "int8", no_progress)
     assert (destination / first.name).stat().st_mtime_ns == written_at

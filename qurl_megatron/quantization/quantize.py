@@ -173,7 +173,7 @@ def block_absmax(
         else _row_absmax(weight)
     )
     if refuses:
-        _refuse_non_finite(absmax, rows_of_block, offset[0])
+        refuse_non_finite(absmax, weight_format, offset)
     return absmax
 
 
@@ -206,7 +206,7 @@ def quantize(
     if absmax is not None:
         _check_absmax(absmax, weight, format_, offset)
         if refuses:
-            _refuse_non_finite(absmax, format_.block[0], offset[0])
+            refuse_non_finite(absmax, weight_format, offset)
     codes = out
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
@@ -226,7 +226,7 @@ def quantize(
                 hashes=hashes,
             )
             if refuses:
-                _refuse_non_finite(absmax, format_.block[0], offset[0])
+                refuse_non_finite(absmax, weight_format, offset)
             return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
 
     if absmax is None:
@@ -266,7 +266,15 @@ def takes_checksum(weight: Tensor) -> bool:
 
 def refuse_non_finite(absmax: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> None:
     """Raise `NonFiniteWeight` if a block's `absmax`, from `quantize`, is NaN or infinity."""
-    _refuse_non_finite(absmax, block_shape(weight_format)[0], offset[0])
+    finite = absmax.isfinite()
+    if finite.all():
+        return
+    rows_of_block, _ = block_shape(weight_format)
+    if rows_of_block is None:
+        raise NonFiniteWeight("the weight holds NaN or infinity")
+    block = offset[0] // rows_of_block + int(torch.nonzero(~finite)[0, 0])
+    where = "row" if rows_of_block == 1 else "a block from row"
+    raise NonFiniteWeight(f"{where} {block * rows_of_block} of the weight holds NaN or infinity")
 
 
 def _check_absmax(
@@ -385,14 +393,3 @@ def _row_chunks(weight: Tensor) -> Iterator[slice]:
 def _rows(tensor: Tensor, rows: slice) -> Tensor:
     """Return `tensor[rows]`, at no cost if these are all rows."""
     return tensor if rows == slice(0, tensor.shape[0]) else tensor[rows]
-
-
-def _refuse_non_finite(absmax: Tensor, rows_of_block: int | None, first_row: int) -> None:
-    finite = absmax.isfinite()
-    if finite.all():
-        return
-    if rows_of_block is None:
-        raise NonFiniteWeight("the weight holds NaN or infinity")
-    block = first_row // rows_of_block + int(torch.nonzero(~finite)[0, 0])
-    where = "row" if rows_of_block == 1 else "a block from row"
-    raise NonFiniteWeight(f"{where} {block * rows_of_block} of the weight holds NaN or infinity")
