@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
-from qurl_megatron.evaluation.attribution import (
+from qurl_megatron.config.keep import shortened
+from qurl_megatron.evaluation.mismatch import (
     KeptLayers,
     choose,
     compare,
     gain,
-    shortened,
     split,
 )
 from qurl_megatron.evaluation.quantized_model import ActivationMeter, QuantizedModel
@@ -45,8 +45,8 @@ def test_divergence_entropy_and_rank_of_two_distributions() -> None:
 
 
 def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
-    shares = split(torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 1, 4, 5]), [0, 1, 4, 16])
-    assert [(s.first, s.tokens, s.kl, s.of_kl) for s in shares] == [
+    rows = split(torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 1, 4, 5]), [0, 1, 4, 16])
+    assert [tuple(row.values()) for row in rows] == [
         (0, 0.25, 1, 0.125),
         (1, 0.25, 2, 0.25),
         (4, 0.5, 2.5, 0.625),

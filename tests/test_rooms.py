@@ -49,7 +49,6 @@ PURE = {
     "model/architecture",
     "model/weight_map",
     "planning",
-    "evaluation/attribution",
     "quantization/checksum",
     "quantization/checksum_kernel",
     "quantization/quantize",

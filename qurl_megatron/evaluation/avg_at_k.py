@@ -283,12 +283,9 @@ def run(config: EvalConfig) -> None:
                     )
                 write_answers(results, output / f"answers_{number}.jsonl")
                 averages_of[data] = averages(results)
-    results_of = {
-        data: {name: dataclasses.asdict(average) for name, average in named.items()}
-        for data, named in averages_of.items()
-    }
-    summary = {"config": dataclasses.asdict(config), "results": results_of}
-    write_whole(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    summary = {"config": config, "results": averages_of}
+    text = json.dumps(summary, indent=2, default=dataclasses.asdict)
+    write_whole(output / "summary.json", text + "\n")
     Console().print(_table(config, prompts, averages_of))
 
 

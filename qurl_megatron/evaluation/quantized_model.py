@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.keep import fused_layers
+from qurl_megatron.config.keep import fused_layers, module_of
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
-from qurl_megatron.evaluation.attribution import module_of
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 from qurl_megatron.sglang_plugin import formats, linear, moe

@@ -100,7 +100,8 @@ def quantize_directory(
         scale_name = quantize.scale_name(name, weight_format)
         return {name: quantized.codes, scale_name: quantize.engine_scale(quantized)}
 
-    changes: dict[str, Any] = {"dtype": "bfloat16"}
+    # "torch_dtype" is the older spelling of "dtype".
+    changes: dict[str, Any] = {"dtype": "bfloat16", "torch_dtype": None}
     if weight_format == "fp8-block":
         Architecture.from_directory(source).check_blocks()
         changes["quantization_config"] = {
@@ -229,9 +230,7 @@ def _rewrite(
     for piece in pieces:
         written = partial / piece.written_file
         if not written.exists():
-            tensors = _rewrite_piece(source, piece, rewrite, known)
-            save = functools.partial(save_file, tensors, metadata={"format": "pt"})
-            write_whole(written, save)
+            write_whole(written, functools.partial(_write_piece, source, piece, rewrite, known))
         with safe_open(written, "pt") as opened:
             file_of |= dict.fromkeys(opened.keys(), piece.written_file)
         done_bytes += piece.num_bytes
@@ -241,7 +240,6 @@ def _rewrite(
     if len(pieces) > 1:
         write_index(partial, file_of)
     removed = {name for name, value in changes.items() if value is None}
-    removed |= {"torch_dtype"} if "dtype" in changes else set()  # older spelling of "dtype"
     config = {**read_config(source), **changes}
     config = {name: value for name, value in config.items() if name not in removed}
     write_whole(partial / "config.json", json.dumps(config, indent=2) + "\n")
@@ -275,17 +273,18 @@ def _cut(source: Path, file: str) -> list[_Piece]:
     return pieces
 
 
-def _rewrite_piece(
-    source: Path, piece: _Piece, rewrite: Rewrite, known: set[str]
-) -> dict[str, Tensor]:
-    """Return the tensors to write for a piece; those that are not `known` are copied unchanged."""
+def _write_piece(
+    source: Path, piece: _Piece, rewrite: Rewrite, known: set[str], path: Path
+) -> None:
+    """Write the tensors of a piece; those that are not `known` are copied unchanged."""
     written: dict[str, Tensor] = {}
     with safe_open(source / piece.source_file, "pt") as opened:
         for name in piece.names:
             tensor = opened.get_tensor(name)
             check_finite(source / piece.source_file, name, tensor)
             written |= rewrite(name, tensor) if name in known else {name: tensor}
-    return {name: tensor.contiguous() for name, tensor in written.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _create_or_resume(partial: Path, job: dict[str, Any]) -> None:
