@@ -51,7 +51,7 @@ EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
 
 
 class TokenMismatch(NamedTuple):
-    """What is measured of each token; all tensors are `[responses, length]`."""
+    """What is measured of each token, in tensors `[responses, length]`, or `[tokens]` of all."""
 
     kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
     entropy: Tensor  # of the exact distribution there: float32, nats
