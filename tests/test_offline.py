@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Build a tiny Qwen2 in two files, as large models are stored."""
-    dims = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    dims: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
     directory = build_tiny_model(tmp_path / "model", **dims)
     (directory / "model.safetensors").unlink()
     random_model(**dims).save_pretrained(directory, max_shard_size="500KB")

@@ -155,8 +155,8 @@ class QuantizedModel:
         self.groups = fused_layers(architecture)
         self.names = [name for group in self.groups for name in group]
         if architecture.num_experts:
-            for layer in range(architecture.num_layers):
-                block = self._model.get_submodule(f"model.layers.{layer}.mlp")
+            for number in range(architecture.num_layers):
+                block = self._model.get_submodule(f"model.layers.{number}.mlp")
                 block.experts = Experts(block.experts, weight_format)
         self._layers: dict[str, SwitchedLinear] = {}
         for name in self.names:
@@ -219,6 +219,6 @@ class QuantizedModel:
         """
         self._switch(kept, measures)
         tokens = torch.tensor([prompt + response for prompt, response in sequences])
-        kept = len(sequences[0][1]) + 1
-        out = self._model(tokens.to(device()), logits_to_keep=kept, use_cache=False)
+        positions = len(sequences[0][1]) + 1
+        out = self._model(tokens.to(device()), logits_to_keep=positions, use_cache=False)
         return out.logits[:, :-1].float()
