@@ -38,10 +38,6 @@ def test_averages_and_standard_errors_are_over_problems() -> None:
     assert by_name["Avg@2 sampled"].standard_error == pytest.approx(sqrt(1 / 6) / sqrt(4))
 
 
-def test_only_avg_at_1_is_reported_without_sampled_answers() -> None:
-    assert averages([make_result(1)]) == {"Avg@1": Average(1.0, 0.0)}
-
-
 class ScriptedClient:
     """A rollout client with right greedy answers, and the given texts as sampled answers."""
 
@@ -89,3 +85,4 @@ def test_k_of_0_generates_only_a_greedy_answer() -> None:
     with Scorer(Config(reward="exact"), workers=1) as scorer:
         (result,) = measure(client, scorer.submit, [PROMPT], 64)
     assert len(client.settings) == 1 and result.sampled == [] and result.greedy.reward == 1
+    assert averages([result]) == {"Avg@1": Average(1.0, 0.0)}

@@ -16,7 +16,7 @@ from qurl_megatron import cli
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.evaluation import evaluate
+from qurl_megatron.evaluation import avg_at_k
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, warn_of_pickles
 from qurl_megatron.rollout.server import ServerFailed
@@ -173,7 +173,7 @@ def test_eval_reports_a_server_that_fails_in_one_message_and_exits_with_1(
     def fail(config: EvalConfig) -> None:
         raise ServerFailed("it died")
 
-    monkeypatch.setattr(evaluate, "run", fail)
+    monkeypatch.setattr(avg_at_k, "run", fail)
     with pytest.raises(SystemExit) as ended:
         cli.app(["eval", "model", "data.jsonl"])
     assert ended.value.code == 1

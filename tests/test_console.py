@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from qurl_megatron.config.schema import Config
-from qurl_megatron.evaluation.evaluate import show_progress
+from qurl_megatron.evaluation.avg_at_k import show_progress
 from qurl_megatron.report import console
 from qurl_megatron.report.console import LEGEND, RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, StepMetrics

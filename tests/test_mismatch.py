@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
-from qurl_megatron.evaluation.attribution import (
-    ActivationMeter,
-    Gain,
-    LayerMismatch,
+from qurl_megatron.config.keep import shortened
+from qurl_megatron.evaluation.mismatch import (
+    KeptLayers,
     choose,
     compare,
     gain,
-    shortened,
     split,
 )
-from qurl_megatron.evaluation.quantized_model import QuantizedModel
+from qurl_megatron.evaluation.quantized_model import ActivationMeter, QuantizedModel
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import published_bytes
 from qurl_megatron.quantization.quantize import dequantize, quantize
@@ -36,18 +35,18 @@ OUTLIER = 5
 
 
 def test_divergence_entropy_and_rank_of_two_distributions() -> None:
-    exact = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
-    quantized = torch.tensor([[0.125, 0.625, 0.25], [0.8, 0.1, 0.1]]).log()
-    measured = compare(quantized, exact, torch.tensor([1, 0]))
+    exact = torch.tensor([[[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]]).log()
+    quantized = torch.tensor([[[0.125, 0.625, 0.25], [0.8, 0.1, 0.1]]]).log()
+    measured = compare(quantized, exact, torch.tensor([[1, 0]]))
     kl = 0.125 * math.log(0.25) + 0.625 * math.log(2.5)  # an expectation over `quantized`
-    torch.testing.assert_close(measured.kl, torch.tensor([kl, 0.0]), atol=1e-7, rtol=1e-6)
-    assert measured.entropy[0].item() == pytest.approx(1.5 * math.log(2))
-    assert measured.rank.tolist() == [2, 1]
+    torch.testing.assert_close(measured.kl, torch.tensor([[kl, 0.0]]), atol=1e-7, rtol=1e-6)
+    assert measured.entropy[0, 0].item() == pytest.approx(1.5 * math.log(2))
+    assert measured.rank.tolist() == [[2, 1]] and measured.position.tolist() == [[0, 1]]
 
 
 def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
-    shares = split(torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 1, 4, 5]), [0, 1, 4, 16])
-    assert [(s.first, s.tokens, s.kl, s.of_kl) for s in shares] == [
+    rows = split(torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 1, 4, 5]), [0, 1, 4, 16])
+    assert [tuple(row.values()) for row in rows] == [
         (0, 0.25, 1, 0.125),
         (1, 0.25, 2, 0.25),
         (4, 0.5, 2.5, 0.625),
@@ -57,18 +56,18 @@ def test_tokens_are_split_by_value_and_rows_have_their_part_of_the_kl() -> None:
 def test_a_gain_is_per_token_and_its_error_counts_completions() -> None:
     """Completions of 1 and 3 tokens fall by 2 and 2 nats: 1 per token, off by 1 and -1."""
     before, after = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])
-    measured = gain(before, after, torch.tensor([1, 3]))
-    assert measured.mean == 1.0
-    assert measured.error == pytest.approx(math.sqrt((1 + 1) * 2) / 4)
-    assert not gain(before[:1], after[:1], torch.tensor([1])).is_significant
+    mean, error = gain(before, after, torch.tensor([1, 3]))
+    assert mean == 1.0
+    assert error == pytest.approx(math.sqrt((1 + 1) * 2) / 4)
+    assert not KeptLayers((), *gain(before[:1], after[:1], torch.tensor([1])), 1).is_significant
 
 
 def test_the_best_gains_per_byte_are_chosen_within_the_budget() -> None:
     layers = [
-        LayerMismatch(("large",), Gain(10.0, 1.0), 100),
-        LayerMismatch(("small",), Gain(4.0, 1.0), 20),
-        LayerMismatch(("noisy",), Gain(9.0, 5.0), 1),
-        LayerMismatch(("tiny",), Gain(0.5, 0.1), 10),
+        KeptLayers(("large",), 10.0, 1.0, 100),
+        KeptLayers(("small",), 4.0, 1.0, 20),
+        KeptLayers(("noisy",), 9.0, 5.0, 1),
+        KeptLayers(("tiny",), 0.5, 0.1, 10),
     ]
     names = {budget: [x.names[0] for x in choose(layers, budget)] for budget in (130, 110, 20, 9)}
     assert names == {
@@ -97,14 +96,16 @@ def test_an_outlier_spoils_its_tokens_scale_but_only_its_own_block_of_128_channe
     x = torch.ones(2, 300)
     x[0, 200] = 127.0 * 50
     x[:, :3] = -1.25
-    meter = ActivationMeter(lambda rows: quantize_tokens(rows, torch.int8))
+    meter = ActivationMeter(torch.int8)
     meter.add(x[:1])
     meter.add(x[1:])
-    assert meter.outlier == (200, 6350.0)
-    per_token, per_block = meter.relative_errors
+    row = meter.measured()
+    assert (row["outlier_channel"], row["outlier_ratio"]) == (200, 6350.0)
+    per_token = row["error_per_token"]
     codes, scale = quantize_tokens(x, torch.int8)
     assert per_token == pytest.approx(float((codes * scale - x).norm() / x.norm()))
-    assert per_block < 0.8 * per_token  # of 300 channels, 127 share a scale with the outlier
+    # Of 300 channels, 127 share a scale with the outlier.
+    assert row["error_per_128_channels"] < 0.8 * per_token
 
 
 def plant(directory: Path) -> Path:
@@ -168,28 +169,29 @@ def test_tables_cover_all_tokens(measured: dict[str, Any]) -> None:
         assert total == pytest.approx(measured["kl"])
 
 
+def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
+    """Check that a model with all layers in BF16 is nearer to transformers' than with codes.
+
+    Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding.
+    """
+    model = QuantizedModel(directory, "int8")
+    sequences = [([5, 6, 7], [8, 9, 10, 11])]
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
+    kept, codes = model.logits(sequences, model.names), model.logits(sequences)
+    assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+
+
 def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
     measured: dict[str, Any],
 ) -> None:
-    """Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding."""
-    from transformers import AutoModelForCausalLM
-
-    model = QuantizedModel(measured["model"], "int8")
-    sequences = [([5, 6, 7], [8, 9, 10, 11])]
-    with model.keeping([name for group in model.groups for name in group]):
-        kept = model.logits(sequences)
-    plain = AutoModelForCausalLM.from_pretrained(measured["model"], dtype=torch.float32)
-    with torch.inference_mode():
-        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1]
-    codes = model.logits(sequences)
-    assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+    check_kept_layers(measured["model"], torch.float32)
 
 
 def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_computes(
     tmp_path: Path,
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
     data = write_questions(tmp_path / "questions.jsonl", 8)
     words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-response", "4"]
@@ -200,15 +202,7 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
     assert any(
         row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"] for row in rows
     )
-
-    model = QuantizedModel(directory, "int8")
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    sequences = [([5, 6, 7], [8, 9, 10, 11])]
-    with model.keeping([name for group in model.groups for name in group]):
-        kept = model.logits(sequences)
-    with torch.inference_mode():
-        expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
-    assert (kept - expected).norm() < 0.3 * (model.logits(sequences) - expected).norm()
+    check_kept_layers(directory, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

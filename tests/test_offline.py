@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
-from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.quantization import offline, quantize
-from tiny import build_tiny_model
+from tiny import build_tiny_model, random_model
 
 torch.set_num_threads(1)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block")
@@ -26,16 +26,10 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Build a tiny Qwen2 in two files, as large models are stored."""
-    directory = build_tiny_model(
-        tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=64
-    )
-    tensors = load_file(directory / "model.safetensors")
+    dims: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    directory = build_tiny_model(tmp_path / "model", **dims)
     (directory / "model.safetensors").unlink()
-    halves = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(tensors))}
-    for file in sorted(set(halves.values())):
-        save_file({n: t for n, t in tensors.items() if halves[n] == file}, directory / file)
-    index = json.dumps({"metadata": {}, "weight_map": halves})
-    (directory / "model.safetensors.index.json").write_text(index)
+    random_model(**dims).save_pretrained(directory, max_shard_size="500KB")
     return directory
 
 
@@ -63,10 +57,7 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     destination = tmp_path / "quantized"
     steps: list[tuple[int, int]] = []
     offline.quantize_directory(
-        source,
-        destination,
-        weight_format,
-        lambda done, total: steps.append((done, total)),
+        source, destination, weight_format, lambda done, total: steps.append((done, total))
     )
     written = tensors_of(destination)
     for name, tensor in tensors_of(source).items():
@@ -125,7 +116,9 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_call_resumes_and_gives_the_same_result(source: Path, tmp_path: Path) -> None:
+def test_a_killed_call_is_resumed_by_the_same_job_only_and_gives_the_same_result(
+    source: Path, tmp_path: Path
+) -> None:
     def die(done: int, total: int) -> None:
         raise Killed
 
@@ -135,8 +128,12 @@ def test_a_killed_call_resumes_and_gives_the_same_result(source: Path, tmp_path:
     assert not destination.exists()
     (first,) = (tmp_path / "quantized.partial").glob("*.safetensors")
     written_at = first.stat().st_mtime_ns
+    with pytest.raises(offline.OfflineError, match=r"partial was left by another conversion"):
+        offline.quantize_directory(source, destination, "fp8", no_progress)
     # A file that the kill interrupted has another name.
-    (tmp_path / "quantized.partial" / "model-1.safetensors.unfinished").write_bytes(b"half")
+    (tmp_path / "quantized.partial" / "model-00002-of-00002.safetensors.unfinished").write_bytes(
+        b"half"
+    )
 
     offline.quantize_directory(source, destination, "int8", no_progress)
     assert (destination / first.name).stat().st_mtime_ns == written_at
@@ -147,16 +144,6 @@ def test_a_killed_call_resumes_and_gives_the_same_result(source: Path, tmp_path:
     assert {p.name for p in destination.iterdir()} == {
         p.name for p in (tmp_path / "at once").iterdir()
     }
-
-
-def test_a_call_does_not_resume_another_job(source: Path, tmp_path: Path) -> None:
-    def die(done: int, total: int) -> None:
-        raise Killed
-
-    with pytest.raises(Killed):
-        offline.quantize_directory(source, tmp_path / "out", "int8", die)
-    with pytest.raises(offline.OfflineError, match=r"out\.partial was left by another conversion"):
-        offline.quantize_directory(source, tmp_path / "out", "fp8", no_progress)
 
 
 def test_a_full_disk_leaves_no_directory_that_looks_complete(
@@ -174,43 +161,6 @@ def test_a_full_disk_leaves_no_directory_that_looks_complete(
     assert not list((tmp_path / "out.partial").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["quantize", "nowhere", "out"], "'nowhere' does not exist"),
-        (["quantize", "SOURCE", "out", "--format", "int3"], "int8, int4, fp8, fp8-tensor"),
-        (["quantize", "SOURCE", "SOURCE"], "exists; choose another"),
-        (["uaq", "SOURCE", "out", "--undo"], "is not scaled"),
-        (["uaq", "SOURCE", "out", "--scale", "0"], "--scale=0.0: input should be greater"),
-    ],
-)
-def test_bad_arguments_give_one_line(
-    source: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = [str(source) if word == "SOURCE" else word for word in arguments]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("qurl: ") and message in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_nan_is_an_error_that_names_the_tensor(source: Path, tmp_path: Path) -> None:
-    for file in source.glob("*.safetensors"):
-        tensors = load_file(file)
-        if DOWN in tensors:
-            tensors[DOWN][3, 4] = torch.nan
-            save_file(tensors, file)
-    with pytest.raises(ArchitectureError, match=rf"'{DOWN}' holds nan at \[3, 4\]"):
-        offline.quantize_directory(source, tmp_path / "out", "int8", no_progress)
-    assert not (tmp_path / "out").exists()
-
-
 def test_uaq_changes_logits_by_rounding_only(source: Path, tmp_path: Path) -> None:
     invariance = offline.scale_directory(source, tmp_path / "scaled", UaqConfig(1.5), no_progress)
     assert invariance.largest_logit > 1
@@ -222,8 +172,6 @@ def test_uaq_changes_logits_by_rounding_only(source: Path, tmp_path: Path) -> No
             for path in (source, tmp_path / "scaled")
         )
     assert 1e-4 < (after - before).abs().max() < 0.5  # weights are rounded to BF16
-    with pytest.raises(offline.OfflineError, match="is scaled already"):
-        offline.scale_directory(tmp_path / "scaled", tmp_path / "twice", UaqConfig(), no_progress)
 
 
 @pytest.mark.parametrize(("scale", "ulps"), [(2.0, 0), (0.25, 0), (1.5, 1)])

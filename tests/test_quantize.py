@@ -40,15 +40,6 @@ def same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return int(code_flips(a.codes, b.codes)) == 0 and torch.equal(a.scale, b.scale)
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantizing_does_not_change_the_weight(weight_format: str, dtype: torch.dtype) -> None:
-    weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    before = weight.clone()
-    dequantize(quantize(weight, weight_format))
-    assert torch.equal(weight, before)
-
-
 @pytest.mark.parametrize(("weight_format", "largest"), [("int8", 127), ("int4", 7)])
 @given(weight=weights)
 @settings(deadline=None)
@@ -87,17 +78,6 @@ def test_scale_is_absmax_divided_by_the_largest_code(
 @pytest.mark.parametrize("weight_format", FORMATS)
 @given(weight=weights)
 @settings(deadline=None)
-def test_codes_of_the_negative_are_the_negative_codes(
-    weight_format: str, weight: torch.Tensor
-) -> None:
-    plus, minus = quantize(weight, weight_format), quantize(-weight, weight_format)
-    assert torch.equal(plus.codes.float(), -minus.codes.float())
-    assert torch.equal(plus.scale, minus.scale)
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
-@given(weight=weights)
-@settings(deadline=None)
 def test_quantizing_again_changes_no_code(weight_format: str, weight: torch.Tensor) -> None:
     once = quantize(weight, weight_format)
     twice = quantize(dequantize(once), weight_format)
@@ -126,10 +106,6 @@ def test_shards_with_the_absmax_of_the_row_give_the_bytes_of_the_whole(
         assert torch.equal(quantized.scale, whole.scale)
         # Without the row's absmax the codes differ.
         assert code_flips(quantize(shard, weight_format).codes, codes) > 0
-    for rows in (slice(0, 5), slice(5, 37)):
-        quantized = quantize(weight[rows], weight_format)
-        assert code_flips(quantized.codes, whole.codes[rows]) == 0
-        assert torch.equal(quantized.scale, whole.scale[rows])
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -176,20 +152,30 @@ def test_the_largest_float32_gets_the_largest_code(weight_format: str) -> None:
     assert quantized.codes.float().tolist() == [[LARGEST[weight_format], -LARGEST[weight_format]]]
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(
+    ("weight_format", "where"),
+    [
+        ("int8", "row 290 of the weight"),
+        ("fp8", "row 290 of the weight"),
+        ("fp8-tensor", "the weight"),
+        ("fp8-block", "a block from row 256 of the weight"),
+    ],
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_or_infinity_is_an_error_that_names_the_row(
-    weight_format: str, value: float, dtype: torch.dtype
+def test_nan_or_infinity_is_an_error_that_says_where(
+    weight_format: str, where: str, value: float, dtype: torch.dtype
 ) -> None:
-    weight = torch.ones(5, 7, dtype=dtype)
-    weight[3, 2] = value
-    with pytest.raises(NonFiniteWeight, match="row 3"):  # also before a maximum over shards
+    weight = torch.ones(300, 200, dtype=dtype)
+    weight[290, 150] = value
+    message = f"^{where} holds NaN or infinity"
+    with pytest.raises(NonFiniteWeight, match=message):  # also before a maximum over shards
         block_absmax(weight, weight_format)
-    with pytest.raises(NonFiniteWeight, match="row 3"):
+    with pytest.raises(NonFiniteWeight, match=message):
         quantize(weight, weight_format)
-    with pytest.raises(NonFiniteWeight, match="row 3"):
-        quantize(torch.ones(5, 7), weight_format, absmax=weight[:, 2:3].float())
+    absmax = block_absmax(weight, weight_format, refuses=False)
+    with pytest.raises(NonFiniteWeight, match=message):
+        quantize(torch.ones(300, 200), weight_format, absmax)
 
 
 def test_views_that_are_not_contiguous_are_quantized_like_their_copies() -> None:
@@ -291,12 +277,6 @@ def test_multiplying_by_the_factor_differs_from_dividing_by_the_scale() -> None:
     assert 0 < flips < 1e-3 * weight.numel()
 
 
-def test_block_scales_are_powers_of_two() -> None:
-    weight = torch.randn(200, 200, generator=torch.Generator().manual_seed(5))
-    mantissas, _ = torch.frexp(quantize(weight, "fp8-block").scale)
-    assert mantissas.unique().tolist() == [0.5]
-
-
 @pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-tensor", "fp8-block"])
 @pytest.mark.parametrize("offset", [(0, 0), (128, 256), (40, 0), (0, 100), (130, 70)])
 def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
@@ -304,6 +284,7 @@ def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
 ) -> None:
     weight = torch.randn(400, 500, generator=torch.Generator().manual_seed(6))
     weight *= torch.arange(1, 501)  # every block has its own absmax
+    before = weight.clone()
     whole = quantize(weight, weight_format)
     absmax = block_absmax(weight, weight_format)
     rows, columns = (slice(start, start + 150) for start in offset)
@@ -315,16 +296,4 @@ def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
     assert code_flips(part.codes, whole.codes[rows, columns].contiguous()) == 0
     assert torch.equal(part.scale, whole.scale[touched])
     assert torch.equal(dequantize(part), dequantize(whole)[rows, columns])
-
-
-@pytest.mark.parametrize(
-    ("weight_format", "message"),
-    [("fp8-tensor", "the weight holds NaN"), ("fp8-block", "a block from row 256 of the weight")],
-)
-def test_nan_in_a_block_is_an_error_that_names_the_blocks_first_row(
-    weight_format: str, message: str
-) -> None:
-    weight = torch.ones(300, 200)
-    weight[290, 150] = math.nan
-    with pytest.raises(NonFiniteWeight, match=message):
-        quantize(weight, weight_format)
+    assert torch.equal(weight, before)

@@ -19,10 +19,9 @@ from compiled import Compiled, compile_kernel, moved_bytes
 # The interpreter must be chosen before Triton is imported, so the comparison runs in a new process.
 COMPARISON = """
 import torch
-from qurl_megatron.quantization.block_kernel import quantize_blocks
-from qurl_megatron.quantization.channel_kernel import fits, quantize_channels
 from qurl_megatron.quantization.checksum import hash_codes
 from qurl_megatron.quantization.quantize import SMALLEST_SCALE, block_absmax, code_dtype, quantize
+from qurl_megatron.quantization.quantize_kernels import fits, quantize_on_gpu
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(1)
@@ -52,15 +51,16 @@ def compare(weight, weight_format, absmax, offset):
     codes = torch.empty(weight.shape, dtype=code_dtype(weight_format), device=device)
     given = None if absmax is None else absmax.to(device)
     assert fits(weight.to(device), codes, offset)
-    hashes = hash_codes(codes, *offset)
-    if weight_format == "fp8-block":
-        result = quantize_blocks(weight.to(device), given, codes, offset, hashes)
-    else:
-        largest = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}[weight_format]
-        result = quantize_channels(
-            weight.to(device), given, codes, largest, SMALLEST_SCALE, hashes
-        )
-    _, scale, total = result
+    _, scale, total = quantize_on_gpu(
+        weight.to(device),
+        given,
+        codes,
+        {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp8-block": 448.0}[weight_format],
+        SMALLEST_SCALE,
+        by_block=weight_format == "fp8-block",
+        offset=offset,
+        hashes=hash_codes(codes, *offset),
+    )
     case = weight_format, weight.dtype, weight.shape, absmax is None, offset
     assert torch.equal(scale.cpu(), expected.scale), case
     assert torch.equal(codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8)), case
@@ -84,17 +84,15 @@ for dtype in (torch.float32, torch.bfloat16):
         absmax = larger(block_absmax(whole[rows, columns], "fp8-block", offset))
         compare(whole[rows, columns], "fp8-block", absmax, offset)
 
-for kernel in ("channels", "blocks"):
-    bad = torch.ones(512, 128)
-    bad[129, 2], bad[257, 3], bad[385, 4] = float("nan"), float("inf"), -float("inf")
-    if kernel == "channels":
-        bad = bad[1::128].contiguous()  # a row of each block
+blocks = torch.ones(512, 128)
+blocks[129, 2], blocks[257, 3], blocks[385, 4] = float("nan"), float("inf"), -float("inf")
+rows = blocks[1::128].contiguous()  # a row of each block
+for bad in (rows, blocks):
     codes = torch.empty(bad.shape, dtype=torch.float8_e4m3fn, device=device)
-    if kernel == "channels":
-        absmax = quantize_channels(bad.to(device), None, codes, 448.0, SMALLEST_SCALE)[0]
-    else:
-        absmax = quantize_blocks(bad.to(device), None, codes)[0]
-    assert absmax.isfinite().flatten().tolist() == [True, False, False, False], kernel
+    absmax = quantize_on_gpu(
+        bad.to(device), None, codes, 448.0, SMALLEST_SCALE, by_block=bad is blocks
+    )[0]
+    assert absmax.isfinite().flatten().tolist() == [True, False, False, False], bad.shape
 print("equal")
 """
 
@@ -157,13 +155,6 @@ def test_the_kernels_division_is_rounded_to_nearest(exponent: int) -> None:
         assert np.array_equal(np.signbit(small), np.signbit(weights[~relevant]))
 
 
-def test_smaller_scales_than_the_smallest_would_round_wrongly() -> None:
-    generator = np.random.default_rng(0)
-    scales = np.ldexp(generator.integers(2**23, 2**24, 100_000) / 2**23, -126).astype(np.float32)
-    weights = (generator.integers(1, 127, 100_000) * scales).astype(np.float32)
-    assert not np.array_equal(quotients(weights, scales), weights / scales)
-
-
 POINTERS = {
     "absmax": "*fp32",
     "codes": "*u32",
@@ -175,7 +166,7 @@ POINTERS = {
 
 
 def channel_kernel(weight_format: str, sums: bool, columns: int, target: int) -> Compiled:
-    from qurl_megatron.quantization.channel_kernel import _quantize_row, count_warps
+    from qurl_megatron.quantization.quantize_kernels import _quantize_row, count_warps
 
     types = {"weight": "*bf16", **POINTERS}
     types |= dict.fromkeys(("columns", "weight_stride", "words_stride"), "i32")
@@ -192,7 +183,7 @@ def channel_kernel(weight_format: str, sums: bool, columns: int, target: int) ->
 
 
 def block_kernel(sums: bool, target: int) -> Compiled:
-    from qurl_megatron.quantization.block_kernel import NUM_WARPS, SIDE, STRIP, _quantize_block
+    from qurl_megatron.quantization.quantize_kernels import NUM_WARPS, SIDE, STRIP, _quantize_block
 
     types = {"weight": "*bf16", **POINTERS, "rows": "i32", "columns": "i32", "rows_before": "i32"}
     types |= dict.fromkeys(("columns_before", "weight_stride", "words_stride"), "i32")
@@ -250,7 +241,7 @@ def test_the_kernels_compile_for_other_gpus_without_spilling(target: int) -> Non
 
 
 def test_the_rows_that_a_multiprocessor_works_on_fit_its_cache() -> None:
-    from qurl_megatron.quantization.channel_kernel import WARPS_AT_ONCE, count_warps
+    from qurl_megatron.quantization.quantize_kernels import WARPS_AT_ONCE, count_warps
 
     cache_bytes = 50 * 2**20 / 132  # of the L2 of an H100, for each multiprocessor
     for columns in (640, 3584, 5120, 13824, 18944, 27648):

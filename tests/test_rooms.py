@@ -49,12 +49,10 @@ PURE = {
     "model/architecture",
     "model/weight_map",
     "planning",
-    "evaluation/attribution",
-    "quantization/block_kernel",
-    "quantization/channel_kernel",
     "quantization/checksum",
     "quantization/checksum_kernel",
     "quantization/quantize",
+    "quantization/quantize_kernels",
     "quantization/uaq",
     "rollout/wire",
     "weight_sync/bucket",
@@ -184,7 +182,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
         ("is_available", "device_count"): {"device", "sglang_plugin"},
         ("accelerator",): {
-            "evaluation/evaluate",
+            "evaluation/avg_at_k",
             "learner/cpu_runtime",
             "learner/layers",
             "rollout/preload",

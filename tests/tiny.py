@@ -40,15 +40,14 @@ UNEVEN_BLOCKS = UNEVEN | {
 }
 
 
-def build_tiny_model(
-    directory: Path,
+def random_model(
     architecture: Family = "qwen2",
     tied: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     **dims: Any,
-) -> Path:
-    """Write config.json, model.safetensors and a tokenizer of characters; return `directory`.
+) -> Any:
+    """Return a tiny causal language model of transformers.
 
     The standard deviation of 0.1 is large enough for the model to prefer some tokens. Biases and
     norms are random too, so that a test notices a missing one. `dims` override fields of the
@@ -79,8 +78,17 @@ def build_tiny_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+    return model
+
+
+def build_tiny_model(directory: Path, architecture: Family = "qwen2", **settings: Any) -> Path:
+    """Write config.json, model.safetensors and a tokenizer of characters; return `directory`.
+
+    `settings` are those of `random_model`.
+    """
+    model = random_model(architecture, **settings)
     model.save_pretrained(directory)
-    _build_tokenizer(fields["vocab_size"]).save_pretrained(directory)
+    _build_tokenizer(model.config.vocab_size).save_pretrained(directory)
     return directory
 
 

@@ -1,9 +1,9 @@
 """Time quantization and quantized linear layers on a GPU: `python -m benchmarks.gpu.kernels`.
 
-First, the kernels of `channel_kernel.py` and `block_kernel.py` compute a weight's absmax, scales
-and codes, without and with the codes' checksum. They are compared with a device-to-device copy that
-moves the same number of bytes. Bandwidth counts one read of each BF16 weight and one write of each
-code. Codes, scales and checksum must equal the CPU's, byte for byte.
+First, the kernels of `quantize_kernels.py` compute a weight's absmax, scales and codes, without and
+with the codes' checksum. They are compared with a device-to-device copy that moves the same number
+of bytes. Bandwidth counts one read of each BF16 weight and one write of each code. Codes, scales
+and checksum must equal the CPU's, byte for byte.
 
 Then it times one linear layer with the server's kernels, by format and number of tokens, including
 quantization of the activations. If throughput misses its goal, this shows which layer is slow.
@@ -30,7 +30,7 @@ from qurl_megatron.quantization.quantize import (
 
 GOAL = 0.85  # fraction of a copy's bandwidth
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-block")
-LARGEST = {"int8": 127.0, "fp8": 448.0}
+LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8-block": 448.0}
 WEIGHTS = {  # [out, in]
     "32B down": (5120, 27648),
     "32B gate": (27648, 5120),
@@ -118,13 +118,12 @@ def run_kernel(
     hashes: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run the kernel that `quantize` uses on a GPU; return absmax, scale and checksum."""
-    from qurl_megatron.quantization.block_kernel import quantize_blocks
-    from qurl_megatron.quantization.channel_kernel import quantize_channels
+    from qurl_megatron.quantization.quantize_kernels import quantize_on_gpu
 
-    if weight_format == "fp8-block":
-        return quantize_blocks(weight, None, codes, (0, 0), hashes)
-    largest = LARGEST[weight_format]
-    return quantize_channels(weight, None, codes, largest, SMALLEST_SCALE, hashes)
+    largest, by_block = LARGEST[weight_format], weight_format == "fp8-block"
+    return quantize_on_gpu(
+        weight, None, codes, largest, SMALLEST_SCALE, by_block=by_block, hashes=hashes
+    )
 
 
 def measure_linear(shape: tuple[int, int], tokens: int, repetitions: int) -> dict[str, Any]:

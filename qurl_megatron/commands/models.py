@@ -178,14 +178,13 @@ def evaluate(
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
     with exit_on_bad_input():
         from qurl_megatron.config.overrides import with_overrides
-        from qurl_megatron.evaluation import evaluate
-        from qurl_megatron.evaluation.avg_at_k import EvalConfig
+        from qurl_megatron.evaluation import avg_at_k
 
         data = [word for word in words if "=" not in word]
         settings = [word for word in words if "=" in word]
-        config = with_overrides(EvalConfig(model=model, data=data), settings)
+        config = with_overrides(avg_at_k.EvalConfig(model=model, data=data), settings)
         with exit_on_failed_server():
-            evaluate.run(config)
+            avg_at_k.run(config)
 
 
 def serve(

@@ -76,6 +76,26 @@ def kept_layers(
     return [name for name in names if name in kept]
 
 
+def module_of(name: str) -> str:
+    """Return by which name a layer is kept: that of all experts of its block if it is of one."""
+    block, is_of_expert, _ = name.partition(".experts.")
+    return f"{block}.experts" if is_of_expert else name
+
+
+def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """Return `quantization.keep` for layers of these names.
+
+    A layer that is chosen in every block is written `*.down_proj`, the others are written out.
+    """
+    patterns = []
+    names, all_names = [list(map(module_of, each)) for each in (names, all_names)]
+    for name in names:
+        last = name.rpartition(".")[2]
+        everywhere = {other for other in all_names if other.endswith(f".{last}")}
+        patterns.append(f"*.{last}" if len(everywhere) > 1 and everywhere <= {*names} else name)
+    return list(dict.fromkeys(patterns))
+
+
 def _listed(names: list[str]) -> str:
     """Return the names, or the first of many and their number."""
     return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others"

@@ -3,22 +3,47 @@
 Avg@1 is the fraction of problems whose greedy answer is right. Avg@k is the fraction of right
 answers among k sampled answers, averaged over problems. Both come with the standard error over
 problems.
+
+A run measures its policy with `measure`; `qurl eval` serves a model on this machine for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import RewardName, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    RewardName,
+    ServerConfig,
+    WeightFormat,
+)
+from qurl_megatron.config.validate import validate_lengths, validate_server
 from qurl_megatron.config.values import (
     Count,
     CountOrZero,
@@ -30,9 +55,21 @@ from qurl_megatron.config.values import (
     Text,
     TopP,
 )
-from qurl_megatron.data.scoring import StartScoring
+from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
+from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.rewards import absolute
+from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
+from qurl_megatron.data.summary import source_lines
 from qurl_megatron.files import write_whole
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.check import check_model, load_tokenizer
+from qurl_megatron.process import ending_signals, exit_on
+from qurl_megatron.quantization.offline import quantize_directory
+from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.options import check_options
+from qurl_megatron.rollout.server import ServerPlan
 
 
 @dataclass
@@ -136,29 +173,38 @@ def measure(
     The greedy answers are scored while others are sampled. `answered` is called when a prompt has
     its greedy answer, and again when it has the others.
     """
-    groups = client.generate(
-        prompts,
-        completions_per_prompt=1,
-        temperature=0.0,
-        max_response_length=max_response_length,
-        answered=answered,
-    )
-    greedy_scores = _start_scoring(score, prompts, groups)
-    sampled: list[list[Answer]] = [[] for _ in prompts]
-    if k:
-        sampled_groups = client.generate(
+
+    def ask(count: int, **sampling: float) -> list[tuple[list[Completion], Future[list[Score]]]]:
+        groups = client.generate(
             prompts,
-            completions_per_prompt=k,
-            temperature=temperature,
-            top_p=top_p,
+            completions_per_prompt=count,
             max_response_length=max_response_length,
             answered=answered,
+            **sampling,
         )
-        sampled = _answers(sampled_groups, _start_scoring(score, prompts, sampled_groups))
-    greedy = [answer for (answer,) in _answers(groups, greedy_scores)]
+        return list(zip(groups, map(score, prompts, groups), strict=True))
+
+    greedy = ask(1, temperature=0.0)
+    sampled = ask(k, temperature=temperature, top_p=top_p) if k else []
+    sampled_answers = [_answers(*scored) for scored in sampled] or [[] for _ in prompts]
+    greedy_answers = [_answers(*scored)[0] for scored in greedy]
     return [
-        ProblemResult(prompt.question, prompt.answer, greedy_answer, sampled_answers)
-        for prompt, greedy_answer, sampled_answers in zip(prompts, greedy, sampled, strict=True)
+        ProblemResult(prompt.question, prompt.answer, answer, others)
+        for prompt, answer, others in zip(prompts, greedy_answers, sampled_answers, strict=True)
+    ]
+
+
+def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list[Answer]:
+    return [
+        Answer(
+            text=completion.text,
+            reward=score.value,
+            truncated=completion.truncated,
+            verifier_failed=bool(score.failure),
+            accuracy=score.accuracy,
+            failure=score.failure,
+        )
+        for completion, score in zip(completions, scores.result(), strict=True)
     ]
 
 
@@ -177,27 +223,160 @@ def averages(results: list[ProblemResult]) -> dict[str, Average]:
     return by_name
 
 
-def _start_scoring(
-    score: StartScoring, prompts: list[Prompt], groups: list[list[Completion]]
-) -> list[Future[list[Score]]]:
-    return list(map(score, prompts, groups))
+def run(config: EvalConfig) -> None:
+    """Serve, measure and print a table; write `summary.json`, and jsonl answers per data file.
 
-
-def _answers(
-    groups: list[list[Completion]], scores: list[Future[list[Score]]]
-) -> list[list[Answer]]:
-    return [
-        list(map(_answer, group, future.result()))
-        for group, future in zip(groups, scores, strict=True)
-    ]
-
-
-def _answer(completion: Completion, score: Score) -> Answer:
-    return Answer(
-        text=completion.text,
-        reward=score.value,
-        truncated=completion.truncated,
-        verifier_failed=bool(score.failure),
-        accuracy=score.accuracy,
-        failure=score.failure,
+    Raises:
+        ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
+        ServerFailed: the server died.
+    """
+    output = Path(config.output)
+    if output.exists():
+        raise ConfigError(f"output={config.output}: exists; choose another directory")
+    if not config.data:
+        raise ConfigError(
+            "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
+        )
+    if config.format == "fp8-block" and device.accelerator() == "cpu":
+        raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+    reward = Config(
+        reward=absolute(config.reward),
+        reward_timeout_s=config.reward_timeout_s,
+        scoring_workers=config.scoring_workers,
     )
+    check_reward(reward)
+    console = Console(stderr=True, highlight=False)
+    averages_of: dict[str, dict[str, Average]] = {}
+    with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
+        model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
+        check_model(model_dir)
+        architecture = Architecture.from_directory(model_dir)
+        validate_server("server", config.server, architecture, config.format, config.max_length)
+        validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
+        check_options({"server": config.server})
+        tokenizer = load_tokenizer(model_dir)
+        prompts = _load_prompts(config, reward, tokenizer)
+        if config.format != "bf16":
+            quantized = Path(scratch) / "quantized"
+            quantize_directory(
+                model_dir, quantized, config.format, lambda done, total: None, config.keep
+            )
+            model_dir = quantized
+        output.mkdir(parents=True)
+        with (
+            Scorer(reward, reward.scoring_workers) as scorer,
+            _serving(config, model_dir, console) as fleet,
+        ):
+            client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
+            for number, (data, problems) in enumerate(prompts.items()):
+                requests = len(problems) * (2 if config.k else 1)
+                with show_progress(data, requests, console) as answered:
+                    results = measure(
+                        client,
+                        scorer.submit,
+                        problems,
+                        config.max_response_length,
+                        k=config.k,
+                        temperature=config.temperature,
+                        top_p=config.top_p,
+                        answered=answered,
+                    )
+                write_answers(results, output / f"answers_{number}.jsonl")
+                averages_of[data] = averages(results)
+    summary = {"config": config, "results": averages_of}
+    text = json.dumps(summary, indent=2, default=dataclasses.asdict)
+    write_whole(output / "summary.json", text + "\n")
+    Console().print(_table(config, prompts, averages_of))
+
+
+@contextlib.contextmanager
+def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
+    """Start a server of a model; yield a fleet of it, and end it afterwards."""
+    output, start = Path(config.output), time.monotonic()
+    console.print("starting the server", markup=False)
+    exit_on(ending_signals() - {signal.SIGINT})
+    plan = ServerPlan(
+        model_dir,
+        config.server,
+        config.format,
+        context_length=config.max_length,
+        log_file=output / "server.log",
+        seed=config.seed,
+        loads=True,
+    )
+    with plan.running() as server:
+        waited = f"{time.monotonic() - start:.0f} s"
+        console.print(f"the server is up after {waited}: {server.url}", markup=False)
+        with contextlib.closing(Fleet("evaluation", {0: server}, loaded=True)) as fleet:
+            fleet.watch()
+            yield fleet
+
+
+@contextlib.contextmanager
+def show_progress(title: str, requests: int, console: Console) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each of `requests`; it shows how many are answered.
+
+    On a terminal that is a bar, elsewhere a line for each tenth.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    done, start = 0, time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_interactive) as bar:
+        task = bar.add_task(title, total=requests)
+
+        def answered() -> None:
+            nonlocal done
+            done += 1
+            bar.advance(task)
+            if not console.is_interactive and 10 * done // requests > 10 * (done - 1) // requests:
+                left_s = (time.monotonic() - start) / done * (requests - done)
+                line = f"{title}: {done} of {requests} requests, {duration(left_s)} left"
+                console.print(line, markup=False, soft_wrap=True)
+
+        yield answered
+
+
+def _hugging_face_directory(model: Path, scratch: Path) -> Path:
+    """Return `model`, or if that is a checkpoint, a directory with its export."""
+    if not (model / "state.json").exists():
+        return model
+    from qurl_megatron.weight_sync.export import export_checkpoint
+
+    export_checkpoint(model, scratch / "exported", lambda done, total: None)
+    return scratch / "exported"
+
+
+def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """Return the prompts of each data file, and print how many there are and what was dropped."""
+    fields = Fields(config.question_key, config.answer_key)
+    sources = {
+        data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data
+    }
+    keep_verifiable(sources, reward)
+    prompts = {}
+    for data, source in sources.items():
+        prompts[data] = tokenize(
+            source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
+        )
+        for line in source_lines("data", source, {"to evaluate on": prompts[data]}):
+            print(line, flush=True)
+    return prompts
+
+
+def _table(
+    config: EvalConfig,
+    prompts: dict[str, list[Prompt]],
+    averages_of: dict[str, dict[str, Average]],
+) -> Table:
+    names = list(next(iter(averages_of.values())))
+    table = Table("data", "problems", *names, title=f"{config.model} served in {config.format}")
+    for data, named in averages_of.items():
+        cells = [f"{a.mean:.1%} ± {a.standard_error:.1%}" for a in named.values()]
+        table.add_row(data, str(len(prompts[data])), *cells)
+    return table

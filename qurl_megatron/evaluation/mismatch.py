@@ -1,21 +1,25 @@
 """Find which tokens, layers and activations make a quantized model differ: `qurl mismatch`.
 
-The quantized model samples a response to each prompt, as a rollout server does. On these tokens it
-is compared with the same model in BF16: all layers quantized, then each layer of a server kept in
-BF16 in turn. `qurl_megatron/evaluation/attribution.py` has the definitions.
+The difference is KL(quantized || exact) of the next token, in nats, over tokens that the quantized
+model sampled, one response to each prompt, as a rollout server does. Its mean is what
+`mismatch.json` of a run estimates. It is split three ways:
 
-The layers to keep are chosen on every other completion. What is said of them is measured on the
-rest.
+    tokens        by entropy, position and rank of the sampled token: `split`
+    layers        by how far it falls if one layer of a server stays in BF16: `gain`
+    activations   by how coarse the codes of a layer's input are: `quantized_model.ActivationMeter`
+
+`choose` picks the layers to keep in BF16. It sees every other completion, and its effect is
+measured on the rest: the largest of many noisy gains is larger than it will be again.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from rich import box
@@ -24,22 +28,10 @@ from rich.table import Table
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.keep import module_of, shortened
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
-from qurl_megatron.evaluation.attribution import (
-    EDGES,
-    LayerMismatch,
-    Share,
-    TokenMismatch,
-    choose,
-    compare,
-    divergence,
-    gain,
-    module_of,
-    shortened,
-    split,
-)
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.check import check_model, load_tokenizer
 from qurl_megatron.planning.memory import published_bytes
@@ -49,9 +41,115 @@ if TYPE_CHECKING:
 
 BATCH = 32  # sequences in one forward pass
 SHOWN = 8  # rows of the tables of layers and activations
+SIGNIFICANT = 2.0  # standard errors above 0 from which a gain counts
+
+EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
+    "entropy": [0, 0.01, 0.1, 0.5, 1.0, 2.0],
+    "position": [0, 1, 4, 16, 64, 256],
+    "rank": [1, 2, 3, 11, 101],
+}
 
 
-@dataclasses.dataclass(frozen=True)
+class TokenMismatch(NamedTuple):
+    """What is measured of each token, in tensors `[responses, length]`, or `[tokens]` of all."""
+
+    kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
+    entropy: Tensor  # of the exact distribution there: float32, nats
+    position: Tensor  # in the response: int64, 0 for its first token
+    rank: Tensor  # of the sampled token in the exact distribution: int64, 1 for the likeliest
+
+
+def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> TokenMismatch:
+    """Compare two models where tokens were sampled.
+
+    Args:
+        quantized_logits, exact_logits: [responses, length, vocabulary] float32.
+        sampled: [responses, length] int64.
+    """
+    exact = exact_logits.log_softmax(-1)
+    chosen = exact.gather(2, sampled[:, :, None])
+    return TokenMismatch(
+        divergence(quantized_logits, exact_logits),
+        -(exact.exp() * exact).sum(-1),
+        torch.arange(sampled.shape[1]).expand(sampled.shape),
+        (exact > chosen).sum(-1) + 1,
+    )
+
+
+def divergence(quantized_logits: Tensor, exact_logits: Tensor) -> Tensor:
+    """Return KL(quantized || exact) of `[..., vocabulary]` float32 logits, in nats."""
+    quantized = quantized_logits.log_softmax(-1)
+    return (quantized.exp() * (quantized - exact_logits.log_softmax(-1))).sum(-1)
+
+
+class TokenRow(TypedDict):
+    """The tokens whose value is from `first` up to the next row's, and their part of the KL."""
+
+    first: float
+    tokens: float  # fraction of all tokens
+    kl: float  # mean over these tokens, in nats
+    of_kl: float  # fraction of the KL of all tokens
+
+
+def split(kl: Tensor, values: Tensor, edges: Sequence[float]) -> list[TokenRow]:
+    """Split tokens by `values` [tokens] at `edges`; rows without a token are left out."""
+    row = torch.bucketize(values.double(), torch.tensor(edges, dtype=torch.float64), right=True)
+    rows = []
+    for index, first in enumerate(edges, start=1):
+        chosen = kl[row == index].double()
+        if len(chosen):
+            of_kl = float(chosen.sum() / kl.double().sum().clamp(min=1e-300))
+            tokens, mean = len(chosen) / len(kl), float(chosen.mean())
+            rows.append(TokenRow(first=first, tokens=tokens, kl=mean, of_kl=of_kl))
+    return rows
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """What it brings to keep layers of a server in BF16."""
+
+    names: Sequence[str]  # in a Hugging Face checkpoint
+    gain: float  # how far the KL falls, in nats per token
+    standard_error: float  # of the gain
+    added_bytes: int  # of a server's weights
+
+    @property
+    def is_significant(self) -> bool:
+        """True if the gain is above 0 by more than `SIGNIFICANT` standard errors."""
+        return self.gain > SIGNIFICANT * self.standard_error
+
+
+def gain(before: Tensor, after: Tensor, tokens: Tensor) -> tuple[float, float]:
+    """Return how far the mean KL falls from `before` to `after`, and the standard error of that.
+
+    Args:
+        before, after: KL summed over each completion, in nats: [completions].
+        tokens: number of tokens of each completion.
+    """
+    fallen, tokens = (before - after).double(), tokens.double()
+    mean = float(fallen.sum() / tokens.sum())
+    count = len(fallen)
+    if count < 2:
+        return mean, math.inf
+    # Tokens of one completion are not independent of each other, so completions are counted.
+    variance = float((fallen - mean * tokens).square().sum()) * count / (count - 1)
+    return mean, math.sqrt(variance) / float(tokens.sum())
+
+
+def choose(layers: Sequence[KeptLayers], budget_bytes: float) -> list[KeptLayers]:
+    """Return the layers to keep: the largest gains per byte, as long as they fit the budget.
+
+    Layers whose gain is not significant are never chosen.
+    """
+    chosen: list[KeptLayers] = []
+    for layer in sorted(layers, key=lambda layer: layer.gain / layer.added_bytes, reverse=True):
+        fits = sum(other.added_bytes for other in [*chosen, layer]) <= budget_bytes
+        if layer.is_significant and fits:
+            chosen.append(layer)
+    return chosen
+
+
+@dataclass(frozen=True)
 class MismatchOptions:
     """What `qurl mismatch` measures."""
 
@@ -116,13 +214,13 @@ def measure(
     def report(done: int) -> None:
         progress(done, passes * len(batches))
 
-    measured, positions, by_layer, activations = _compare(model, sampled, batches, report)
+    measured, by_layer = _compare(model, sampled, batches, report)
     tokens = torch.tensor([len(response) for _, response in sampled])
     first, second = slice(0, None, 2), slice(1, None, 2)
     layers = [
-        LayerMismatch(
+        KeptLayers(
             names,
-            gain(by_layer[0][first], after[first], tokens[first]),
+            *gain(by_layer[0][first], after[first], tokens[first]),
             model.added_bytes(names),
         )
         for names, after in zip(model.groups, by_layer[1:], strict=True)
@@ -132,10 +230,9 @@ def measure(
     kept = [name for layer in chosen for name in layer.names]
     after = _kl_keeping(model, sampled, batches, kept) if kept else by_layer[0]
     report(passes * len(batches))
-    held_out = gain(by_layer[0][second], after[second], tokens[second])
     kl = float(by_layer[0][second].sum() / tokens[second].sum())
-    advised = kept if held_out.is_significant else []
-    values = {"entropy": measured.entropy, "position": positions, "rank": measured.rank}
+    fallen, error = gain(by_layer[0][second], after[second], tokens[second])
+    tried = KeptLayers(kept, fallen, error, model.added_bytes(kept))
     return {
         "model": str(options.model),
         "data": options.data,
@@ -144,38 +241,30 @@ def measure(
         "tokens": len(measured.kl),
         "kl": float(measured.kl.double().mean()),
         "by_token": {
-            name: [dataclasses.asdict(share) for share in split(measured.kl, value, EDGES[name])]
-            for name, value in values.items()
+            name: split(measured.kl, getattr(measured, name), edges)
+            for name, edges in EDGES.items()
         },
-        "by_layer": [
-            {
-                "names": layer.names,
-                "gain": layer.gain.mean,
-                "standard_error": layer.gain.error,
-                "added_bytes": layer.added_bytes,
-            }
-            for layer in layers
+        "by_layer": list(map(asdict, layers)),
+        "activations": [
+            {"names": names, **meter.measured()}
+            for names, meter in zip(model.groups, model.meters, strict=True)
         ],
-        "activations": activations,
         "server_bytes": server_bytes,
-        "tried": {"names": kept, "gain": held_out.mean, "standard_error": held_out.error},
-        "keep": shortened(advised, [name for group in model.groups for name in group]),
+        "tried": {"names": kept, "gain": fallen, "standard_error": error},
+        "keep": shortened(kept, model.names) if tried.is_significant else [],
         "kl_before": kl,
-        "kl_after": kl - held_out.mean if advised else kl,
-        "added_bytes": sum(layer.added_bytes for layer in chosen) if advised else 0,
+        "kl_after": kl - fallen if tried.is_significant else kl,
+        "added_bytes": tried.added_bytes if tried.is_significant else 0,
     }
 
 
 def _batches(sampled: Sequence[Sampled]) -> list[list[int]]:
     """Return the numbers of sequences to compute together: those of equal lengths."""
-
-    def lengths(index: int) -> tuple[int, int]:
-        prompt, response = sampled[index]
-        return len(prompt), len(response)
-
+    by_lengths: dict[tuple[int, int], list[int]] = {}
+    for number, (prompt, response) in enumerate(sampled):
+        by_lengths.setdefault((len(prompt), len(response)), []).append(number)
     batches = []
-    for _, group in itertools.groupby(sorted(range(len(sampled)), key=lengths), key=lengths):
-        numbers = list(group)
+    for _, numbers in sorted(by_lengths.items()):
         batches += [numbers[start : start + BATCH] for start in range(0, len(numbers), BATCH)]
     return batches
 
@@ -185,55 +274,33 @@ def _compare(
     sampled: Sequence[Sampled],
     batches: Sequence[Sequence[int]],
     report: Callable[[int], None],
-) -> tuple[TokenMismatch, Tensor, Tensor, list[dict[str, Any]]]:
-    """Compare the quantized model, and it with each layer in BF16, with the BF16 model.
+) -> tuple[TokenMismatch, Tensor]:
+    """Compare the BF16 model with the quantized one: first whole, then with each layer in BF16.
 
     Returns:
-        The mismatch of all tokens and their positions; the KL summed over each completion
-        [1 + layers, completions]: with all layers quantized, then with each in BF16; what was
-        measured of the activations of each layer.
+        What is measured of the tokens of the whole model, [tokens], and the KL summed over each
+        completion: [1 + layers, completions].
     """
-    every = [name for group in model.groups for name in group]
     kl = torch.zeros(1 + len(model.groups), len(sampled), dtype=torch.float64)
     tokens: list[TokenMismatch] = []
-    positions: list[Tensor] = []
-    meters = model.meters()
     done = 0
     for numbers in batches:
         sequences = [sampled[number] for number in numbers]
-        responses = torch.tensor([response for _, response in sequences])
-        with model.keeping(every):
-            exact = model.logits(sequences)
-        with model.measuring(meters):
-            quantized = model.logits(sequences)
-        chosen = responses.flatten().to(exact.device)
-        tokens.append(compare(quantized.flatten(0, 1), exact.flatten(0, 1), chosen))
-        positions.append(torch.arange(responses.shape[1]).repeat(len(numbers)))
-        kl[0, numbers] = tokens[-1].kl.view(responses.shape).double().sum(1).cpu()
+        exact = model.logits(sequences, model.names)
+        quantized = model.logits(sequences, measures=True)
+        responses = torch.tensor([response for _, response in sequences]).to(exact.device)
+        tokens.append(compare(quantized, exact, responses))
+        kl[0, numbers] = tokens[-1].kl.double().sum(1).cpu()
         done += 2
         for row, group in enumerate(model.groups, start=1):
-            with model.keeping(group):
-                kept = model.logits(sequences)
+            kept = model.logits(sequences, group)
             kl[row, numbers] = divergence(kept, exact).double().sum(1).cpu()
             done += 1
             report(done)
-    activations = [
-        {
-            "names": names,
-            "outlier_channel": meter.outlier[0],
-            "outlier_ratio": meter.outlier[1],
-            "error_per_token": meter.relative_errors[0],
-            "error_per_128_channels": meter.relative_errors[1],
-        }
-        for names, meter in zip(model.groups, meters, strict=True)
-    ]
-    joined = TokenMismatch(
-        *(
-            torch.cat([getattr(part, field.name) for part in tokens]).cpu()
-            for field in dataclasses.fields(TokenMismatch)
-        )
+    joined = (
+        torch.cat([part.flatten().cpu() for part in parts]) for parts in zip(*tokens, strict=True)
     )
-    return joined, torch.cat(positions), kl, activations
+    return TokenMismatch(*joined), kl
 
 
 def _kl_keeping(
@@ -244,13 +311,10 @@ def _kl_keeping(
 ) -> Tensor:
     """Return the KL summed over each completion, with these layers in BF16: [completions]."""
     kl = torch.zeros(len(sampled), dtype=torch.float64)
-    every = [name for group in model.groups for name in group]
     for numbers in batches:
         sequences = [sampled[number] for number in numbers]
-        with model.keeping(every):
-            exact = model.logits(sequences)
-        with model.keeping(kept):
-            kl[numbers] = divergence(model.logits(sequences), exact).double().sum(1).cpu()
+        exact = model.logits(sequences, model.names)
+        kl[numbers] = divergence(model.logits(sequences, kept), exact).double().sum(1).cpu()
     return kl
 
 
@@ -270,9 +334,9 @@ def print_mismatch(result: dict[str, Any]) -> None:
     }
     for name, title in titles.items():
         table = _new_table(title, ["of tokens", "mean KL", "of KL"])
-        for share in (Share(**row) for row in result["by_token"][name]):
-            cells = (f"{share.tokens:.1%}", f"{share.kl:.2g}", f"{share.of_kl:.1%}")
-            table.add_row(f"{share.first:g}", *cells)
+        for row in result["by_token"][name]:
+            cells = (f"{row['tokens']:.1%}", f"{row['kl']:.2g}", f"{row['of_kl']:.1%}")
+            table.add_row(f"{row['first']:g}", *cells)
         console.print(table)
     layers = sorted(result["by_layer"], key=lambda row: -row["gain"])
     table = _new_table(

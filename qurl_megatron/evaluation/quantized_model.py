@@ -7,8 +7,9 @@ server's, bit for bit. The rest is that of transformers in BF16, and logits are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.keep import fused_layers
+from qurl_megatron.config.keep import fused_layers, module_of
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
-from qurl_megatron.evaluation.attribution import ActivationMeter, module_of
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 from qurl_megatron.sglang_plugin import formats, linear, moe
@@ -37,54 +37,85 @@ _CONFIGS: dict[str, type[formats.QurlConfig]] = {
 class SwitchedLinear(torch.nn.Module):
     """A linear layer that multiplies by codes if `is_quantized`, else by its BF16 weight."""
 
-    def __init__(self, exact: torch.nn.Linear, weight_format: WeightFormat) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat) -> None:
         super().__init__()
         config = _CONFIGS[quantize.ENGINE_METHODS[weight_format]]()
         self.method = config.linear_method(config)
-        quantized = quantize.quantize(exact.weight.detach(), weight_format)
-        self.weight, self.bias = exact.weight, exact.bias
+        quantized = quantize.quantize(weight.detach(), weight_format)
+        self.weight, self.bias = weight, bias
         self.codes, self.scale = quantized.codes, quantize.engine_scale(quantized)
         self.is_quantized = True
-        self.meter: ActivationMeter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., in] bfloat16 to [..., out] bfloat16."""
-        rows = x.flatten(0, -2)
-        if self.meter is not None:
-            self.meter.add(rows)
         if not self.is_quantized:
-            return linear.apply_unquantized(self.method, self, x, self.bias)
-        out = self.method.multiply_cpu(rows, self.codes, self.scale, self.bias)
+            return linear.multiply_unquantized(x, self.weight, self.bias)
+        out = self.method.multiply_cpu(x.flatten(0, -2), self.codes, self.scale, self.bias)
         return out.view(*x.shape[:-1], -1)
+
+
+class ActivationMeter:
+    """Measures the inputs of one layer over any number of calls."""
+
+    def __init__(self, code_dtype: torch.dtype) -> None:
+        """Start with no input; `code_dtype` is that of an activation's codes."""
+        self._code_dtype = code_dtype
+        self._largest = torch.zeros(())
+        self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
+
+    def add(self, x: Tensor) -> None:
+        """Measure `x` [tokens, channels]."""
+        x = x.float()
+        self._largest = torch.maximum(x.abs().amax(0).cpu(), self._largest)
+        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % linear.BLOCK)).view(-1, linear.BLOCK)
+        errors = (self._error(x), self._error(groups))
+        self._sums += torch.tensor([float(x.double().square().sum()), *errors]).double()
+
+    def _error(self, rows: Tensor) -> float:
+        codes, scale = linear.quantize_tokens(rows, self._code_dtype)
+        return float((codes * scale - rows).double().square().sum())
+
+    def measured(self) -> dict[str, Any]:
+        """Return the row of the inputs' table.
+
+        The outlier is the channel with the largest activation; its ratio is that over the median
+        channel's largest. An error is the norm of the error over the norm of the values.
+        """
+        channel = int(self._largest.argmax())
+        squares, per_token, per_block = self._sums.tolist()
+        return {
+            "outlier_channel": channel,
+            "outlier_ratio": float(
+                self._largest[channel] / self._largest.median().clamp(min=1e-30)
+            ),
+            "error_per_token": math.sqrt(per_token / squares),
+            "error_per_128_channels": math.sqrt(per_block / squares),
+        }
 
 
 class Experts(torch.nn.ModuleList):
     """The experts of a block, each with the linear layers that a checkpoint names."""
 
-    def __init__(self, fused: Any) -> None:
+    def __init__(self, fused: Any, weight_format: WeightFormat) -> None:
         """Take the weights of transformers' module, which holds those of all experts as one."""
         super().__init__()
         for gate_up, down in zip(fused.gate_up_proj, fused.down_proj, strict=True):
-            expert = torch.nn.Module()
             gate, up = gate_up.chunk(2)
-            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-                rows, columns = weight.shape
-                layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
-                layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
-                expert.register_module(name, layer)
-            self.append(expert)
-        self.meter: ActivationMeter | None = None
+            weights = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            self.append(
+                torch.nn.ModuleDict(
+                    {name: SwitchedLinear(x, None, weight_format) for name, x in weights.items()}
+                )
+            )
 
     def forward(self, x: Tensor, chosen: Tensor, routing_weights: Tensor) -> Tensor:
         """Sum the experts `chosen` [tokens, experts] of `x` [tokens, hidden] as a server does."""
-        if self.meter is not None:
-            self.meter.add(x)
 
         def multiply(rows: Tensor, prefix: str, expert: int) -> Tensor:
             layers: Any = self[expert]
             if prefix == "w2":
-                return layers.down_proj(rows)
-            return torch.cat([layers.gate_proj(rows), layers.up_proj(rows)], -1)
+                return layers["down_proj"](rows)
+            return torch.cat([layers["gate_proj"](rows), layers["up_proj"](rows)], -1)
 
         dispatched: Any = SimpleNamespace(
             hidden_states=x, topk_output=(routing_weights, chosen, None)
@@ -122,16 +153,24 @@ class QuantizedModel:
             pad_token_id=0,
         )
         self.groups = fused_layers(architecture)
+        self.names = [name for group in self.groups for name in group]
         if architecture.num_experts:
-            for layer in range(architecture.num_layers):
-                block = self._model.get_submodule(f"model.layers.{layer}.mlp")
-                block.experts = Experts(block.experts)
+            for number in range(architecture.num_layers):
+                block = self._model.get_submodule(f"model.layers.{number}.mlp")
+                block.experts = Experts(block.experts, weight_format)
         self._layers: dict[str, SwitchedLinear] = {}
-        for name in (name for group in self.groups for name in group):
-            parent, _, last = name.rpartition(".")
-            switched = SwitchedLinear(self._model.get_submodule(name), weight_format)
-            setattr(self._model.get_submodule(parent), last, switched)
-            self._layers[name] = switched
+        for name in self.names:
+            layer = self._model.get_submodule(name)
+            if not isinstance(layer, SwitchedLinear):
+                parent, _, last = name.rpartition(".")
+                layer = SwitchedLinear(layer.weight, layer.bias, weight_format)
+                setattr(self._model.get_submodule(parent), last, layer)
+            self._layers[name] = layer
+        code_dtype = self._layers[self.names[0]].method.code_dtype
+        self.meters = [ActivationMeter(code_dtype) for _ in self.groups]
+        for group, meter in zip(self.groups, self.meters, strict=True):
+            first_layer = self._model.get_submodule(module_of(group[0]))
+            first_layer.register_forward_pre_hook(functools.partial(self._measure, meter))
         self._model.lm_head = Float32Head(self._model.lm_head.weight.detach())
 
     def added_bytes(self, group: Sequence[str]) -> int:
@@ -139,39 +178,21 @@ class QuantizedModel:
         layers = [self._layers[name] for name in group]
         return sum(x.weight.nbytes - x.codes.nbytes - x.scale.nbytes for x in layers)
 
-    @contextmanager
-    def keeping(self, kept: Sequence[str]) -> Iterator[None]:
-        """Compute the layers of these names in BF16 within this context."""
-        for name in kept:
-            self._layers[name].is_quantized = False
-        try:
-            yield
-        finally:
-            for name in kept:
-                self._layers[name].is_quantized = True
+    def _switch(self, kept: Sequence[str], measures: bool) -> None:
+        """Choose the layers that are computed in BF16, and whether inputs are measured."""
+        exact = set(kept)
+        for name, layer in self._layers.items():
+            layer.is_quantized = name not in exact
+        self._measures = measures
 
-    def meters(self) -> list[ActivationMeter]:
-        """Return a new meter for the input of each of `groups`."""
-        dtype = self._layers[self.groups[0][0]].method.code_dtype
-        return [ActivationMeter(lambda x: linear.quantize_tokens(x, dtype)) for _ in self.groups]
-
-    @contextmanager
-    def measuring(self, meters: Sequence[ActivationMeter]) -> Iterator[None]:
-        """Have these meters measure within this context."""
-        first_layers: list[Any] = [
-            self._model.get_submodule(module_of(group[0])) for group in self.groups
-        ]
-        for layer, meter in zip(first_layers, meters, strict=True):
-            layer.meter = meter
-        try:
-            yield
-        finally:
-            for layer in first_layers:
-                layer.meter = None
+    def _measure(self, meter: ActivationMeter, _: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._measures:
+            meter.add(inputs[0].flatten(0, -2))
 
     @torch.inference_mode()
     def sample(self, prompts: Sequence[Prompt], length: int, seed: int) -> list[Sampled]:
         """Sample one response to each prompt, of at most `length` tokens, at temperature 1."""
+        self._switch(kept=(), measures=False)
         torch.manual_seed(seed)
         longest = max(len(prompt.token_ids) for prompt in prompts)
         rows = [[0] * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts]
@@ -188,12 +209,16 @@ class QuantizedModel:
         return sequences
 
     @torch.inference_mode()
-    def logits(self, sequences: Sequence[Sampled]) -> Tensor:
+    def logits(
+        self, sequences: Sequence[Sampled], kept: Sequence[str] = (), *, measures: bool = False
+    ) -> Tensor:
         """Return the logits of the responses' tokens: [sequences, response, vocabulary] float32.
 
-        All prompts have one length, and so have all responses.
+        All prompts have one length, and so have all responses. The layers of the names `kept` are
+        computed in BF16. If it `measures`, each of `meters` measures the input of its group.
         """
+        self._switch(kept, measures)
         tokens = torch.tensor([prompt + response for prompt, response in sequences])
-        kept = len(sequences[0][1]) + 1
-        out = self._model(tokens.to(device()), logits_to_keep=kept, use_cache=False)
+        positions = len(sequences[0][1]) + 1
+        out = self._model(tokens.to(device()), logits_to_keep=positions, use_cache=False)
         return out.logits[:, :-1].float()

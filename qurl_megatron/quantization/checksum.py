@@ -34,6 +34,8 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
+ROWS, COLUMNS = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D  # odd factors of their hashes
+
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
@@ -98,11 +100,11 @@ def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
         bits = bits.contiguous()
     number, rows, columns = bits.shape
     lengths = (columns, column, bits.stride(0), bits.stride(1), bits.data_ptr())
-    row_weights = _hash_rows(row, rows, bits.device)
+    row_weights = _hashes(row, rows, ROWS, bits.device)
     if bits.dtype != torch.int8:
-        column_weights = _hash_columns(column, columns, bits.device)
+        column_weights = _hashes(column, columns, COLUMNS, bits.device)
     elif columns and not any(length % 4 for length in lengths):
-        column_weights = _hash_columns(column // 4, columns // 4, bits.device)
+        column_weights = _hashes(column // 4, columns // 4, COLUMNS, bits.device)
         bits = bits.view(torch.uint32)
     else:
         column_weights = _byte_weights(column, columns, bits.device)
@@ -169,22 +171,14 @@ def hash_codes(codes: Tensor, row_offset: int, column_offset: int) -> tuple[Tens
     The codes `[rows, columns]` begin at the offsets; columns are multiples of 4.
     """
     rows, columns = codes.shape
-    words = _hash_columns(column_offset // 4, columns // 4, codes.device)
-    return _hash_rows(row_offset, rows, codes.device), words
-
-
-def _hash_rows(start: int, count: int, device: torch.device) -> Tensor:
-    return _hashes(start, count, 0x1B873593CC9E2D51, device)
-
-
-def _hash_columns(start: int, count: int, device: torch.device) -> Tensor:
-    return _hashes(start, count, 0x2545F4914F6CDD1D, device)
+    words = _hashes(column_offset // 4, columns // 4, COLUMNS, codes.device)
+    return _hashes(row_offset, rows, ROWS, codes.device), words
 
 
 def _byte_weights(start: int, count: int, device: torch.device) -> Tensor:
     """Return the weights of codes that are not whole words: [count] int64."""
     columns = torch.arange(start, start + count, device=device)
-    hashes = _hash_columns(start // 4, (start + count + 3) // 4 - start // 4, device)
+    hashes = _hashes(start // 4, (start + count + 3) // 4 - start // 4, COLUMNS, device)
     return hashes[columns // 4 - start // 4] << columns % 4 * 8
 
 

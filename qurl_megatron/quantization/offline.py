@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch import Tensor
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.config.validate import check_scales
+from qurl_megatron.config.yaml_file import from_tree
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -50,7 +51,7 @@ UAQ_FIELD = "qurl_uaq"  # in config.json: the UaqConfig that a directory was sca
 PROBE_TOKENS = 64
 MAX_PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 5 GB of BF16
 
-Rewrite = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+Rewrite = Callable[[str, Tensor], dict[str, Tensor]]
 """(name, tensor as stored) -> the tensors written in its place, by name."""
 
 
@@ -91,17 +92,16 @@ def quantize_directory(
     """
     kept = kept_layers(keep, Architecture.from_directory(source))
 
-    def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
         is_quantized = weight_map.find_hugging_face(name)[0].quantized
         if weight_format == "bf16" or not is_quantized or name.removesuffix(".weight") in kept:
-            yield name, tensor.to(torch.bfloat16)
-            return
-        with quantize.name_in_errors(name):
-            quantized = quantize.quantize(tensor, weight_format)
-        yield name, quantized.codes
-        yield quantize.scale_name(name, weight_format), quantize.engine_scale(quantized)
+            return {name: tensor.to(torch.bfloat16)}
+        quantized = quantize.quantize(tensor, weight_format)
+        scale_name = quantize.scale_name(name, weight_format)
+        return {name: quantized.codes, scale_name: quantize.engine_scale(quantized)}
 
-    changes: dict[str, Any] = {"dtype": "bfloat16"}
+    # "torch_dtype" is the older spelling of "dtype".
+    changes: dict[str, Any] = {"dtype": "bfloat16", "torch_dtype": None}
     if weight_format == "fp8-block":
         Architecture.from_directory(source).check_blocks()
         changes["quantization_config"] = {
@@ -141,12 +141,12 @@ def unscale_directory(source: Path, destination: Path, progress: Progress) -> In
 
     Raises:
         OfflineError, ArchitectureError: the source or the destination cannot be used.
+        ConfigError: `UAQ_FIELD` in its config.json is spoilt.
     """
     fields = read_config(source).get(UAQ_FIELD)
     if fields is None:
         raise OfflineError(f"{source} is not scaled: its config.json has no {UAQ_FIELD}")
-    layer_scales = {int(layer): scale for layer, scale in fields["layer_scales"].items()}
-    config = UaqConfig(**{**fields, "layer_scales": layer_scales})
+    config = from_tree(UaqConfig, fields)
     return _scale(source, destination, uaq.inverse(config), {UAQ_FIELD: None}, progress)
 
 
@@ -159,17 +159,11 @@ def _scale(
 ) -> Invariance:
     """Apply `transform` to every tensor; `changes` are made to config.json."""
 
-    def rewrite(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield name, transform(name, tensor.float()).to(tensor.dtype)
+    def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: transform(name, tensor.float()).to(tensor.dtype)}
 
     _rewrite(source, destination, rewrite, changes, {"uaq": changes[UAQ_FIELD]}, progress)
     return _compare_logits(source, transform)
-
-
-def _is_exact(name: str, transform: uaq.Transform) -> bool:
-    """Return True if a tensor is scaled by a power of two, or not at all: no bit is lost."""
-    factor = float(transform(name, torch.ones(())))
-    return math.frexp(factor)[0] == 0.5
 
 
 @torch.no_grad()
@@ -189,7 +183,8 @@ def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
         parameter.copy_(parameter.to(stored))
     rounded = model(tokens).logits
     names = weight_map.hugging_face_names(Architecture.from_directory(source))
-    exact = sum(_is_exact(name, transform) for name in names)
+    factors = [float(transform(name, torch.ones(()))) for name in names]
+    exact = sum(math.frexp(factor)[0] == 0.5 for factor in factors)  # powers of two: no bit is lost
     return Invariance(
         float(before.abs().max()),
         float((scaled - before).abs().max()),
@@ -235,8 +230,7 @@ def _rewrite(
     for piece in pieces:
         written = partial / piece.written_file
         if not written.exists():
-            tensors = _rewrite_piece(source, piece, rewrite, known)
-            write_whole(written, functools.partial(_save, tensors))
+            write_whole(written, functools.partial(_write_piece, source, piece, rewrite, known))
         with safe_open(written, "pt") as opened:
             file_of |= dict.fromkeys(opened.keys(), piece.written_file)
         done_bytes += piece.num_bytes
@@ -246,7 +240,6 @@ def _rewrite(
     if len(pieces) > 1:
         write_index(partial, file_of)
     removed = {name for name, value in changes.items() if value is None}
-    removed |= {"torch_dtype"} if "dtype" in changes else set()  # older spelling of "dtype"
     config = {**read_config(source), **changes}
     config = {name: value for name, value in config.items() if name not in removed}
     write_whole(partial / "config.json", json.dumps(config, indent=2) + "\n")
@@ -254,54 +247,43 @@ def _rewrite(
     rename_whole(partial, destination)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Piece:
     """Tensors of one source file that are in memory together, and are written to one file."""
 
     source_file: str
-    names: list[str]
-    num_bytes: int  # in float32, as they are rewritten
     written_file: str
+    names: list[str] = dataclasses.field(default_factory=list)
+    num_bytes: int = 0  # in float32, as they are rewritten
 
 
 def _cut(source: Path, file: str) -> list[_Piece]:
     """Cut a source file into pieces of at most MAX_PIECE_BYTES, or of one larger tensor."""
-    groups: list[tuple[list[str], int]] = [([], 0)]
+    pieces = [_Piece(file, written_file=file)]
     with safe_open(source / file, "pt") as opened:
         for name in opened.keys():
             num_bytes = 4 * math.prod(opened.get_slice(name).get_shape())
-            names, size = groups[-1]
-            if names and size + num_bytes > MAX_PIECE_BYTES:
-                names, size = [], 0
-                groups.append((names, size))
-            names.append(name)
-            groups[-1] = names, size + num_bytes
-    if len(groups) == 1:
-        return [_Piece(file, *groups[0], written_file=file)]
-    stem = file.removesuffix(".safetensors")
-    return [
-        _Piece(file, names, num_bytes, f"{stem}-{number:05}.safetensors")
-        for number, (names, num_bytes) in enumerate(groups, start=1)
-    ]
+            if pieces[-1].names and pieces[-1].num_bytes + num_bytes > MAX_PIECE_BYTES:
+                pieces.append(_Piece(file, written_file=file))
+            pieces[-1].names.append(name)
+            pieces[-1].num_bytes += num_bytes
+    if len(pieces) > 1:
+        for number, piece in enumerate(pieces, start=1):
+            piece.written_file = f"{file.removesuffix('.safetensors')}-{number:05}.safetensors"
+    return pieces
 
 
-def _rewrite_piece(
-    source: Path, piece: _Piece, rewrite: Rewrite, known: set[str]
-) -> dict[str, Tensor]:
-    """Return the tensors to write for a piece; those that are not `known` are copied unchanged."""
+def _write_piece(
+    source: Path, piece: _Piece, rewrite: Rewrite, known: set[str], path: Path
+) -> None:
+    """Write the tensors of a piece; those that are not `known` are copied unchanged."""
     written: dict[str, Tensor] = {}
     with safe_open(source / piece.source_file, "pt") as opened:
         for name in piece.names:
             tensor = opened.get_tensor(name)
             check_finite(source / piece.source_file, name, tensor)
-            for new_name, new_tensor in (
-                rewrite(name, tensor) if name in known else [(name, tensor)]
-            ):
-                written[new_name] = new_tensor.contiguous()
-    return written
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+            written |= rewrite(name, tensor) if name in known else {name: tensor}
+    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
     save_file(tensors, path, {"format": "pt"})
 
 

@@ -32,9 +32,9 @@ Invariants:
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.
 
-On a GPU, the formats with a scale per channel are a kernel of `channel_kernel.py`, and `fp8-block`
-is one of `block_kernel.py`, if rows are contiguous multiples of 16 in bfloat16 or float32. They can
-take the checksum of the codes on the way. All else is the code below.
+On a GPU, the formats with a scale per channel and `fp8-block` are kernels of `quantize_kernels.py`,
+if rows are contiguous multiples of 16 in bfloat16 or float32. They can take the checksum of the
+codes on the way. All else is the code below.
 
 Example:
 
@@ -173,7 +173,7 @@ def block_absmax(
         else _row_absmax(weight)
     )
     if refuses:
-        _refuse_non_finite(absmax, rows_of_block, offset[0])
+        refuse_non_finite(absmax, weight_format, offset)
     return absmax
 
 
@@ -206,24 +206,27 @@ def quantize(
     if absmax is not None:
         _check_absmax(absmax, weight, format_, offset)
         if refuses:
-            _refuse_non_finite(absmax, format_.block[0], offset[0])
+            refuse_non_finite(absmax, weight_format, offset)
     codes = out
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
     if weight.is_cuda and format_.block != (None, None):
-        from qurl_megatron.quantization import block_kernel, channel_kernel
+        from qurl_megatron.quantization import quantize_kernels
 
-        if channel_kernel.fits(weight, codes, offset):
+        if quantize_kernels.fits(weight, codes, offset):
             hashes = checksum.hash_codes(codes, *offset) if with_checksum else None
-            absmax, scale, total = (
-                block_kernel.quantize_blocks(weight, absmax, codes, offset, hashes)
-                if format_.power_of_two
-                else channel_kernel.quantize_channels(
-                    weight, absmax, codes, format_.largest, SMALLEST_SCALE, hashes
-                )
+            absmax, scale, total = quantize_kernels.quantize_on_gpu(
+                weight,
+                absmax,
+                codes,
+                format_.largest,
+                SMALLEST_SCALE,
+                by_block=format_.power_of_two,
+                offset=offset,
+                hashes=hashes,
             )
             if refuses:
-                _refuse_non_finite(absmax, format_.block[0], offset[0])
+                refuse_non_finite(absmax, weight_format, offset)
             return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
 
     if absmax is None:
@@ -263,7 +266,15 @@ def takes_checksum(weight: Tensor) -> bool:
 
 def refuse_non_finite(absmax: Tensor, weight_format: str, offset: tuple[int, int] = (0, 0)) -> None:
     """Raise `NonFiniteWeight` if a block's `absmax`, from `quantize`, is NaN or infinity."""
-    _refuse_non_finite(absmax, block_shape(weight_format)[0], offset[0])
+    finite = absmax.isfinite()
+    if finite.all():
+        return
+    rows_of_block, _ = block_shape(weight_format)
+    if rows_of_block is None:
+        raise NonFiniteWeight("the weight holds NaN or infinity")
+    block = offset[0] // rows_of_block + int(torch.nonzero(~finite)[0, 0])
+    where = "row" if rows_of_block == 1 else "a block from row"
+    raise NonFiniteWeight(f"{where} {block * rows_of_block} of the weight holds NaN or infinity")
 
 
 def _check_absmax(
@@ -382,14 +393,3 @@ def _row_chunks(weight: Tensor) -> Iterator[slice]:
 def _rows(tensor: Tensor, rows: slice) -> Tensor:
     """Return `tensor[rows]`, at no cost if these are all rows."""
     return tensor if rows == slice(0, tensor.shape[0]) else tensor[rows]
-
-
-def _refuse_non_finite(absmax: Tensor, rows_of_block: int | None, first_row: int) -> None:
-    finite = absmax.isfinite()
-    if finite.all():
-        return
-    if rows_of_block is None:
-        raise NonFiniteWeight("the weight holds NaN or infinity")
-    block = first_row // rows_of_block + int(torch.nonzero(~finite)[0, 0])
-    where = "row" if rows_of_block == 1 else "a block from row"
-    raise NonFiniteWeight(f"{where} {block * rows_of_block} of the weight holds NaN or infinity")

@@ -59,25 +59,16 @@ Transform = Callable[[str, Tensor], Tensor]
 """(name in a Hugging Face checkpoint, value) -> new value."""
 
 
-def transform(config: UaqConfig) -> Transform:
-    """Return a function that applies QuRL Eq. 11 to one Hugging Face parameter.
+def transform(config: UaqConfig, direction: int = 1) -> Transform:
+    """Return a function that applies QuRL Eq. 11 to one Hugging Face parameter, or undoes it.
 
     It takes the parameter's name in transformers and its value, of any shape. A parameter that UAQ
-    scales must be float32; any other is returned as it is.
+    scales must be float32; any other is returned as it is. With `direction` -1 it is the inverse.
 
     Raises:
         ValueError: a scale is not a positive finite number; from the returned function: a
             parameter to be scaled is not float32.
     """
-    return _scaling(config, direction=1)
-
-
-def inverse(config: UaqConfig) -> Transform:
-    """Return the inverse of `transform(config)`: exact for powers of two, else up to rounding."""
-    return _scaling(config, direction=-1)
-
-
-def _scaling(config: UaqConfig, direction: int) -> Transform:
     for scale in (config.scale, *config.layer_scales.values()):
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"UAQ scale is {scale}; it must be a positive finite number")
@@ -93,6 +84,11 @@ def _scaling(config: UaqConfig, direction: int) -> Transform:
         return weight * scale if power > 0 else weight / scale
 
     return apply
+
+
+def inverse(config: UaqConfig) -> Transform:
+    """Return the inverse of `transform(config)`: exact for powers of two, else up to rounding."""
+    return transform(config, direction=-1)
 
 
 def _power(name: str, config: UaqConfig) -> int:

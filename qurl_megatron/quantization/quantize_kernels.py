@@ -1,19 +1,24 @@
-"""Quantization by output channel on a GPU, with the checksum of the codes, as a Triton kernel.
+"""Quantization by output channel, and by blocks of 128 x 128, on a GPU, as Triton kernels.
 
-A program reads one row twice: first for its absmax, then, from cache, for its codes. The absmax can
-be given instead, for a shard that holds a part of each row. Codes, scales and checksum are those of
+A program reads one row, or one block in strips of rows, twice: first for its absmax, then, from
+cache, for its codes. It can take the checksum of the codes on the way. The absmax can be given
+instead, for a shard that holds a part of each row or block. Codes, scales and checksum are those of
 `quantize.quantize` and `checksum.checksum`, byte for byte.
 
-A weight is divided by the scale with one reciprocal a row and three multiply-adds a weight:
+By channel, a weight is divided by the scale with one reciprocal a row and three multiply-adds a
+weight:
 
     quotient = weight * reciprocal
     quotient = quotient + (weight - quotient * scale) * reciprocal
 
 Fused multiply-adds make this the float32 nearest to weight / scale, if the inner difference is no
-subnormal number. `quantize.SMALLEST_SCALE` sees to that.
+subnormal number. `quantize.SMALLEST_SCALE` sees to that. By block, the factor is a power of two, so
+the products are exact.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +36,9 @@ WARPS_AT_ONCE = 64
 # bytes are those of -2^23. The subtraction rounds half to even.
 BIASED_ROUNDING = tl.constexpr(2.0**23 + 128)
 UPPER_BITS = tl.constexpr(0xCB000000)
+SIDE = 128  # of a block
+STRIP, NUM_WARPS = 16, 8  # rows of a strip: 8 weights, one wide load, per thread
+INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -114,8 +122,77 @@ def _quantize_row(  # type: ignore[no-untyped-def]  # Triton reads annotations i
         tl.store(sums + row, total * tl.load(row_weights + row))
 
 
+@triton.jit
+def _quantize_block(  # type: ignore[no-untyped-def]
+    weight,
+    absmax,
+    codes,
+    scales,
+    row_weights,
+    word_weights,
+    sums,
+    rows,
+    columns,
+    rows_before,
+    columns_before,
+    weight_stride,
+    words_stride,
+    LARGEST_FACTOR: tl.constexpr,
+    FINDS_ABSMAX: tl.constexpr,
+    SUMS: tl.constexpr,
+    SIDE: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    block = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    # Positions in the shard; negative where a block begins before it.
+    first_row = tl.program_id(0) * SIDE - rows_before
+    column = tl.program_id(1) * SIDE - columns_before + tl.arange(0, SIDE)
+    inside_columns = ((column >= 0) & (column < columns))[None, :]
+    weight += column[None, :]
+    if FINDS_ABSMAX:
+        # As in `_quantize_row`: the integer order of the bits keeps NaN.
+        magnitudes = tl.zeros((STRIP, SIDE), tl.int32)
+        for start in range(0, SIDE, STRIP):
+            row = (first_row + start + tl.arange(0, STRIP))[:, None]
+            inside = (row >= 0) & (row < rows) & inside_columns
+            values = tl.load(weight + row.to(tl.int64) * weight_stride, mask=inside, other=0.0)
+            bits = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            magnitudes = tl.maximum(magnitudes, bits)
+        largest = tl.max(tl.max(magnitudes, axis=1), axis=0).to(tl.float32, bitcast=True)
+        tl.store(absmax + block, largest)
+    else:
+        largest = tl.load(absmax + block)
+    factor = tl.div_rn(448.0, largest)
+    factor = tl.where(factor == INFINITY, LARGEST_FACTOR, factor)
+    factor = tl.where(largest == 0.0, 1.0, factor)
+    power = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(scales + block, tl.div_rn(1.0, power))
+    # `columns_before` is a multiple of 16, so words of 4 codes lie within the block.
+    word = (tl.program_id(1) * SIDE - columns_before) // 4 + tl.arange(0, SIDE // 4)
+    inside_words = ((word >= 0) & (word < columns // 4))[None, :]
+    codes += word[None, :]
+    total = tl.zeros((STRIP, SIDE // 4), tl.int64)
+    if SUMS:
+        hashes = tl.load(word_weights + word[None, :], mask=inside_words, other=0)
+    for start in range(0, SIDE, STRIP):
+        row = (first_row + start + tl.arange(0, STRIP))[:, None]
+        inside_rows = (row >= 0) & (row < rows)
+        inside = inside_rows & inside_columns
+        values = tl.load(weight + row.to(tl.int64) * weight_stride, mask=inside, other=0.0)
+        negatives = tl.reshape(values.to(tl.float32) * -power, (STRIP * SIDE,))
+        words = tl.reshape(join_codes(negatives, False, STRIP * SIDE), (STRIP, SIDE // 4))
+        row = (first_row + start + tl.arange(0, STRIP))[:, None]
+        inside = inside_rows & inside_words
+        tl.store(codes + row.to(tl.int64) * words_stride, words, mask=inside)
+        if SUMS:
+            of_rows = tl.load(row_weights + row, mask=inside_rows, other=0)
+            total += words.to(tl.int64) * (of_rows * hashes)
+    if SUMS:
+        tl.store(sums + block, tl.sum(tl.sum(total, axis=1), axis=0))
+
+
 def fits(weight: Tensor, codes: Tensor, offset: tuple[int, int] = (0, 0)) -> bool:
-    """Check whether the kernels of this folder can read `weight` and write `codes`.
+    """Check whether the kernels can read `weight` and write `codes`.
 
     `offset` is the row and column of the full tensor at which they begin.
     """
@@ -128,38 +205,57 @@ def fits(weight: Tensor, codes: Tensor, offset: tuple[int, int] = (0, 0)) -> boo
     )
 
 
-def quantize_channels(
+def quantize_on_gpu(
     weight: Tensor,
     absmax: Tensor | None,
     codes: Tensor,
     largest: float,
     smallest_scale: float,
+    *,
+    by_block: bool = False,
+    offset: tuple[int, int] = (0, 0),
     hashes: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantize `weight` into `codes`, with one scale per row.
+    """Quantize `weight` into `codes`, with one scale per row or per block of 128 x 128.
 
     Args:
         weight: [out, in] bfloat16 or float32; `fits` holds.
-        absmax: [out, 1] float32, of whole rows, not checked for NaN or infinity; None: computed.
+        absmax: [out, 1] or [block rows, block columns] float32, of the whole rows or blocks that
+            `weight` touches, not checked for NaN or infinity; None: computed.
         codes: [out, in] int8 or float8_e4m3fn; written.
-        largest: the largest code.
-        smallest_scale: a smaller scale is replaced by 1.
+        largest: the largest code; by block it is 448.
+        smallest_scale: a smaller scale of a row is replaced by 1.
+        by_block: a scale is that of a block, not of a row.
+        offset: row and column of the full tensor at which `weight` begins.
         hashes: `checksum.hash_codes` of the codes; None: no checksum.
 
     Returns:
-        absmax and scale, [out, 1] float32, and the checksum of the codes, an int64 scalar, or None.
-        A computed absmax is infinity or NaN where the row holds either; its codes mean nothing.
+        absmax and scale, of one shape, and the checksum of the codes, an int64 scalar, or None. A
+        computed absmax is infinity or NaN where the row or block holds either; its codes mean
+        nothing.
     """
     rows, columns = weight.shape
+    kernel: Any
+    constants: dict[str, Any]
+    if by_block:
+        before = [start % SIDE for start in offset]
+        grid = (triton.cdiv(before[0] + rows, SIDE), triton.cdiv(before[1] + columns, SIDE))
+        kernel, sizes, warps = _quantize_block, (rows, columns, *before), NUM_WARPS
+        largest_factor = torch.finfo(weight.dtype).max
+        constants = {"LARGEST_FACTOR": largest_factor, "SIDE": SIDE, "STRIP": STRIP}
+    else:
+        warps = count_warps(columns)
+        kernel, sizes, grid = _quantize_row, (columns,), (rows, 1)
+        constants = {"LARGEST": largest, "SMALLEST_SCALE": smallest_scale, "BLOCK": 256 * warps}
+        constants["IS_INTEGER"] = codes.dtype == torch.int8
     finds_absmax = absmax is None
     if absmax is None:
-        absmax = torch.empty(rows, 1, dtype=torch.float32, device=weight.device)
-    scale = torch.empty_like(absmax)
-    sums = torch.empty(rows if hashes else 0, dtype=torch.int64, device=weight.device)
+        absmax = torch.empty(grid, dtype=torch.float32, device=weight.device)
+    scale = torch.empty_like(absmax, memory_format=torch.contiguous_format)
+    sums = torch.empty(grid if hashes else [0], dtype=torch.int64, device=weight.device)
     row_weights, word_weights = hashes or (sums, sums)
-    if rows:
-        warps = count_warps(columns)
-        _quantize_row[(rows,)](
+    if all(grid):
+        kernel[grid](
             weight,
             absmax.contiguous(),
             codes.view(torch.uint32),
@@ -167,16 +263,13 @@ def quantize_channels(
             row_weights,
             word_weights,
             sums,
-            columns,
+            *sizes,
             weight.stride(0),
             codes.stride(0) // 4,
-            LARGEST=largest,
-            SMALLEST_SCALE=smallest_scale,
             FINDS_ABSMAX=finds_absmax,
-            IS_INTEGER=codes.dtype == torch.int8,
             SUMS=hashes is not None,
-            BLOCK=256 * warps,
             num_warps=warps,
+            **constants,
         )
     return absmax, scale, sums.sum() if hashes else None
 
