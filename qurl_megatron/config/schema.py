@@ -44,11 +44,8 @@ from qurl_megatron.config.values import (
     matching,
 )
 
-Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
-PublishMode = Literal["full", "delta", "auto"]
-Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
@@ -185,7 +182,7 @@ class OptimizerConfig:
 class ObjectiveConfig:
     """The policy objective (QuRL Eq. 1, 3, 4, 5 and 9)."""
 
-    objective: Objective = "acr"
+    objective: Literal["naive", "on_policy", "decoupled", "tis", "acr"] = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9."""
 
@@ -295,13 +292,13 @@ class QuantizationConfig:
     """Maximum number of bytes in one weight transfer to the servers. A weight larger than that
     travels alone."""
 
-    publish: PublishMode = "full"
+    publish: Literal["full", "delta", "auto"] = "full"
     """What a publish sends to rollout servers that hold the version before. full: all tensors.
     delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
-    transport: Transport = "broadcast"
+    transport: Literal["broadcast", "direct", "auto"] = "broadcast"
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
     learner rank writes into the servers' parameters, and nothing is gathered or sent; all servers
     and ranks must be on one machine, and publish must be full. auto: direct where that is possible,
