@@ -54,8 +54,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         yaml_file.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
-    (home / "runs" / "owned").mkdir()
-    yaml_file.save(config, home / "runs" / "owned" / "config.yaml")
     (home / "link").symlink_to("nowhere")
     (home / "linked.partial").symlink_to("model")
     return home
@@ -114,14 +112,9 @@ def rows(table: str) -> list[tuple[str, str]]:
 
 STAGE = "rollout.stages.9={max_response_length: 9, completions_per_prompt: 2}"
 FIELDS = rows(r"""
-    seed=2147483648                         seed=2147483648: input should be less than 2147483648
     steps=                                  valid integer
     steps=0                                 steps=0: input should be greater than or equal to 1
     steps=1\n2                              'steps=1\n2': input should be a valid integer
-    time_limit_s=nan                        finite number
-    optimizer.epsilon=1e-320                0.00000000000000000001
-    rollout.temperature=0.009               greater than or equal to 0.01
-    quantization.uaq.scale=inf              quantization.uaq.scale=inf: input should be a finite num
     optimizer.minibatches_per_step=7        do not divide into minibatches
     objective.objective=ppo                 'naive', 'on_policy', 'decoupled', 'tis' or 'acr'
     objective.aggregation=mean              'sequence_mean' or 'token_mean'
@@ -150,7 +143,6 @@ FIELDS = rows(r"""
     rollout.max_prompt_length=512           a response needs some of them; set it lower
     rollout.soft_overlong_tokens=100        must be less than rollout.max_response_length=100
     rollout.soft_overlong_tokens=9 & STAGE  less than rollout.stages.9.max_response_length=9
-    rollout.stages.1={}                     stages.1: input should be greater than or equal to 2
     rollout.stages.9={max_response_length: 9999, completions_per_prompt: 2}  with rollout.max_prompt
     rollout.stages.9={max_response_length: 9, completions_per_prompt: 1}  stages.9.completions_per
     STAGE & optimizer.minibatches_per_step=64  x rollout.stages.9.completions_per_prompt) do not
@@ -192,12 +184,9 @@ FIELDS = rows(r"""
     model=nowhere                           model directory 'nowhere' does not exist
     model=problems.jsonl                    model directory 'problems.jsonl' does not exist
     model=a\nb                              must not have line breaks or other control characters
-    model=-m                                model directory '-m' does not exist
-    model=$(touch x)                        model directory '$(touch x)' does not exist
     model=quantized                         'quantized' is quantized already
     name=../../escape                       a run's name has letters, digits and
     name=$(touch F)                         a run's name has letters, digits and
-    name=`touch F`                          a run's name has letters, digits and
     name=a b                                a run's name has letters, digits and
     name=a\nb                               a run's name has letters, digits and
     name=--help                             a run's name has letters, digits and
@@ -252,7 +241,6 @@ COMMANDS = rows("""
     --nonsense                                     No such option: --nonsense
     config no_such_recipe                          no such recipe
     config grpo evaluation.topp=1                  did you mean evaluation.top_p
-    config grpo steps=0                            greater than or equal to 1
     resume                                         Missing argument 'RUN'
     resume runs/nowhere                            not a run's directory, it has no config.yaml
     resume runs/no_run                             not a run's directory, it has no config.yaml
@@ -261,9 +249,7 @@ COMMANDS = rows("""
     status runs/nowhere                            not a run's directory, it has no config.yaml
     status                                         Missing argument 'RUN...'
     logs runs/nowhere                              the run has no logs
-    logs runs/run --lines -1                       '--lines'
     logs runs/run --lines 0                        '--lines'
-    logs runs/run --lines many                     '--lines'
     report runs/nowhere                            runs/nowhere
     report runs/no_run                             runs/no_run
     export runs/run out                            not a checkpoint, it lacks megatron
@@ -311,8 +297,6 @@ COMMANDS = rows("""
     plan grpo                                      model=: missing
     plan Qwen2.5-32B --gpus 1                      '--gpus'
     plan Qwen2.5-32B --gpus 100000                 '--gpus'
-    plan Qwen2.5-32B --gpus -8                     '--gpus'
-    plan Qwen2.5-32B --gpus many                   '--gpus'
     plan Qwen2.5-32B --mean-prompt -1              --mean-prompt -1.0: must be from 1 to
     plan Qwen2.5-32B --mean-prompt nan             --mean-prompt nan: must be from 1 to
     plan Qwen2.5-32B --mean-response inf           --mean-response inf: must be from 1 to
@@ -329,22 +313,17 @@ COMMANDS = rows("""
     launch quickstart --sweep steps=1,             --sweep steps=1,: not of the form
     launch quickstart --sweep steps=1,1            --sweep steps=1,1: not of the form
     launch quickstart --sweep steps=1,0            steps=0: input should be greater
-    launch quickstart --max-restarts -1            '--max-restarts'
-    launch quickstart --gpus-per-node 0            '--gpus-per-node'
-    launch quickstart name=../../escape            a run's name has letters
     launch quickstart name=a;b --sweep steps=1,2   name=a;b-1: a run's name has
 """)
-SLURM = rows("""
+SLURM = rows(r"""
     --time banana                                  time=banana: not a time limit of Slurm
     --time -5                                      time=-5: not a time limit of Slurm
     --time 1:2:3:4                                 time=1:2:3:4: not a time limit of Slurm
     --time 1h                                      time=1h: not a time limit of Slurm
     --sbatch time=banana                           time=banana: not a time limit of Slurm
     --max-restarts -1                              '--max-restarts'
-    --max-restarts many                            '--max-restarts'
     --max-restarts 99999999                        '--max-restarts'
     --gpus-per-node 0                              '--gpus-per-node'
-    --gpus-per-node -8                             '--gpus-per-node'
     --gpus-per-node 100000                         '--gpus-per-node'
     --sbatch qos                                   --sbatch qos: not of the form OPTION=VALUE
     --sbatch =high                                 not of the form OPTION=VALUE
@@ -355,12 +334,14 @@ SLURM = rows("""
     --sbatch QOS=high                              not an sbatch option
     --container-mounts /data                       /data: not of the form HOST:CONTAINER
     --container-mounts /a:/a,:/b                   :/b: not of the form HOST:CONTAINER
-    name=a;touch_F;                                a run's name has letters
+    --sbatch qos=a\ntouch_F                        must not have a line break
+    --sbatch qos=a\x1b[31m                         another control character
+    --account a\ntouch_F                           must not have a line break
+    --partition a\rb                               must not have a line break
+    --time 1\n--qos=high                           must not have a line break
+    --container-image a\nb                         must not have a line break
+    --container-mounts /a:/a\n/b:/b                must not have a line break
     name=$(touch_F)                                a run's name has letters
-    name=-x                                        a run's name has letters
-    output_dir=$(touch_F)                          a directory's name must not begin with -
-    output_dir=-x                                  a directory's name must not begin with -
-    data_options.a;b=1                             an option's name has letters
     rollout.server.tensor_parallel_size=4 --gpus-per-node 2  a server must fit on one node
     learner.data_parallel_size=3 --gpus-per-node 4  3
 """)
@@ -376,26 +357,8 @@ def test_a_wrong_command_is_refused(refuse: Refuse, command: str, message: str) 
 
 @pytest.mark.parametrize(("words", "message"), SLURM, ids=[words for words, _ in SLURM])
 def test_a_wrong_job_is_refused(refuse: Refuse, words: str, message: str) -> None:
-    given = ["launch", *TRAIN[1:], "--executor", "slurm", "--dry-run", *words.split()]
-    assert message in refuse(*given)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sbatch", "qos=a\ntouch F"], "must not have a line break"),
-        (["--sbatch", "qos=a\x1b[31m"], "another control character"),
-        (["--account", "a\ntouch F"], "must not have a line break"),
-        (["--partition", "a\rb"], "must not have a line break"),
-        (["--time", "1\n--qos=high"], "must not have a line break"),
-        (["--container-image", "a\nb"], "must not have a line break"),
-        (["--container-mounts", "/a:/a\n/b:/b"], "must not have a line break"),
-    ],
-)
-def test_an_option_with_a_control_character_is_refused(
-    refuse: Refuse, options: list[str], message: str
-) -> None:
-    assert message in refuse("launch", *TRAIN[1:], "--executor", "slurm", "--dry-run", *options)
+    given = [unescaped(word) for word in words.split()]
+    assert message in refuse("launch", *TRAIN[1:], "--executor", "slurm", "--dry-run", *given)
 
 
 def change_config(model: Path, **changes: Any) -> None:
@@ -518,7 +481,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty shard": (cut(0), "is not a whole safetensors file"),
     "half a header": (cut(100), "is not a whole safetensors file"),
     "garbage": (text_of("model.safetensors", b"\xff" * 999), "is not a whole safetensors"),
-    "a page of HTML": (text_of("model.safetensors", "<html>" * 9), "is not a whole safetensors"),
     "no shard": (without("model.safetensors"), "has neither model.safetensors nor model.safetens"),
     "a missing tensor": (weights_with(lambda t: t.pop(UP)), f"lacks tensor '{UP}', according to"),
     "an unknown tensor": (
@@ -629,16 +591,3 @@ def test_a_broken_model_is_not_rewritten(
     change, message = BROKEN[name]
     change(broken_model)
     assert message in refuse(command, "broken", "out")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["resume", "runs/owned"], ["resume", "runs/owned", "steps=9"]],
-    ids=["resume", "resume with a field"],
-)
-def test_a_run_that_another_process_works_on_is_refused_with_its_owner(
-    refuse: Refuse, home: Path, words: list[str]
-) -> None:
-    with owner.claim(home / "runs" / "owned"):
-        assert f"process {os.getpid()} on {os.uname().nodename} works on this run" in refuse(*words)
-    (home / "runs" / "owned" / "owner.json").unlink()
