@@ -165,14 +165,9 @@ def launch(
         container_mounts=container_mounts.split(",") if container_mounts else (),
         max_restarts=max_restarts,
     )
+    asked = options if executor == "slurm" else None
     sys.exit(
-        experiment.launch(
-            recipe,
-            overrides or [],
-            sweep or [],
-            options=options if executor == "slurm" else None,
-            dry_run=dry_run,
-        )
+        experiment.launch(recipe, overrides or [], sweep or [], options=asked, dry_run=dry_run)
     )
 
 
