@@ -392,11 +392,6 @@ def fewer_tokens(model: Path) -> None:
     weights_with(lambda t: t.update({name: t[name][:128].clone() for name in names}))(model)
 
 
-def without(name: str) -> Callable[[Path], object]:
-    """Return a function that removes a file."""
-    return lambda model: (model / name).unlink()
-
-
 def cut(size: int) -> Callable[[Path], object]:
     """Return a function that keeps the first bytes of the weights; a negative size drops some."""
 
@@ -428,14 +423,14 @@ UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 LLAMA3 = """rope_type: llama3, rope_theta: 10000.0, factor: 4.0, low_freq_factor: 1.0,
     high_freq_factor: 4.0, original_max_position_embeddings: 128"""
-# Changed fields of config.json; the value ABSENT removes one.
+# Changed fields of config.json; the value ABSENT removes one. `test_architecture` has more of them,
+# and `test_huggingface` more of wrong weights.
 CONFIGS = rows(r"""
     {vocab_size: 300}                       config.json implies [300, 64]
     {vocab_size: 200}                       config.json implies [200, 64]
     {num_hidden_layers: 4, layer_types: ABSENT}  lacks tensor
     {num_hidden_layers: 1, layer_types: ABSENT}  has unknown tensor
     {quantization_config: {quant_method: awq}}  is quantized already (quantization_config in its con
-    {architectures: ABSENT}                 architecture '(none)'
     {architectures: Qwen2}                  '(none)'
     {architectures: [MambaForCausalLM]}     'MambaForCausalLM'
     {model_type: llama}                     model_type 'llama' is not that
@@ -443,7 +438,6 @@ CONFIGS = rows(r"""
     {hidden_size: -64}                      'hidden_size' must be a positive
     {intermediate_size: 0.5}                must be a positive integer
     {vocab_size: true}                      'vocab_size' must be a positive
-    {hidden_size: ABSENT}                   has no 'hidden_size'
     {max_position_embeddings: null}         has no 'max_position_embeddings'
     {head_dim: null}                        'head_dim' is null; give the number
     {head_dim: 15}                          rotary positions need an even number
@@ -454,7 +448,6 @@ CONFIGS = rows(r"""
     {rope_theta: 1.0e+39}                   rope_theta
     {rope_parameters: {rope_type: default, rope_theta: 10000.0, factor: 4.0}}  has no field 'factor'
     {rope_parameters: {rope_type: yarn, rope_theta: 10000.0, factor: 4.0}}  'yarn' is not supported
-    {rope_scaling: {type: yarn, factor: 4.0}}  'yarn' is not supported
     {rope_parameters: {rope_type: default, type: yarn}}  'yarn' is not supported
     {rope_parameters: {rope_type: dynamic, factor: 2.0}}  'dynamic' is not supported
     {rope_scaling: {type: linear, factor: 2}}  'linear' is not supported
@@ -467,12 +460,8 @@ CONFIGS = rows(r"""
     {rope_parameters: {LLAMA3, factor: 0}}  'factor' must be a positive number
     {rope_parameters: {LLAMA3, low_freq_factor: 4.0}}  low_freq_factor must be less than high_freq
     {partial_rotary_factor: 0.5}            partial_rotary_factor
-    {layer_types: [full_attention, sliding_attention]}  sliding window attention is not supported
     {layer_types: [full_attention, chunked_attention]}  'full_attention' for each of the 2 layers
     {layer_types: [full_attention]}         'layer_types' must
-    {layer_types: ABSENT, use_sliding_window: true, sliding_window: 8, max_window_layers: 1}  window
-    {hidden_act: gelu}                      hidden_act 'gelu'
-    {attention_bias: true}                  'attention_bias' must be false
     {dtype: float8}                         dtype 'float8' must be bfloat16
     {dtype: save}                           dtype 'save' must be bfloat16
 """)
@@ -481,16 +470,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty shard": (cut(0), "is not a whole safetensors file"),
     "half a header": (cut(100), "is not a whole safetensors file"),
     "garbage": (text_of("model.safetensors", b"\xff" * 999), "is not a whole safetensors"),
-    "no shard": (without("model.safetensors"), "has neither model.safetensors nor model.safetens"),
-    "a missing tensor": (weights_with(lambda t: t.pop(UP)), f"lacks tensor '{UP}', according to"),
-    "an unknown tensor": (
-        weights_with(lambda t: t.update({"model.x": torch.ones(1)})),
-        "has unknown tensor 'model.x'",
-    ),
-    "a misshapen tensor": (
-        weights_with(lambda t: t.update({UP: t[UP].t().contiguous()})),
-        f"has tensor '{UP}' of shape [64, 160]; its config.json implies [160, 64]",
-    ),
     "an integer tensor": (
         weights_with(lambda t: t.update({UP: t[UP].to(torch.int8)})),
         f"has tensor '{UP}' in I8; weights must be in BF16, F16, F32",
@@ -508,17 +487,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index that is no JSON": (text_of("model.safetensors.index.json", "{"), "is not JSON"),
     "an empty index": (text_of("model.safetensors.index.json", "{}"), "has no 'weight_map'"),
     "an index of a list": (index_of([1]), "has no 'weight_map'"),
-    "an index of a missing file": (
-        index_of({UP: "model-2.safetensors"}),
-        "lacks model-2.safetensors, which its index names",
-    ),
     "an index that leads outside": (
         index_of({UP: "../outside.safetensors"}),
         "names '../outside.safetensors'; files must be *.safetensors beside the index",
-    ),
-    "an index with an absolute path": (
-        index_of({UP: "/tmp/outside.safetensors"}),
-        "names '/tmp/outside.safetensors'; files must be",
     ),
     "an index of another kind of file": (
         index_of({UP: "config.json"}),
@@ -529,8 +500,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         index_of({UP: "model-2.safetensors"}, writes="model-2.safetensors"),
         f"lacks tensor '{UP}': model.safetensors.index.json places it in model-2.safetensors",
     ),
-    "no config": (without("config.json"), "has no config.json"),
-    "a config that is no JSON": (text_of("config.json", "{"), "config.json is not JSON"),
     "a config in UTF-16": (text_of("config.json", b"\xff\xfe{"), "config.json is not JSON"),
     "a config of a list": (text_of("config.json", "[]"), "holds no JSON object, but list"),
     "deep JSON": (text_of("config.json", "[" * 99999), "config.json is not JSON"),
@@ -543,11 +512,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "eos_token_id '</s>'",
     ),
     "a generation config that is no JSON": (text_of("generation_config.json", "{"), "is not JSON"),
-    "no tokenizer": (without("tokenizer.json"), "has no tokenizer"),
+    "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
     "half a tokenizer": (text_of("tokenizer.json", '{"version": "1.0", "mod'), "tokenizer"),
-    "an empty tokenizer": (text_of("tokenizer.json", ""), "its tokenizer cannot be loaded"),
-    "a binary tokenizer": (text_of("tokenizer.json", b"\xff\x00" * 99), "tokenizer cannot be"),
-    "a tokenizer of a list": (text_of("tokenizer.json", "[]"), "its tokenizer cannot be loaded"),
     "a tokenizer of nothing": (text_of("tokenizer.json", "{}"), "its tokenizer cannot be loaded"),
     "a tokenizer config that is no JSON": (
         text_of("tokenizer_config.json", "{"),

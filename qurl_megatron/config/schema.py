@@ -243,16 +243,14 @@ class CriticConfig:
 
     def layout(self, learner: LearnerConfig) -> LearnerConfig:
         """Return the critic's layout on the ranks of a policy with layout `learner`."""
-        tensor_parallel_size = self.tensor_parallel_size or learner.tensor_parallel_size
-        pipeline_parallel_size = self.pipeline_parallel_size or learner.pipeline_parallel_size
-        ranks = tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size
         layout = dataclasses.replace(
             learner,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=learner.world_size // ranks,
+            tensor_parallel_size=self.tensor_parallel_size or learner.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size or learner.pipeline_parallel_size,
+            data_parallel_size=1,
         )
-        if pipeline_parallel_size != learner.pipeline_parallel_size:
+        layout.data_parallel_size = learner.world_size // layout.world_size
+        if layout.pipeline_parallel_size != learner.pipeline_parallel_size:
             layout.virtual_pipeline_parallel_size = 1
             layout.layers_in_last_pipeline_stage = None
         return layout
