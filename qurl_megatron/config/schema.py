@@ -44,6 +44,7 @@ from qurl_megatron.config.values import (
     matching,
 )
 
+Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
@@ -182,7 +183,7 @@ class OptimizerConfig:
 class ObjectiveConfig:
     """The policy objective (QuRL Eq. 1, 3, 4, 5 and 9)."""
 
-    objective: Literal["naive", "on_policy", "decoupled", "tis", "acr"] = "acr"
+    objective: Objective = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9."""
 
