@@ -18,8 +18,6 @@ def exit_on_bad_input() -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # whoever reads the output has seen enough; typer ends the command
-        raise
     except Exception as error:
         code, text = 2, str(error)
         if isinstance(error, OSError):
