@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+import json
 import pkgutil
 import sys
+import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
+from annotated_types import Ge, Gt, Le, Lt
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.core import TyperGroup, TyperOption
@@ -23,7 +28,12 @@ from qurl_megatron import (
     recipes,  # noqa: E402
 )
 from qurl_megatron.config.schema import Config  # noqa: E402
-from qurl_megatron.config.values import FieldDescription, describe, field_docs  # noqa: E402
+from qurl_megatron.config.values import (  # noqa: E402
+    LARGEST,
+    field_docs,
+    field_meanings,
+    first_line,
+)
 from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
 from qurl_megatron.launch.serve import ServeConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
@@ -66,28 +76,38 @@ def configuration_page() -> Iterator[str]:
         "`config.yaml` holds all values as resolved.\n"
     )
 
-    parts: dict[tuple[str, str], list[FieldDescription]] = {}
-    for field in describe(Config()):
-        part = field.path.rpartition(".")[0], field.section
-        parts.setdefault(part, []).append(field)
-    for (name, section), fields in parts.items():
+    parts: dict[tuple[str, str], list[str]] = {}
+    meanings = field_meanings(Config())
+    for path, values, section in _fields(Config()):
+        part = path.rpartition(".")[0], section
+        parts.setdefault(part, []).append(_entry(path, meanings[path], values))
+    for (name, section), entries in parts.items():
         yield f"## {f'`{name}`' if name else 'The run'} {{ #{name or 'run'} }}\n\n{section}\n"
-        for field in fields:
-            yield _entry(field.path, field.meaning, _values(field))
+        yield from entries
     commands: dict[str, tuple[str, type]] = {
         "eval": ("MODEL DATA... [FIELD=VALUE]...", EvalConfig),
         "serve": ("MODEL [FIELD=VALUE]...", ServeConfig),
     }
     for command, (words, kind) in commands.items():
         yield f"## `qurl {command}` {{ #{command} }}\n\nThe fields of `qurl {command} {words}`.\n"
-        for field in describe(kind()):
-            yield _entry(
-                field.path, field.meaning, _values(field), anchor=f"{command}.{field.path}"
-            )
+        meanings = field_meanings(kind())
+        for path, values, _ in _fields(kind()):
+            yield _entry(path, meanings[path], values, anchor=f"{command}.{path}")
 
 
-def _values(field: FieldDescription) -> str:
-    return f"Type `{field.type}`, default `{field.value}`."
+def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the path, the values and the section's first line of every field of a dataclass.
+
+    The fields of dataclasses in it come in their order. Each path starts with `prefix`.
+    """
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            default = json.dumps(value, default=vars)
+            values = f"Type `{_type_name(hint)}`, default `{default}`."
+            yield prefix + name, values, first_line(config)
 
 
 def metrics_page() -> Iterator[str]:
@@ -143,3 +163,35 @@ def _parameter(parameter: Any) -> tuple[str, bool, str]:
 def _entry(name: str, meaning: str, values: str = "", anchor: str = "") -> str:
     """Return a field's paragraph, under a heading that can be linked to."""
     return f"#### `{name}` {{ #{anchor or name} }}\n\n{meaning} {values}".rstrip() + "\n"
+
+
+def _type_name(hint: Any) -> str:
+    """Return the values that a type hint accepts, as a person would write them."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return f"{_type_name(arguments[0])} {' and '.join(_bounds(hint.__metadata__))}".rstrip()
+    if origin is Literal:
+        return " | ".join(json.dumps(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(part) for part in arguments)
+    if origin is list:
+        return f"[{_type_name(arguments[0])}, ...]"
+    if origin is dict:
+        return f"{{{_type_name(arguments[0])}: {_type_name(arguments[1])}, ...}}"
+    if dataclasses.is_dataclass(hint):
+        parts = typing.get_type_hints(hint, include_extras=True).items()
+        return f"{{{', '.join(f'{name}: {_type_name(part)}' for name, part in parts)}}}"
+    return {types.NoneType: "null", Any: "any value"}.get(hint, getattr(hint, "__name__", ""))
+
+
+def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the bounds in words, without upper bounds that nobody meets."""
+    for bound in metadata:
+        if isinstance(bound, Gt):
+            yield f"> {bound.gt}"
+        elif isinstance(bound, Ge):
+            yield f">= {bound.ge}"
+        elif isinstance(bound, Le) and bound.le < LARGEST:  # type: ignore[operator]
+            yield f"<= {bound.le}"
+        elif isinstance(bound, Lt):
+            yield f"< {bound.lt}"

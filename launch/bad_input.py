@@ -1,4 +1,4 @@
-"""How a command ends on wrong input.
+"""How a command ends on wrong input, and when a server fails.
 
 It imports nothing of the package before there is an error, so that commands start fast.
 """
@@ -12,18 +12,24 @@ from contextlib import contextmanager
 
 @contextmanager
 def exit_on_bad_input() -> Iterator[None]:
-    """Turn an error in the user's input into one line on stderr and exit code 2."""
+    """Turn an error in the user's input into one line on stderr and exit code 2.
+
+    A server that fails ends the command with its message and code 1.
+    """
     try:
         yield
     except Exception as error:
-        if isinstance(error, _input_errors()):
-            text = str(error)
-        elif isinstance(error, OSError):
-            text = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        else:
-            raise
+        code, text = 2, str(error)
+        if isinstance(error, OSError):
+            text = f"{error.strerror}: {error.filename}" if error.filename else text
+        elif not isinstance(error, _input_errors()):
+            from qurl_megatron.rollout.server import ServerFailed
+
+            if not isinstance(error, ServerFailed):
+                raise
+            code = 1
         print(f"qurl: {text}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(code)
 
 
 def _input_errors() -> tuple[type[Exception], ...]:

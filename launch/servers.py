@@ -108,10 +108,6 @@ class Servers:
         plan = self.attempt.server_plan(spec)
         return replace(plan, host=self.host, api_key=self.api_key, gpus=gpus).start()
 
-    def _num_restarts(self, slot: _Slot) -> int:
-        """Return how often a server was restarted, also by a process in this one's place."""
-        return self.attempt.num_starts(slot.spec) - 1
-
     def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""
         server, age_s = slot.server, time.monotonic() - slot.started_at
@@ -123,20 +119,20 @@ class Servers:
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
             slot.is_ready = True
-            if self._num_restarts(slot):
+            if self.attempt.num_starts(slot.spec) > 1:
                 print(f"qurl: server {slot.name} answers again, {age_s:.0f} s after its start")
         return "" if slot.is_ready or age_s < timeout_s else f"did not come up in {timeout_s:.0f} s"
 
     def _end(self, slot: _Slot, failure: str) -> None:
         """End a failed server, and mark it for a restart or give it up."""
-        server, restarts = slot.server, self._num_restarts(slot)
+        server, starts = slot.server, self.attempt.num_starts(slot.spec)
         server.stop()
-        if not slot.is_ready and not restarts:
+        if not slot.is_ready and starts == 1:
             raise server.failed(failure)
         slot.is_ready = False
         slot.waits = slot.limit.allows()
         if slot.waits:
-            outcome = f"restarting ({restarts + 1}); log {server.log_file}"
+            outcome = f"restarting ({starts}); log {server.log_file}"
         else:
             self._slots.remove(slot)
             outcome = (

@@ -16,6 +16,7 @@ import typer
 from typer.exceptions import TyperException
 
 from qurl_megatron.commands import models, plan, runs
+from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,8 +44,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan.plan,
 }
 for _name, _function in COMMANDS.items():
-    app.command(_name)(_function)
-app.command("noise", hidden=True)(models.mismatch)  # its name until 0.2
+    app.command(_name)(exit_on_bad_input()(_function))
+app.command("noise", hidden=True)(exit_on_bad_input()(models.mismatch))  # its name until 0.2
 
 
 def _print_version(value: bool) -> None:

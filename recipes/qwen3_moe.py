@@ -15,23 +15,14 @@ Sources of the settings:
   (`config.validate.check_scales`).
 - The layouts are this project's own: the fastest that `qurl plan` finds for 16 and for 128 GPUs.
   They were never run on GPUs.
-
-No evaluation server is started, since held-out accuracy would need one of its own in BF16.
-`qurl eval` measures the checkpoints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from qurl_megatron.config.schema import (
-    Config,
-    EvaluationConfig,
-    LearnerConfig,
-    ServerConfig,
-    UaqConfig,
-)
-from qurl_megatron.recipes import grpo, scaling_32b
+from qurl_megatron.config.schema import Config, LearnerConfig, UaqConfig
+from qurl_megatron.recipes import scaling_32b
 
 _SMALL = dataclasses.replace(
     scaling_32b.ARCHITECTURES["Qwen3-32B"],
@@ -92,13 +83,7 @@ def study(model: str, gpus: int) -> Config:
     `model` is a directory or a name in `ARCHITECTURES`.
     """
     layout, server = LAYOUTS[gpus]
-    config = grpo.recipe()
-    config.model = model
-    config.learner = dataclasses.replace(
-        layout, tokens_per_micro_batch=9216, offload_optimizer=True
-    )
+    learner = dataclasses.replace(layout, tokens_per_micro_batch=9216, offload_optimizer=True)
+    config = scaling_32b.with_servers(model, learner, gpus, server)
     config.quantization.uaq = UaqConfig(scale=2.0)
-    config.rollout.servers = (gpus - config.learner.world_size) // server
-    config.rollout.server = ServerConfig(tensor_parallel_size=server, max_running_requests=256)
-    config.evaluation = EvaluationConfig(problems=0)
     return config

@@ -15,9 +15,6 @@ Sources of the settings:
   servers have whole nodes of eight GPUs. Their steps are within a tenth of the shortest that
   `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
   without that, the activations of Qwen3-32B have no room for 8k tokens.
-
-No evaluation server is started, since held-out accuracy would need one of its own in BF16.
-`qurl eval` measures the checkpoints.
 """
 
 from __future__ import annotations
@@ -91,9 +88,7 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
     `model` is a directory or a name in `ARCHITECTURES`.
     """
     tensor, pipeline, data, offload, server = LAYOUTS[gpus]
-    config = grpo.recipe()
-    config.model = model
-    config.learner = LearnerConfig(
+    learner = LearnerConfig(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         data_parallel_size=data,
@@ -102,10 +97,22 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
         micro_batch_size=1,
         offload_optimizer=offload,
     )
+    config = with_servers(model, learner, gpus, server)
     config.quantization = QuantizationConfig(
         format=weight_format, uaq=UaqConfig(1.0 if weight_format == "bf16" else 1.5)
     )
-    config.rollout.servers = (gpus - config.learner.world_size) // server
-    config.rollout.server = ServerConfig(tensor_parallel_size=server, max_running_requests=256)
+    return config
+
+
+def with_servers(model: str, learner: LearnerConfig, gpus: int, gpus_per_server: int) -> Config:
+    """Return the recipe `grpo` for a model and a layout, with rollout servers on the other GPUs.
+
+    No evaluation server is started, since held-out accuracy would need one of its own in BF16.
+    `qurl eval` measures the checkpoints.
+    """
+    config = grpo.recipe()
+    config.model, config.learner = model, learner
+    config.rollout.servers = (gpus - learner.world_size) // gpus_per_server
+    config.rollout.server = ServerConfig(gpus_per_server, max_running_requests=256)
     config.evaluation = EvaluationConfig(problems=0)
     return config

@@ -73,14 +73,6 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     assert config == given  # no value of the recipe was changed
 
 
-@pytest.mark.usefixtures("short_quickstart")
-def test_bf16_rollout_turns_uaq_off_unless_an_override_sets_it(tmp_path: Path) -> None:
-    words = [f"output_dir={tmp_path}", "quantization.format=bf16"]
-    assert prepare_new("quickstart", [*words, "name=without"])[0].quantization.uaq.scale == 1
-    words += ["quantization.uaq.scale=2"]
-    assert prepare_new("quickstart", [*words, "name=with"])[0].quantization.uaq.scale == 2
-
-
 def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "experts", "qwen3_moe")
     words = [*grpo_words(tmp_path, good_problems()), f"model={model}"]

@@ -27,11 +27,12 @@ from qurl_megatron.config.schema import (
     ServerConfig,
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
-from qurl_megatron.config.values import describe, field_docs
+from qurl_megatron.config.values import field_docs, field_meanings
 from qurl_megatron.config.yaml_file import commented_yaml, load, save
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.serve import ServeConfig
+from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
@@ -145,8 +146,8 @@ def test_a_recipe_is_valid_field_by_field_and_loads_back_equal_from_yaml(
     path.write_text(commented_yaml(config))
     assert load(path) == config
     comments = re.sub(r"\n *# ", " ", path.read_text())
-    for field in describe(Config()):
-        assert field.meaning in comments, field.path
+    for path_of_field, meaning in field_meanings(Config()).items():
+        assert meaning in comments, path_of_field
     assert max(map(len, path.read_text().splitlines())) <= 100
 
 
@@ -184,12 +185,6 @@ def test_critic_has_its_own_layout_on_the_policy_ranks() -> None:
     sizes = (own.tensor_parallel_size, own.pipeline_parallel_size, own.data_parallel_size)
     assert sizes == (2, 1, 8)
     assert (own.virtual_pipeline_parallel_size, own.layers_in_last_pipeline_stage) == (1, None)
-
-
-def test_quickstart_fits_the_model_it_builds(tmp_path: Path) -> None:
-    recipe = importlib.import_module("qurl_megatron.recipes.quickstart")
-    recipe.build_model(tmp_path, seed=0)
-    assert validate(with_overrides(recipe.recipe(), [f"model={tmp_path}"])).vocab_size == 259
 
 
 # Words that change what must not change when a run resumes: one or more for each prefix of _FIXED.
@@ -255,14 +250,14 @@ def test_a_package_is_required_only_if_the_run_uses_it(
 def test_a_run_that_does_not_fit_experts_is_refused(
     experts_dir: Path, words: str, expected: str
 ) -> None:
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises((ArchitectureError, ConfigError), match=expected):
         validate(runnable(experts_dir, "quantization.uaq.scale=2", *words.split()))
 
 
 def test_experts_divide_over_ranks_that_the_learner_has(experts_dir: Path, model_dir: Path) -> None:
     words = ["quantization.uaq.scale=0.5", "learner.data_parallel_size=4"]
     validate(runnable(experts_dir, *words, "learner.expert_parallel_size=4"))
-    with pytest.raises(ConfigError, match="expert_parallel_size=4 .* the model has none"):
+    with pytest.raises(ArchitectureError, match="expert_parallel_size=4 .* the model has none"):
         validate(runnable(model_dir, *words, "learner.expert_parallel_size=4"))
 
 
@@ -320,30 +315,14 @@ def test_overrides_between_two_configurations_turn_one_into_the_other() -> None:
 def test_every_field_has_a_docstring_that_names_the_unit_of_a_size_or_a_time() -> None:
     units = {"_s": "seconds", "_bytes": "bytes", "_length": "tokens", "_tokens": "tokens"}
     for kind in (Config, EvalConfig, ServeConfig):
-        for field in describe(kind()):
-            assert len(field.meaning.split()) > 1 and field.meaning.endswith("."), field
-            unit = next((unit for end, unit in units.items() if field.path.endswith(end)), "")
-            assert unit in field.meaning, field.path
+        for path, meaning in field_meanings(kind()).items():
+            assert len(meaning.split()) > 1 and meaning.endswith("."), path
+            unit = next((unit for end, unit in units.items() if path.endswith(end)), "")
+            assert unit in meaning, path
     for measured in (Evaluation, StepMetrics, RunSummary):
         docs = field_docs(measured)
         assert list(docs) == [field.name for field in dataclasses.fields(measured)]
         assert [name for name, meaning in docs.items() if not meaning.endswith(".")] == []
-
-
-def test_description_of_a_field_says_what_it_accepts() -> None:
-    fields = {field.path: field for field in describe(Config())}
-    assert fields["steps"].type == "int >= 1"
-    assert fields["evaluation.top_p"].type == "float > 0 and <= 1"
-    assert fields["optimizer.weight_decay"].type == "float >= 0"  # nobody meets its upper bound
-    assert fields["time_limit_s"].type == "float > 0 or null"
-    assert fields["learner.dtype"].type == '"float32" | "bfloat16"'
-    assert fields["rollout.stages"].type == (
-        "{int >= 2: {max_response_length: int >= 1, completions_per_prompt: int >= 1 "
-        "and <= 65536}, ...}"
-    )
-    assert fields["optimizer.learning_rate"].value == "1e-06"
-    assert fields["critic.optimizer.learning_rate"].value == "1e-05"  # not OptimizerConfig's own
-    assert fields["rollout.server.threads"].section == "One SGLang server."
 
 
 def is_annotated(hint: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import html
 import pkgutil
 import re
 import subprocess
@@ -72,6 +73,24 @@ def test_everything_has_a_section_or_an_entry(site: Path) -> None:
     help_text = CliRunner().invoke(app, ["--help"]).stdout
     commands = set(re.findall(r"^│ ([a-z]+) ", help_text, re.MULTILINE))
     assert commands and commands <= anchors(site / "commands.html")
+
+
+def test_an_entry_says_what_a_field_accepts_and_its_default(site: Path) -> None:
+    page = html.unescape((site / "configuration.html").read_text())
+    stage = "{max_response_length: int >= 1, completions_per_prompt: int >= 1 and <= 65536}"
+    for path, kind, default in (
+        ("steps", "int >= 1", "100"),
+        ("evaluation.top_p", "float > 0 and <= 1", "1.0"),
+        ("optimizer.weight_decay", "float >= 0", "0.0"),  # nobody meets its upper bound
+        ("time_limit_s", "float > 0 or null", "null"),
+        ("learner.dtype", '"float32" | "bfloat16"', '"bfloat16"'),
+        ("rollout.stages", f"{{int >= 2: {stage}, ...}}", "{}"),
+        ("optimizer.learning_rate", "float >= 0 and <= 1", "1e-06"),
+        ("critic.optimizer.learning_rate", "float >= 0 and <= 1", "1e-05"),  # the critic's own
+    ):
+        entry = page.partition(f'id="{path}"')[2].partition("<h4")[0]
+        assert f"Type <code>{kind}</code>, default <code>{default}</code>." in entry, path
+    assert "<p>One SGLang server.</p>" in page.partition('id="rollout.server"')[2][:200]
 
 
 class Loads(HTMLParser):

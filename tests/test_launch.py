@@ -231,24 +231,57 @@ def test_a_step_names_its_nodes_and_their_group_of_a_heterogeneous_job() -> None
     assert {"--ntasks=2", "--cpus-per-task=4"} <= set(command) and command[-1] == "true"
 
 
+class Controller:
+    """Slurm's commands, of which each fails as often as it is told, and then answers.
+
+    A list is what a command answers one time after the other.
+    """
+
+    def __init__(self, failures: int, answers: dict[str, str | list[str]]) -> None:
+        self.failures = dict.fromkeys(answers, failures)
+        self.answers = answers
+        self.done: list[str] = []
+
+    def run(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        name = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
+        self.failures[name] -= 1
+        if self.failures[name] >= 0:
+            return subprocess.CompletedProcess(command, 1, "", "Unable to contact slurm controller")
+        self.done.append(" ".join(command) if command[0] == "scontrol" else name)
+        answer = self.answers[name]
+        text = answer.pop(0) if isinstance(answer, list) else answer
+        return subprocess.CompletedProcess(command, 0, text)
+
+
+Ask = Callable[[int, dict[str, str | list[str]]], Controller]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Return a function that puts a `Controller` in the place of Slurm's, for job 7."""
+
+    def controller(failures: int, answers: dict[str, str | list[str]]) -> Controller:
+        controller = Controller(failures, answers)
+        monkeypatch.setattr(slurm.subprocess, "run", controller.run)
+        return controller
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    monkeypatch.setattr(slurm, "ASK_AGAIN_S", 0.01)
+    return controller
+
+
 def test_the_guard_requeues_a_job_without_its_batch_host_and_believes_no_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "job.json").write_text('{"id": "7", "batch_host": "n1"}')
-    nodes = ["n1,n2", "", "n2"]  # the nodes of the job; the controller is silent; n1 is lost
-    called: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        called.append(command)
-        listed = nodes[len(called) - 1] if command[0] == "squeue" else ""
-        return subprocess.CompletedProcess(command, 0, stdout=listed)
-
-    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
     monkeypatch.setattr(slurm, "GUARD_POLL_S", 0.0)
-    monkeypatch.setattr(slurm.subprocess, "run", run)
+    monkeypatch.setattr(slurm, "ASK_TIMEOUT_S", 0.0)
+    # The nodes of the job; none is told; n1 is lost, and three requests to requeue fail.
+    controller = ask(3, {"squeue": ["n1,n2", "", *["n2"] * 4], "scontrol requeue": ""})
     slurm.guard(tmp_path)
-    assert [command[0] for command in called] == ["squeue"] * 3 + ["scontrol"]
-    assert called[-1] == ["scontrol", "requeue", "7"]
+    assert controller.done == ["squeue"] * 6 + ["scontrol requeue 7"]
 
 
 @pytest.mark.parametrize(
@@ -264,74 +297,18 @@ def test_the_guard_requeues_a_job_without_its_batch_host_and_believes_no_silence
     ],
 )
 def test_a_job_goes_on_if_slurm_took_a_learner_node_or_the_run_stopped_early(
-    monkeypatch: pytest.MonkeyPatch, code: int, nodes: str, preempted: str, goes_on: bool
+    ask: Ask, code: int, nodes: str, preempted: str, goes_on: bool
 ) -> None:
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        shown = nodes if command[0] == "squeue" else f"PreemptTime={preempted}"
-        return subprocess.CompletedProcess(command, 0, stdout=shown)
-
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
-    monkeypatch.setattr(slurm.subprocess, "run", run)
+    ask(0, {"squeue": nodes, "scontrol show": f"PreemptTime={preempted}"})
     assert slurm.is_resumable(code, ["n1", "n2"]) == goes_on
 
 
-class Controller:
-    """Slurm's commands, of which each fails as often as it is told, and then answers."""
-
-    def __init__(self, failures: int, answers: dict[str, str]) -> None:
-        self.failures = dict.fromkeys(answers, failures)
-        self.answers = answers
-        self.done: list[str] = []
-
-    def run(self, command: list[str], check: bool, **_: object) -> subprocess.CompletedProcess[str]:
-        name = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
-        self.failures[name] -= 1
-        if self.failures[name] >= 0:
-            if check:
-                raise subprocess.CalledProcessError(1, command)
-            return subprocess.CompletedProcess(command, 1, "", "Unable to contact slurm controller")
-        self.done.append(name)
-        return subprocess.CompletedProcess(command, 0, self.answers[name])
-
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, dict[str, str]], Controller]:
-    """Return a function that puts a `Controller` in the place of Slurm's, for job 7."""
-
-    def controller(failures: int, answers: dict[str, str]) -> Controller:
-        controller = Controller(failures, answers)
-        monkeypatch.setattr(slurm.subprocess, "run", controller.run)
-        return controller
-
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(slurm, "ASK_AGAIN_S", 0.01)
-    return controller
-
-
-def test_a_job_asks_a_controller_that_does_not_answer_again(
-    ask: Callable[[int, dict[str, str]], Controller],
-) -> None:
+def test_a_job_asks_a_controller_that_does_not_answer_again(ask: Ask) -> None:
     controller = ask(3, {"squeue": "RUNNING", "scontrol requeue": ""})
     assert slurm.requeue(max_restarts=1)
-    assert controller.done == ["squeue", "scontrol requeue"]
+    assert controller.done == ["squeue", "scontrol requeue 7"]
     ask(3, {"scontrol show": "PreemptTime=2026-01-01T00:00:00"})
     assert slurm.is_preempted()
-
-
-def test_a_guard_asks_until_the_job_is_requeued(
-    ask: Callable[[int, dict[str, str]], Controller],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "job.json").write_text('{"id": "7", "batch_host": "n1"}')
-    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
-    monkeypatch.setattr(slurm, "GUARD_POLL_S", 0.0)
-    monkeypatch.setattr(slurm, "ASK_TIMEOUT_S", 0.0)
-    controller = ask(3, {"squeue": "n2", "scontrol requeue": ""})
-    slurm.guard(tmp_path)
-    assert controller.done[-1] == "scontrol requeue"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +319,7 @@ def test_a_guard_asks_until_the_job_is_requeued(
     ],
 )
 def test_a_job_whose_controller_stays_silent_is_not_requeued_and_no_error(
-    ask: Callable[[int, dict[str, str]], Controller],
+    ask: Ask,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     answering: list[str],
@@ -357,9 +334,7 @@ def test_a_job_whose_controller_stays_silent_is_not_requeued_and_no_error(
 
 
 def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs(
-    ask: Callable[[int, dict[str, str]], Controller],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The learner runs until it is asked to stop, which the time limit does."""
 

@@ -54,8 +54,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         yaml_file.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
-    (home / "runs" / "owned").mkdir()
-    yaml_file.save(config, home / "runs" / "owned" / "config.yaml")
     (home / "link").symlink_to("nowhere")
     (home / "linked.partial").symlink_to("model")
     return home
@@ -114,14 +112,9 @@ def rows(table: str) -> list[tuple[str, str]]:
 
 STAGE = "rollout.stages.9={max_response_length: 9, completions_per_prompt: 2}"
 FIELDS = rows(r"""
-    seed=2147483648                         seed=2147483648: input should be less than 2147483648
     steps=                                  valid integer
     steps=0                                 steps=0: input should be greater than or equal to 1
     steps=1\n2                              'steps=1\n2': input should be a valid integer
-    time_limit_s=nan                        finite number
-    optimizer.epsilon=1e-320                0.00000000000000000001
-    rollout.temperature=0.009               greater than or equal to 0.01
-    quantization.uaq.scale=inf              quantization.uaq.scale=inf: input should be a finite num
     optimizer.minibatches_per_step=7        do not divide into minibatches
     objective.objective=ppo                 'naive', 'on_policy', 'decoupled', 'tis' or 'acr'
     objective.aggregation=mean              'sequence_mean' or 'token_mean'
@@ -150,7 +143,6 @@ FIELDS = rows(r"""
     rollout.max_prompt_length=512           a response needs some of them; set it lower
     rollout.soft_overlong_tokens=100        must be less than rollout.max_response_length=100
     rollout.soft_overlong_tokens=9 & STAGE  less than rollout.stages.9.max_response_length=9
-    rollout.stages.1={}                     stages.1: input should be greater than or equal to 2
     rollout.stages.9={max_response_length: 9999, completions_per_prompt: 2}  with rollout.max_prompt
     rollout.stages.9={max_response_length: 9, completions_per_prompt: 1}  stages.9.completions_per
     STAGE & optimizer.minibatches_per_step=64  x rollout.stages.9.completions_per_prompt) do not
@@ -192,12 +184,9 @@ FIELDS = rows(r"""
     model=nowhere                           model directory 'nowhere' does not exist
     model=problems.jsonl                    model directory 'problems.jsonl' does not exist
     model=a\nb                              must not have line breaks or other control characters
-    model=-m                                model directory '-m' does not exist
-    model=$(touch x)                        model directory '$(touch x)' does not exist
     model=quantized                         'quantized' is quantized already
     name=../../escape                       a run's name has letters, digits and
     name=$(touch F)                         a run's name has letters, digits and
-    name=`touch F`                          a run's name has letters, digits and
     name=a b                                a run's name has letters, digits and
     name=a\nb                               a run's name has letters, digits and
     name=--help                             a run's name has letters, digits and
@@ -252,7 +241,6 @@ COMMANDS = rows("""
     --nonsense                                     No such option: --nonsense
     config no_such_recipe                          no such recipe
     config grpo evaluation.topp=1                  did you mean evaluation.top_p
-    config grpo steps=0                            greater than or equal to 1
     resume                                         Missing argument 'RUN'
     resume runs/nowhere                            not a run's directory, it has no config.yaml
     resume runs/no_run                             not a run's directory, it has no config.yaml
@@ -261,9 +249,7 @@ COMMANDS = rows("""
     status runs/nowhere                            not a run's directory, it has no config.yaml
     status                                         Missing argument 'RUN...'
     logs runs/nowhere                              the run has no logs
-    logs runs/run --lines -1                       '--lines'
     logs runs/run --lines 0                        '--lines'
-    logs runs/run --lines many                     '--lines'
     report runs/nowhere                            runs/nowhere
     report runs/no_run                             runs/no_run
     export runs/run out                            not a checkpoint, it lacks megatron
@@ -311,8 +297,6 @@ COMMANDS = rows("""
     plan grpo                                      model=: missing
     plan Qwen2.5-32B --gpus 1                      '--gpus'
     plan Qwen2.5-32B --gpus 100000                 '--gpus'
-    plan Qwen2.5-32B --gpus -8                     '--gpus'
-    plan Qwen2.5-32B --gpus many                   '--gpus'
     plan Qwen2.5-32B --mean-prompt -1              --mean-prompt -1.0: must be from 1 to
     plan Qwen2.5-32B --mean-prompt nan             --mean-prompt nan: must be from 1 to
     plan Qwen2.5-32B --mean-response inf           --mean-response inf: must be from 1 to
@@ -329,22 +313,17 @@ COMMANDS = rows("""
     launch quickstart --sweep steps=1,             --sweep steps=1,: not of the form
     launch quickstart --sweep steps=1,1            --sweep steps=1,1: not of the form
     launch quickstart --sweep steps=1,0            steps=0: input should be greater
-    launch quickstart --max-restarts -1            '--max-restarts'
-    launch quickstart --gpus-per-node 0            '--gpus-per-node'
-    launch quickstart name=../../escape            a run's name has letters
     launch quickstart name=a;b --sweep steps=1,2   name=a;b-1: a run's name has
 """)
-SLURM = rows("""
+SLURM = rows(r"""
     --time banana                                  time=banana: not a time limit of Slurm
     --time -5                                      time=-5: not a time limit of Slurm
     --time 1:2:3:4                                 time=1:2:3:4: not a time limit of Slurm
     --time 1h                                      time=1h: not a time limit of Slurm
     --sbatch time=banana                           time=banana: not a time limit of Slurm
     --max-restarts -1                              '--max-restarts'
-    --max-restarts many                            '--max-restarts'
     --max-restarts 99999999                        '--max-restarts'
     --gpus-per-node 0                              '--gpus-per-node'
-    --gpus-per-node -8                             '--gpus-per-node'
     --gpus-per-node 100000                         '--gpus-per-node'
     --sbatch qos                                   --sbatch qos: not of the form OPTION=VALUE
     --sbatch =high                                 not of the form OPTION=VALUE
@@ -355,12 +334,14 @@ SLURM = rows("""
     --sbatch QOS=high                              not an sbatch option
     --container-mounts /data                       /data: not of the form HOST:CONTAINER
     --container-mounts /a:/a,:/b                   :/b: not of the form HOST:CONTAINER
-    name=a;touch_F;                                a run's name has letters
+    --sbatch qos=a\ntouch_F                        must not have a line break
+    --sbatch qos=a\x1b[31m                         another control character
+    --account a\ntouch_F                           must not have a line break
+    --partition a\rb                               must not have a line break
+    --time 1\n--qos=high                           must not have a line break
+    --container-image a\nb                         must not have a line break
+    --container-mounts /a:/a\n/b:/b                must not have a line break
     name=$(touch_F)                                a run's name has letters
-    name=-x                                        a run's name has letters
-    output_dir=$(touch_F)                          a directory's name must not begin with -
-    output_dir=-x                                  a directory's name must not begin with -
-    data_options.a;b=1                             an option's name has letters
     rollout.server.tensor_parallel_size=4 --gpus-per-node 2  a server must fit on one node
     learner.data_parallel_size=3 --gpus-per-node 4  3
 """)
@@ -376,26 +357,8 @@ def test_a_wrong_command_is_refused(refuse: Refuse, command: str, message: str) 
 
 @pytest.mark.parametrize(("words", "message"), SLURM, ids=[words for words, _ in SLURM])
 def test_a_wrong_job_is_refused(refuse: Refuse, words: str, message: str) -> None:
-    given = ["launch", *TRAIN[1:], "--executor", "slurm", "--dry-run", *words.split()]
-    assert message in refuse(*given)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sbatch", "qos=a\ntouch F"], "must not have a line break"),
-        (["--sbatch", "qos=a\x1b[31m"], "another control character"),
-        (["--account", "a\ntouch F"], "must not have a line break"),
-        (["--partition", "a\rb"], "must not have a line break"),
-        (["--time", "1\n--qos=high"], "must not have a line break"),
-        (["--container-image", "a\nb"], "must not have a line break"),
-        (["--container-mounts", "/a:/a\n/b:/b"], "must not have a line break"),
-    ],
-)
-def test_an_option_with_a_control_character_is_refused(
-    refuse: Refuse, options: list[str], message: str
-) -> None:
-    assert message in refuse("launch", *TRAIN[1:], "--executor", "slurm", "--dry-run", *options)
+    given = [unescaped(word) for word in words.split()]
+    assert message in refuse("launch", *TRAIN[1:], "--executor", "slurm", "--dry-run", *given)
 
 
 def change_config(model: Path, **changes: Any) -> None:
@@ -429,11 +392,6 @@ def fewer_tokens(model: Path) -> None:
     weights_with(lambda t: t.update({name: t[name][:128].clone() for name in names}))(model)
 
 
-def without(name: str) -> Callable[[Path], object]:
-    """Return a function that removes a file."""
-    return lambda model: (model / name).unlink()
-
-
 def cut(size: int) -> Callable[[Path], object]:
     """Return a function that keeps the first bytes of the weights; a negative size drops some."""
 
@@ -465,14 +423,14 @@ UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 LLAMA3 = """rope_type: llama3, rope_theta: 10000.0, factor: 4.0, low_freq_factor: 1.0,
     high_freq_factor: 4.0, original_max_position_embeddings: 128"""
-# Changed fields of config.json; the value ABSENT removes one.
+# Changed fields of config.json; the value ABSENT removes one. `test_architecture` has more of them,
+# and `test_huggingface` more of wrong weights.
 CONFIGS = rows(r"""
     {vocab_size: 300}                       config.json implies [300, 64]
     {vocab_size: 200}                       config.json implies [200, 64]
     {num_hidden_layers: 4, layer_types: ABSENT}  lacks tensor
     {num_hidden_layers: 1, layer_types: ABSENT}  has unknown tensor
     {quantization_config: {quant_method: awq}}  is quantized already (quantization_config in its con
-    {architectures: ABSENT}                 architecture '(none)'
     {architectures: Qwen2}                  '(none)'
     {architectures: [MambaForCausalLM]}     'MambaForCausalLM'
     {model_type: llama}                     model_type 'llama' is not that
@@ -480,7 +438,6 @@ CONFIGS = rows(r"""
     {hidden_size: -64}                      'hidden_size' must be a positive
     {intermediate_size: 0.5}                must be a positive integer
     {vocab_size: true}                      'vocab_size' must be a positive
-    {hidden_size: ABSENT}                   has no 'hidden_size'
     {max_position_embeddings: null}         has no 'max_position_embeddings'
     {head_dim: null}                        'head_dim' is null; give the number
     {head_dim: 15}                          rotary positions need an even number
@@ -491,7 +448,6 @@ CONFIGS = rows(r"""
     {rope_theta: 1.0e+39}                   rope_theta
     {rope_parameters: {rope_type: default, rope_theta: 10000.0, factor: 4.0}}  has no field 'factor'
     {rope_parameters: {rope_type: yarn, rope_theta: 10000.0, factor: 4.0}}  'yarn' is not supported
-    {rope_scaling: {type: yarn, factor: 4.0}}  'yarn' is not supported
     {rope_parameters: {rope_type: default, type: yarn}}  'yarn' is not supported
     {rope_parameters: {rope_type: dynamic, factor: 2.0}}  'dynamic' is not supported
     {rope_scaling: {type: linear, factor: 2}}  'linear' is not supported
@@ -504,12 +460,8 @@ CONFIGS = rows(r"""
     {rope_parameters: {LLAMA3, factor: 0}}  'factor' must be a positive number
     {rope_parameters: {LLAMA3, low_freq_factor: 4.0}}  low_freq_factor must be less than high_freq
     {partial_rotary_factor: 0.5}            partial_rotary_factor
-    {layer_types: [full_attention, sliding_attention]}  sliding window attention is not supported
     {layer_types: [full_attention, chunked_attention]}  'full_attention' for each of the 2 layers
     {layer_types: [full_attention]}         'layer_types' must
-    {layer_types: ABSENT, use_sliding_window: true, sliding_window: 8, max_window_layers: 1}  window
-    {hidden_act: gelu}                      hidden_act 'gelu'
-    {attention_bias: true}                  'attention_bias' must be false
     {dtype: float8}                         dtype 'float8' must be bfloat16
     {dtype: save}                           dtype 'save' must be bfloat16
 """)
@@ -518,17 +470,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty shard": (cut(0), "is not a whole safetensors file"),
     "half a header": (cut(100), "is not a whole safetensors file"),
     "garbage": (text_of("model.safetensors", b"\xff" * 999), "is not a whole safetensors"),
-    "a page of HTML": (text_of("model.safetensors", "<html>" * 9), "is not a whole safetensors"),
-    "no shard": (without("model.safetensors"), "has neither model.safetensors nor model.safetens"),
-    "a missing tensor": (weights_with(lambda t: t.pop(UP)), f"lacks tensor '{UP}', according to"),
-    "an unknown tensor": (
-        weights_with(lambda t: t.update({"model.x": torch.ones(1)})),
-        "has unknown tensor 'model.x'",
-    ),
-    "a misshapen tensor": (
-        weights_with(lambda t: t.update({UP: t[UP].t().contiguous()})),
-        f"has tensor '{UP}' of shape [64, 160]; its config.json implies [160, 64]",
-    ),
     "an integer tensor": (
         weights_with(lambda t: t.update({UP: t[UP].to(torch.int8)})),
         f"has tensor '{UP}' in I8; weights must be in BF16, F16, F32",
@@ -546,17 +487,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index that is no JSON": (text_of("model.safetensors.index.json", "{"), "is not JSON"),
     "an empty index": (text_of("model.safetensors.index.json", "{}"), "has no 'weight_map'"),
     "an index of a list": (index_of([1]), "has no 'weight_map'"),
-    "an index of a missing file": (
-        index_of({UP: "model-2.safetensors"}),
-        "lacks model-2.safetensors, which its index names",
-    ),
     "an index that leads outside": (
         index_of({UP: "../outside.safetensors"}),
         "names '../outside.safetensors'; files must be *.safetensors beside the index",
-    ),
-    "an index with an absolute path": (
-        index_of({UP: "/tmp/outside.safetensors"}),
-        "names '/tmp/outside.safetensors'; files must be",
     ),
     "an index of another kind of file": (
         index_of({UP: "config.json"}),
@@ -567,8 +500,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         index_of({UP: "model-2.safetensors"}, writes="model-2.safetensors"),
         f"lacks tensor '{UP}': model.safetensors.index.json places it in model-2.safetensors",
     ),
-    "no config": (without("config.json"), "has no config.json"),
-    "a config that is no JSON": (text_of("config.json", "{"), "config.json is not JSON"),
     "a config in UTF-16": (text_of("config.json", b"\xff\xfe{"), "config.json is not JSON"),
     "a config of a list": (text_of("config.json", "[]"), "holds no JSON object, but list"),
     "deep JSON": (text_of("config.json", "[" * 99999), "config.json is not JSON"),
@@ -581,11 +512,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "eos_token_id '</s>'",
     ),
     "a generation config that is no JSON": (text_of("generation_config.json", "{"), "is not JSON"),
-    "no tokenizer": (without("tokenizer.json"), "has no tokenizer"),
+    "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
     "half a tokenizer": (text_of("tokenizer.json", '{"version": "1.0", "mod'), "tokenizer"),
-    "an empty tokenizer": (text_of("tokenizer.json", ""), "its tokenizer cannot be loaded"),
-    "a binary tokenizer": (text_of("tokenizer.json", b"\xff\x00" * 99), "tokenizer cannot be"),
-    "a tokenizer of a list": (text_of("tokenizer.json", "[]"), "its tokenizer cannot be loaded"),
     "a tokenizer of nothing": (text_of("tokenizer.json", "{}"), "its tokenizer cannot be loaded"),
     "a tokenizer config that is no JSON": (
         text_of("tokenizer_config.json", "{"),
@@ -629,16 +557,3 @@ def test_a_broken_model_is_not_rewritten(
     change, message = BROKEN[name]
     change(broken_model)
     assert message in refuse(command, "broken", "out")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["resume", "runs/owned"], ["resume", "runs/owned", "steps=9"]],
-    ids=["resume", "resume with a field"],
-)
-def test_a_run_that_another_process_works_on_is_refused_with_its_owner(
-    refuse: Refuse, home: Path, words: list[str]
-) -> None:
-    with owner.claim(home / "runs" / "owned"):
-        assert f"process {os.getpid()} on {os.uname().nodename} works on this run" in refuse(*words)
-    (home / "runs" / "owned" / "owner.json").unlink()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.study.__main__ import chapters, difference
 from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
-from benchmarks.study.rivals import RIVALS, rival_loss
+from benchmarks.study.rivals import rival_loss
 from benchmarks.study.tasks import Bandit, Chain
 from benchmarks.study.train import Arm, clip_gradients, run, scaled, taken
 from qurl_megatron.algorithm.objective import policy_objective
@@ -214,12 +214,6 @@ def test_rivals_are_tis_where_no_token_is_above_a_bound() -> None:
         loss, stats = rival_loss(*tensors, objective=objective, **SETTINGS)
         torch.testing.assert_close(loss, tis.loss)
         assert stats["clipped"] == tis.stats["clipped"]
-
-
-def test_an_unknown_rival_is_refused() -> None:
-    one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=f"valid are {', '.join(RIVALS)}"):
-        rival_loss(one, one, one, one, one, objective="ppo", **SETTINGS)
 
 
 def test_what_an_arm_of_a_chapter_is_compared_with_belongs_to_the_chapter() -> None:

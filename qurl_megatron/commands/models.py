@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from qurl_megatron.launch.bad_input import exit_on_bad_input
-
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import WeightFormat
     from qurl_megatron.model.huggingface import Progress
@@ -29,7 +27,7 @@ def export(
     destination: NewDirectory,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
-    with exit_on_bad_input(), progress_bar("exporting") as progress:
+    with progress_bar("exporting") as progress:
         from qurl_megatron.launch.prepare import warn_of_pickles
         from qurl_megatron.weight_sync.export import export_checkpoint
 
@@ -59,7 +57,7 @@ def quantize(
     """
     from qurl_megatron.quantization.offline import quantize_directory
 
-    with exit_on_bad_input(), progress_bar(f"quantizing to {weight_format}") as progress:
+    with progress_bar(f"quantizing to {weight_format}") as progress:
         chosen = check_format(weight_format)
         quantize_directory(source, destination, chosen, progress, keep or [])
     print(f"{destination} is ready")
@@ -98,23 +96,22 @@ def mismatch(
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.files import write_whole
 
-    with exit_on_bad_input():
-        chosen = check_format(weight_format)
-        if output is not None and output.exists():
-            raise ConfigError(f"--output {output}: exists; choose another file")
-        if output is not None and not output.parent.is_dir():
-            raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
-        from qurl_megatron.evaluation.mismatch import (
-            MismatchOptions,
-            measure,
-            print_mismatch,
-            read_prompts,
-        )
+    chosen = check_format(weight_format)
+    if output is not None and output.exists():
+        raise ConfigError(f"--output {output}: exists; choose another file")
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
+    from qurl_megatron.evaluation.mismatch import (
+        MismatchOptions,
+        measure,
+        print_mismatch,
+        read_prompts,
+    )
 
-        options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
-        read = read_prompts(options)
-        with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:
-            result = measure(options, read, progress)
+    options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
+    read = read_prompts(options)
+    with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:
+        result = measure(options, read, progress)
     print_mismatch(result)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2) + "\n")
@@ -138,7 +135,7 @@ def uaq(
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
     title = "undoing UAQ" if undo else f"scaling by {scale}"
-    with exit_on_bad_input(), progress_bar(title) as progress:
+    with progress_bar(title) as progress:
         try:
             config = from_tree(UaqConfig, {"scale": scale})
         except ConfigError as error:
@@ -176,15 +173,13 @@ def evaluate(
     ],
 ) -> None:
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
-    with exit_on_bad_input():
-        from qurl_megatron.config.overrides import with_overrides
-        from qurl_megatron.evaluation import avg_at_k
+    from qurl_megatron.config.overrides import with_overrides
+    from qurl_megatron.evaluation import avg_at_k
 
-        data = [word for word in words if "=" not in word]
-        settings = [word for word in words if "=" in word]
-        config = with_overrides(avg_at_k.EvalConfig(model=model, data=data), settings)
-        with exit_on_failed_server():
-            avg_at_k.run(config)
+    data = [word for word in words if "=" not in word]
+    settings = [word for word in words if "=" in word]
+    config = with_overrides(avg_at_k.EvalConfig(model=model, data=data), settings)
+    avg_at_k.run(config)
 
 
 def serve(
@@ -202,25 +197,11 @@ def serve(
 
     Both sides need the same key, in a file or in the variable QURL_SERVERS_KEY.
     """
-    with exit_on_bad_input():
-        from qurl_megatron.config.overrides import with_overrides
-        from qurl_megatron.launch import serve
+    from qurl_megatron.config.overrides import with_overrides
+    from qurl_megatron.launch import serve
 
-        config = with_overrides(serve.ServeConfig(model=model), settings or [])
-        with exit_on_failed_server():
-            sys.exit(serve.run(config))
-
-
-@contextmanager
-def exit_on_failed_server() -> Iterator[None]:
-    """Turn the failure of a server into one message on stderr and exit code 1."""
-    from qurl_megatron.rollout.server import ServerFailed
-
-    try:
-        yield
-    except ServerFailed as failure:
-        print(f"qurl: {failure}", file=sys.stderr)
-        sys.exit(1)
+    config = with_overrides(serve.ServeConfig(model=model), settings or [])
+    sys.exit(serve.run(config))
 
 
 def check_format(name: str) -> WeightFormat:

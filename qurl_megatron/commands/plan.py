@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qurl_megatron.commands.runs import Overrides
-from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
@@ -56,31 +55,30 @@ def plan(
 
     If something does not fit, the error names the part that is too large.
     """
-    with exit_on_bad_input():
-        from qurl_megatron.commands.plan_page import print_plan
-        from qurl_megatron.config.schema import ConfigError
-        from qurl_megatron.planning.plan import plan_or_suggest
-        from qurl_megatron.planning.step_time import Workload
+    from qurl_megatron.commands.plan_page import print_plan
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.planning.plan import plan_or_suggest
+    from qurl_megatron.planning.step_time import Workload
 
-        architecture, config, has_layout = _plan_input(subject, overrides or [])
-        half = Workload.half(config)
-        for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
-            longest = getattr(config.rollout, f"max_{name}_length")
-            if mean is not None and not 1 <= mean <= longest:
-                raise ConfigError(
-                    f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
-                )
-        if log_deviation is not None and not 0 < log_deviation <= 10:
+    architecture, config, has_layout = _plan_input(subject, overrides or [])
+    half = Workload.half(config)
+    for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
+        longest = getattr(config.rollout, f"max_{name}_length")
+        if mean is not None and not 1 <= mean <= longest:
             raise ConfigError(
-                f"--log-deviation {log_deviation}: must be above 0 and at most 10; around 1 for "
-                "reasoning"
+                f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
             )
-        workload = Workload(
-            half.mean_prompt if mean_prompt is None else mean_prompt,
-            half.mean_response if mean_response is None else mean_response,
-            log_deviation,
+    if log_deviation is not None and not 0 < log_deviation <= 10:
+        raise ConfigError(
+            f"--log-deviation {log_deviation}: must be above 0 and at most 10; around 1 for "
+            "reasoning"
         )
-        chosen = plan_or_suggest(architecture, config, gpus, workload, has_layout=has_layout)
+    workload = Workload(
+        half.mean_prompt if mean_prompt is None else mean_prompt,
+        half.mean_response if mean_response is None else mean_response,
+        log_deviation,
+    )
+    chosen = plan_or_suggest(architecture, config, gpus, workload, has_layout=has_layout)
     print_plan(chosen)
 
 

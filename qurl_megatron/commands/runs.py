@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qurl_megatron.launch.bad_input import exit_on_bad_input
-
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
 
@@ -27,7 +25,7 @@ SLURM_OPTIONS = """account partition time gpus_per_node heterogeneous sbatch con
 
 
 def doctor() -> None:
-    """Check this machine: packages, GPUs, shared memory, ports and Slurm.
+    """Check this machine: packages, GPUs, shared memory and Slurm.
 
     Exit with code 1 if something that a run needs is missing or wrong.
     """
@@ -40,12 +38,11 @@ def doctor() -> None:
 
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
-    with exit_on_bad_input():
-        from qurl_megatron.config.overrides import with_overrides
-        from qurl_megatron.config.yaml_file import commented_yaml
-        from qurl_megatron.launch.prepare import load_recipe
+    from qurl_megatron.config.overrides import with_overrides
+    from qurl_megatron.config.yaml_file import commented_yaml
+    from qurl_megatron.launch.prepare import load_recipe
 
-        config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
+    config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
     print(commented_yaml(config), end="")
 
 
@@ -67,8 +64,7 @@ def train(
     from qurl_megatron.device import num_gpus
     from qurl_megatron.launch.prepare import prepare_new
 
-    with exit_on_bad_input():
-        config, data_summary = prepare_new(recipe, overrides or [], num_gpus(), writes=not dry_run)
+    config, data_summary = prepare_new(recipe, overrides or [], num_gpus(), writes=not dry_run)
     if dry_run:
         print(data_summary, end="")
     else:
@@ -83,9 +79,8 @@ def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
     from qurl_megatron.device import num_gpus
     from qurl_megatron.launch.prepare import prepare_resume, warn_of_pickles
 
-    with exit_on_bad_input():
-        warn_of_pickles(run_dir)
-        config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus())
+    warn_of_pickles(run_dir)
+    config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus())
     _run_here(config, data_summary)
 
 
@@ -94,8 +89,7 @@ def _run_here(config: Config, data_summary: str) -> None:
     from qurl_megatron.config.disk import check_disk
     from qurl_megatron.launch import local
 
-    with exit_on_bad_input():
-        print(f"the run {check_disk(config)}", flush=True)
+    print(f"the run {check_disk(config)}", flush=True)
     print(data_summary, end="", flush=True)
     sys.exit(local.run(config))
 
@@ -150,37 +144,31 @@ def launch(
 
     A job that runs out of time or is preempted is requeued and resumes its run.
     """
-    with exit_on_bad_input():
-        from qurl_megatron.config.schema import ConfigError
-        from qurl_megatron.launch import experiment
-        from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.launch import experiment
+    from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
 
-        if executor not in ("local", "slurm"):
-            raise ConfigError(f"--executor {executor}: executors are local and slurm")
-        given = [name for name in SLURM_OPTIONS if context.params[name]]
-        if executor == "local" and given:
-            raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
-        others = [word.partition("=") for word in sbatch or []]
-        if not all(name and value for name, _, value in others):
-            raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
-        options = JobOptions(
-            sbatch={"account": account, "partition": partition, "time": time}
-            | {name: value for name, _, value in others},
-            gpus_per_node=gpus_per_node or GPUS_PER_NODE,
-            heterogeneous=heterogeneous,
-            container_image=container_image or "",
-            container_mounts=container_mounts.split(",") if container_mounts else (),
-            max_restarts=max_restarts,
-        )
-        sys.exit(
-            experiment.launch(
-                recipe,
-                overrides or [],
-                sweep or [],
-                options=options if executor == "slurm" else None,
-                dry_run=dry_run,
-            )
-        )
+    if executor not in ("local", "slurm"):
+        raise ConfigError(f"--executor {executor}: executors are local and slurm")
+    given = [name for name in SLURM_OPTIONS if context.params[name]]
+    if executor == "local" and given:
+        raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
+    others = [word.partition("=") for word in sbatch or []]
+    if not all(name and value for name, _, value in others):
+        raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
+    options = JobOptions(
+        sbatch={"account": account, "partition": partition, "time": time}
+        | {name: value for name, _, value in others},
+        gpus_per_node=gpus_per_node or GPUS_PER_NODE,
+        heterogeneous=heterogeneous,
+        container_image=container_image or "",
+        container_mounts=container_mounts.split(",") if container_mounts else (),
+        max_restarts=max_restarts,
+    )
+    asked = options if executor == "slurm" else None
+    sys.exit(
+        experiment.launch(recipe, overrides or [], sweep or [], options=asked, dry_run=dry_run)
+    )
 
 
 def status(
@@ -191,9 +179,8 @@ def status(
     """Show how far runs have come, and whether they are running."""
     from qurl_megatron.launch.status import status
 
-    with exit_on_bad_input():
-        for run_dir in run_dirs:
-            print(f"{run_dir}: {status(run_dir)}", flush=True)
+    for run_dir in run_dirs:
+        print(f"{run_dir}: {status(run_dir)}", flush=True)
 
 
 def logs(
@@ -206,9 +193,8 @@ def logs(
     from qurl_megatron.launch.status import newest_logs
     from qurl_megatron.process import tail
 
-    with exit_on_bad_input():
-        for path in newest_logs(run_dir):
-            print(f"==> {path} <==\n{tail(path, lines)}\n")
+    for path in newest_logs(run_dir):
+        print(f"==> {path} <==\n{tail(path, lines)}\n")
 
 
 def report(
@@ -224,6 +210,5 @@ def report(
     from qurl_megatron.report.page import write_report
 
     output = output or run_dirs[0] / "report" / "index.html"
-    with exit_on_bad_input():
-        write_report(run_dirs, output)
+    write_report(run_dirs, output)
     print(f"{output} is ready")

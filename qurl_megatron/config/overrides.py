@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from qurl_megatron.config.schema import ConfigError
-from qurl_megatron.config.values import describe
+from qurl_megatron.config.values import field_meanings
 from qurl_megatron.config.yaml_file import from_tree, leaf_values
 
 T = TypeVar("T")
@@ -78,8 +78,10 @@ def _items(value: str) -> list[str]:
 
 def _suggestion(path: str, config: Any) -> str:
     """Return `; did you mean ...?` with the closest fields and their meanings, or nothing."""
-    meanings = {field.path: _first_sentence(field.meaning) for field in describe(config)}
-    close_fields = " or ".join(f"{name} ({meanings[name]})" for name in _closest(path, meanings))
+    meanings = field_meanings(config)
+    close_fields = " or ".join(
+        f"{name} ({_first_sentence(meanings[name])})" for name in _closest(path, meanings)
+    )
     return f"; did you mean {close_fields}?" if close_fields else ""
 
 

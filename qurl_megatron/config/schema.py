@@ -47,8 +47,6 @@ from qurl_megatron.config.values import (
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
-PublishMode = Literal["full", "delta", "auto"]
-Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
@@ -246,16 +244,14 @@ class CriticConfig:
 
     def layout(self, learner: LearnerConfig) -> LearnerConfig:
         """Return the critic's layout on the ranks of a policy with layout `learner`."""
-        tensor_parallel_size = self.tensor_parallel_size or learner.tensor_parallel_size
-        pipeline_parallel_size = self.pipeline_parallel_size or learner.pipeline_parallel_size
-        ranks = tensor_parallel_size * pipeline_parallel_size * learner.context_parallel_size
         layout = dataclasses.replace(
             learner,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=learner.world_size // ranks,
+            tensor_parallel_size=self.tensor_parallel_size or learner.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size or learner.pipeline_parallel_size,
+            data_parallel_size=1,
         )
-        if pipeline_parallel_size != learner.pipeline_parallel_size:
+        layout.data_parallel_size = learner.world_size // layout.world_size
+        if layout.pipeline_parallel_size != learner.pipeline_parallel_size:
             layout.virtual_pipeline_parallel_size = 1
             layout.layers_in_last_pipeline_stage = None
         return layout
@@ -295,13 +291,13 @@ class QuantizationConfig:
     """Maximum number of bytes in one weight transfer to the servers. A weight larger than that
     travels alone."""
 
-    publish: PublishMode = "full"
+    publish: Literal["full", "delta", "auto"] = "full"
     """What a publish sends to rollout servers that hold the version before. full: all tensors.
     delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
-    transport: Transport = "broadcast"
+    transport: Literal["broadcast", "direct", "auto"] = "broadcast"
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
     learner rank writes into the servers' parameters, and nothing is gathered or sent; all servers
     and ranks must be on one machine, and publish must be full. auto: direct where that is possible,

@@ -49,7 +49,8 @@ def validate(config: Config) -> Architecture:
     """Check that the fields fit each other, the model and its layout; return the model's shape.
 
     Raises:
-        ConfigError: the first thing that does not fit: `field=value: what is wrong`.
+        ArchitectureError, ConfigError: the first thing that does not fit: `field=value: what is
+            wrong`.
     """
     _validate_fields(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
@@ -306,11 +307,8 @@ def _validate_model(config: Config) -> Architecture:
             "model=: missing; give a Hugging Face directory (config.json, safetensors)"
         )
     directory = Path(config.model)
-    try:
-        architecture = Architecture.from_directory(directory)
-        check_layout(architecture, config.learner)
-    except ArchitectureError as error:
-        raise ConfigError(str(error)) from None
+    architecture = Architecture.from_directory(directory)
+    check_layout(architecture, config.learner)
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     rollout = config.rollout

@@ -1,16 +1,12 @@
-"""What a field of a configuration may hold, and how its type and its docstring are told a user."""
+"""What a field of a configuration may hold, and what its docstring says of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import json
 import re
-import types
-import typing
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
@@ -99,39 +95,17 @@ OptionName = Annotated[
 OptionValue = str | int | float | bool
 
 
-@dataclasses.dataclass(frozen=True)
-class FieldDescription:
-    """The description of one leaf field of a configuration."""
-
-    path: str
-    """Dotted path, as in `field=value`."""
-
-    type: str
-    """Accepted values, such as `int >= 1`, `"naive" | "tis"` or `int >= 1 or null`."""
-
-    value: str
-    """Value in the configuration that is described, in YAML."""
-
-    meaning: str
-    """The field's docstring, on one line."""
-
-    section: str
-    """First line of the docstring of the dataclass that has the field."""
-
-
-def describe(config: Any, prefix: str = "") -> Iterator[FieldDescription]:
-    """Yield every leaf field of a dataclass and of the dataclasses in it, in order.
+def field_meanings(config: Any, prefix: str = "") -> dict[str, str]:
+    """Return the docstring of every field of a dataclass and of those in it, by its dotted path.
 
     Each path starts with `prefix`.
     """
-    meanings, section = field_docs(type(config)), first_line(config)  # type: ignore[arg-type]
-    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            yield from describe(value, f"{prefix}{name}.")
-        else:
-            text = json.dumps(value, default=vars)
-            yield FieldDescription(prefix + name, type_name(hint), text, meanings[name], section)
+    meanings: dict[str, str] = {}
+    for name, meaning in field_docs(type(config)).items():  # type: ignore[arg-type]
+        value, path = getattr(config, name), prefix + name
+        is_section = dataclasses.is_dataclass(value)
+        meanings |= field_meanings(value, f"{path}.") if is_section else {path: meaning}
+    return meanings
 
 
 @functools.cache
@@ -147,35 +121,3 @@ def field_docs(kind: type) -> dict[str, str]:
 def first_line(documented: Any) -> str:
     """Return the first line of the docstring of an object or of its class."""
     return (inspect.getdoc(documented) or "").partition("\n")[0]
-
-
-def type_name(hint: Any) -> str:
-    """Return the values that a type hint accepts, as a person would write them."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return f"{type_name(arguments[0])} {' and '.join(_bounds(hint.__metadata__))}".rstrip()
-    if origin is Literal:
-        return " | ".join(json.dumps(value) for value in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(type_name(part) for part in arguments)
-    if origin is list:
-        return f"[{type_name(arguments[0])}, ...]"
-    if origin is dict:
-        return f"{{{type_name(arguments[0])}: {type_name(arguments[1])}, ...}}"
-    if dataclasses.is_dataclass(hint):
-        parts = typing.get_type_hints(hint, include_extras=True).items()
-        return f"{{{', '.join(f'{name}: {type_name(part)}' for name, part in parts)}}}"
-    return {types.NoneType: "null", Any: "any value"}.get(hint, getattr(hint, "__name__", ""))
-
-
-def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the bounds in words, without upper bounds that nobody meets."""
-    for bound in metadata:
-        if isinstance(bound, Gt):
-            yield f"> {bound.gt}"
-        elif isinstance(bound, Ge):
-            yield f">= {bound.ge}"
-        elif isinstance(bound, Le) and bound.le < LARGEST:  # type: ignore[operator]
-            yield f"<= {bound.le}"
-        elif isinstance(bound, Lt):
-            yield f"< {bound.lt}"
