@@ -190,11 +190,20 @@ def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
     assert member.state == ("serving" if answers_a_prompt else "lost")
 
 
-def test_the_roster_replaces_a_server_that_died(tmp_path: Path, address: Address) -> None:
+def test_the_roster_replaces_a_server_that_died_even_if_a_file_system_once_fails_to_give_it(
+    tmp_path: Path, address: Address
+) -> None:
     dead = make_server(0, tmp_path, start_ticks=1)  # its pid belongs to another process now
     roster = {0: dead}
+    stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def read() -> dict[int, Server]:
+        if stale:
+            raise stale.pop()
+        return roster
+
     with closing(Fleet("rollout", roster, loaded=True)) as fleet:
-        fleet.watch(lambda: roster)
+        fleet.watch(read)
         assert wait_for(fleet, "lost")
         assert reported_lost(tmp_path) == set()  # nothing is left to kill
         roster = {0: make_server(0, tmp_path, url=address.url)}
@@ -215,23 +224,6 @@ def test_nobody_waits_for_servers_that_will_not_be_started_again(tmp_path: Path)
         roster = {}
         with pytest.raises(FleetTooSmall, match=r"0 of at least 1 .*no more will start.*died"):
             asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=10))
-
-
-def test_a_roster_that_a_file_system_once_fails_to_give_is_read_again(
-    tmp_path: Path, address: Address
-) -> None:
-    dead = make_server(0, tmp_path, start_ticks=1)
-    successor = make_server(0, tmp_path, url=address.url)
-    stale = [OSError(errno.ESTALE, "Stale file handle")]
-
-    def read() -> dict[int, Server]:
-        if stale:
-            raise stale.pop()
-        return {0: successor}
-
-    with closing(Fleet("rollout", {0: dead}, loaded=True)) as fleet:
-        fleet.watch(read)
-        assert wait_for(fleet, "joining")
 
 
 def test_an_error_of_the_thread_that_watches_is_not_silent(tmp_path: Path) -> None:
