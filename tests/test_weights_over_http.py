@@ -125,7 +125,7 @@ class ServerProcess:
     def channel(self, key: str = KEY) -> HttpChannel:
         server = elsewhere.remote_server("http://a", key)
         channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
-        channel._post._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
+        channel._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
         return channel
 
 
