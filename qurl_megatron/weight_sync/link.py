@@ -231,10 +231,7 @@ class Link:
 
 
 class HttpLink(Link):
-    """Global rank 0's connection to a server that was started elsewhere.
-
-    The server listens, and answers each bucket to the sender.
-    """
+    """Global rank 0's connection to a server that was started elsewhere."""
 
     def sent(self, failed: dict[str, RuntimeError]) -> None:
         """Fail as the senders' channels did."""
@@ -255,10 +252,10 @@ class HttpLink(Link):
         )
 
     def _connect_server(self, num_senders: int) -> None:
-        """Do nothing."""
+        """Do nothing: the server listens already."""
 
     def _await_answer(self, request: Manifest, version: int) -> None:
-        """Do nothing."""
+        """Do nothing: the server answers the sender of each bucket."""
 
 
 def verify(control: ServerControl, sent: dict[str, int]) -> None:
