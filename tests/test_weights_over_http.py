@@ -45,12 +45,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
-    async def stream() -> AsyncIterator[bytes]:
-        for chunk in chunks:
-            yield chunk
-
-    return stream()
+async def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
 def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
