@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from answering import Address
 from qurl_megatron.config.schema import Config
 
 # A worker takes file after file. The longest are first, so that none is left over at the end.
@@ -54,6 +55,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with sglang_loader.engine(build_tiny_model(tmp_path_factory.mktemp("engine"))):
         yield
+
+
+@pytest.fixture
+def address() -> Iterator[Address]:
+    """Return an address that answers HTTP requests."""
+    address = Address()
+    with address.answering():
+        yield address
 
 
 @pytest.fixture

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import resource
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from answering import Address
 from fleets import make_server
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.process import raise_open_file_limit
@@ -30,36 +27,12 @@ META = {
 }
 
 
-class TwoTokens(BaseHTTPRequestHandler):
-    """Answers with two tokens, after a while in which all other prompts arrive."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        time.sleep(0.5)
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps({"output_ids": [1, 1], "meta_info": META}).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class HttpServer(ThreadingHTTPServer):
-    request_queue_size = 1024
-
-
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[RolloutClient]:
-    server = HttpServer(("127.0.0.1", 0), TwoTokens)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    fleet = Fleet("rollout", {0: make_server(0, tmp_path, url=url)}, loaded=True)
-    yield RolloutClient(fleet, SimpleNamespace(decode=lambda *_, **__: ""), [])
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def client(tmp_path: Path, address: Address) -> RolloutClient:
+    address.delay_s = 0.5  # all other prompts arrive meanwhile
+    address.text = json.dumps({"output_ids": [1, 1], "meta_info": META})
+    fleet = Fleet("rollout", {0: make_server(0, tmp_path, url=address.url)}, loaded=True)
+    return RolloutClient(fleet, SimpleNamespace(decode=lambda *_, **__: ""), [])
 
 
 def ask_with_few_files(client: RolloutClient, num_prompts: int) -> None:

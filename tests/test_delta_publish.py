@@ -33,10 +33,11 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
-from qurl_megatron.rollout.elsewhere import WeightsPost
 from qurl_megatron.rollout.fleet import Fleet, Member
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import BucketHeader
 from qurl_megatron.sglang_plugin.receive import write_bucket
+from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -242,9 +243,9 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
         send(int(control.server.url[-1]), names)
 
-    def send_over_http(post: WeightsPost, header: BucketHeader, payload: Tensor) -> float:
+    def send_over_http(server: Server, _: Any, header: BucketHeader, payload: Tensor) -> float:
         if delta.base_version(header.names) is None or not header.num_bytes:  # the end of a delta
-            send(int(post._server.url[-1]), header.names)
+            send(int(server.url[-1]), header.names)
         return 1.0
 
     def verify(control: ServerControl, checksums: dict[str, int]) -> None:
@@ -254,12 +255,12 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             raise PublishError("other weights")
 
     network: Any = linking
+    channel: Any = channels
     network.Link._open_endpoint = lambda link: None  # there are no channels
     network.Link._connect_server = lambda link, num_senders: None
     network.verify = verify
     network.ServerControl.update_weights = update_weights
-    post: Any = WeightsPost
-    post.send = send_over_http
+    channel.post_weights = send_over_http
     network.ServerControl.pause = network.ServerControl.resume = lambda control: None
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]

@@ -20,7 +20,7 @@ from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Quantiza
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.rollout.elsewhere import WeightsPost, revive
+from qurl_megatron.rollout.elsewhere import revive
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, answers
 from qurl_megatron.weight_sync.publish import Publisher
@@ -87,6 +87,6 @@ def test_connections_read_the_certificates_at_most_once() -> None:
     with patch.object(ssl.SSLContext, "load_verify_locations", load):
         for _ in range(2):
             assert not answers(server) and not revive(server)
-            with closing(ServerControl(server)), closing(WeightsPost(server, timeout_s=1.0)):
+            with closing(ServerControl(server)):
                 asyncio.run(connect())
     assert times <= 1

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
 
 import httpx
 import pytest
 
+from answering import Address
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
@@ -138,69 +135,32 @@ def test_a_server_that_waits_for_weights_is_no_reason_to_give_up(tmp_path: Path)
     assert [member.index for member in fleet.members("serving")] == [0]
 
 
-@dataclass
-class Health:
-    """An address that answers /health."""
-
-    url: str
-    delay_s: float = 0.0  # it waits this long with an answer
-    asked: list[float] = field(default_factory=list)  # the wait of each request
-
-
-@pytest.fixture
-def health() -> Iterator[Health]:
-    """Serve /health."""
-    state, ended = Health(""), Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            state.asked.append(state.delay_s)
-            ended.wait(state.asked[-1])
-            with contextlib.suppress(BrokenPipeError):
-                self.send_response(200)
-                self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    yield state
-    ended.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 async def never(server: Server) -> str:
     await asyncio.Event().wait()
     return ""
 
 
 def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
-    tmp_path: Path, health: Health, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "SILENT_S", 0.1)
-    server = make_server(0, tmp_path, url=health.url)
+    server = make_server(0, tmp_path, url=address.url)
     with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=2.0)) as fleet:
         fleet.watch()
         (member,) = fleet.members("serving")
         with ThreadPoolExecutor() as threads:
             request = asyncio.wait_for(fleet.ask(1, never), timeout=120)
             asking = threads.submit(lambda: asyncio.run(request))
-            assert wait_until(lambda: bool(health.asked))
+            assert wait_until(lambda: bool(address.asked))
             assert not wait_for(fleet, "lost", 1.0)  # it answers
-            health.delay_s = 60.0
-            assert wait_until(lambda: 60.0 in health.asked)
+            address.delay_s = 60.0
+            assert wait_until(lambda: 60.0 in address.asked)
             with fleet.pausing(member):  # while it is asked
                 assert not wait_for(fleet, "lost", 3.0)
-                assert health.asked.count(60.0) == 1
-                health.delay_s = 0.0
+                assert address.asked.count(60.0) == 1
+                address.delay_s = 0.0
             assert not wait_for(fleet, "lost", 1.0)
-            health.delay_s = 60.0
+            address.delay_s = 60.0
             assert wait_for(fleet, "lost", 30.0)
             with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
                 asking.result(timeout=10)
@@ -230,14 +190,23 @@ def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
     assert member.state == ("serving" if answers_a_prompt else "lost")
 
 
-def test_the_roster_replaces_a_server_that_died(tmp_path: Path, health: Health) -> None:
+def test_the_roster_replaces_a_server_that_died_even_if_a_file_system_once_fails_to_give_it(
+    tmp_path: Path, address: Address
+) -> None:
     dead = make_server(0, tmp_path, start_ticks=1)  # its pid belongs to another process now
     roster = {0: dead}
+    stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def read() -> dict[int, Server]:
+        if stale:
+            raise stale.pop()
+        return roster
+
     with closing(Fleet("rollout", roster, loaded=True)) as fleet:
-        fleet.watch(lambda: roster)
+        fleet.watch(read)
         assert wait_for(fleet, "lost")
         assert reported_lost(tmp_path) == set()  # nothing is left to kill
-        roster = {0: make_server(0, tmp_path, url=health.url)}
+        roster = {0: make_server(0, tmp_path, url=address.url)}
         assert wait_for(fleet, "joining")
         (member,) = fleet.members("joining")
         assert member.server is roster[0]
@@ -255,23 +224,6 @@ def test_nobody_waits_for_servers_that_will_not_be_started_again(tmp_path: Path)
         roster = {}
         with pytest.raises(FleetTooSmall, match=r"0 of at least 1 .*no more will start.*died"):
             asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=10))
-
-
-def test_a_roster_that_a_file_system_once_fails_to_give_is_read_again(
-    tmp_path: Path, health: Health
-) -> None:
-    dead = make_server(0, tmp_path, start_ticks=1)
-    successor = make_server(0, tmp_path, url=health.url)
-    stale = [OSError(errno.ESTALE, "Stale file handle")]
-
-    def read() -> dict[int, Server]:
-        if stale:
-            raise stale.pop()
-        return {0: successor}
-
-    with closing(Fleet("rollout", {0: dead}, loaded=True)) as fleet:
-        fleet.watch(read)
-        assert wait_for(fleet, "joining")
 
 
 def test_an_error_of_the_thread_that_watches_is_not_silent(tmp_path: Path) -> None:

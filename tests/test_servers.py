@@ -91,6 +91,15 @@ def start(machine: Machine, gpus: tuple[list[int], ...] = ([], [])) -> Servers:
     return started
 
 
+def start_both(machine: Machine, gpus: tuple[list[int], ...] = ([], [])) -> Servers:
+    """Start both servers, and let them answer."""
+    started = start(machine, gpus)
+    machine.answer(0)
+    machine.answer(1)
+    started.check()
+    return started
+
+
 def check_until(started: Servers, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -102,10 +111,7 @@ def check_until(started: Servers, condition: Callable[[], bool]) -> None:
 def test_a_killed_server_is_replaced_in_the_roster_with_another_log_and_seed(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with closing(start(machine)) as started:
-        machine.answer(0)
-        machine.answer(1)
-        started.check()
+    with closing(start_both(machine)) as started:
         first, other = machine.listed(0), machine.listed(1)
         os.kill(first.pid, signal.SIGKILL)
         check_until(started, lambda: machine.listed(0) != first)
@@ -126,10 +132,7 @@ def test_a_killed_server_is_replaced_in_the_roster_with_another_log_and_seed(
 def test_a_stopped_server_that_the_learner_reports_is_killed_and_replaced(
     machine: Machine,
 ) -> None:
-    with closing(start(machine)) as started:
-        machine.answer(0)
-        machine.answer(1)
-        started.check()
+    with closing(start_both(machine)) as started:
         hung = machine.listed(1)
         os.kill(hung.pid, signal.SIGSTOP)
         started.check()
@@ -192,10 +195,7 @@ def test_a_server_that_fails_during_its_first_start_is_an_error(
 
 
 def test_a_late_restart_is_a_failure_like_any_other(machine: Machine) -> None:
-    with closing(start(machine)) as started:
-        machine.answer(0)
-        machine.answer(1)
-        started.check()
+    with closing(start_both(machine)) as started:
         first = machine.listed(0)
         os.kill(first.pid, signal.SIGKILL)
         machine.config.rollout.server.start_timeout_s = 1e-9
@@ -204,10 +204,7 @@ def test_a_late_restart_is_a_failure_like_any_other(machine: Machine) -> None:
 
 
 def test_servers_that_share_a_gpu_restart_one_after_the_other(machine: Machine) -> None:
-    with closing(start(machine, gpus=([0], [0]))) as started:
-        machine.answer(0)
-        machine.answer(1)
-        started.check()
+    with closing(start_both(machine, gpus=([0], [0]))) as started:
         first, second = machine.listed(0), machine.listed(1)
         os.kill(first.pid, signal.SIGKILL)
         os.kill(second.pid, signal.SIGKILL)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import httpx
 import psutil
 import pytest
 
+from answering import Address
 from elsewhere import KEPT, KEY, config_of, description
 from fleets import wait_for
 from qurl_megatron import cli
@@ -202,42 +200,8 @@ def test_a_server_that_cannot_sample_for_the_run_is_named_with_what_differs(
         dataclasses.replace(own, **changes).check("http://a", needed)
 
 
-@pytest.fixture
-def answering() -> Iterator[Callable[[int, str], str]]:
-    """Yield a function that makes an HTTP server answer so, and returns its URL."""
-    answer: tuple[int, str] = (200, "")
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, text = answer
-            self.send_response(status)
-            is_page = text.startswith("<")
-            self.send_header("Content-Type", "text/html" if is_page else "application/json")
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        do_POST = do_GET
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-
-    def set_answer(status: int, text: str) -> str:
-        nonlocal answer
-        answer = status, text
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield set_answer
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 def test_a_server_of_another_kind_or_with_another_key_is_refused(
-    answering: Callable[[int, str], str], model_dir: Path
+    address: Address, model_dir: Path
 ) -> None:
     wrong_types = json.dumps(dataclasses.asdict(description(model_dir)) | {"context_length": "x"})
     for status, text, message in (
@@ -248,22 +212,23 @@ def test_a_server_of_another_kind_or_with_another_key_is_refused(
         (200, "[1]", "is none of qurl serve"),
         (200, wrong_types, "is none of qurl serve"),
     ):
+        address.status, address.text = status, text
         with pytest.raises(ConfigError, match=message):
-            elsewhere.describe(answering(status, text), KEY)
+            elsewhere.describe(address.url, KEY)
     with pytest.raises(ConfigError, match="cannot be reached: .*; start it with qurl serve"):
         elsewhere.describe("http://127.0.0.1:9", KEY)
 
 
 def test_no_proxy_is_asked_for_a_server(
-    answering: Callable[[int, str], str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    address: Address, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     described = description(model_dir)
-    url = answering(200, json.dumps(dataclasses.asdict(described)))
-    server = elsewhere.remote_server(url, KEY)
+    address.text = json.dumps(dataclasses.asdict(described))
+    server = elsewhere.remote_server(address.url, KEY)
     assert answers(server) and elsewhere.revive(server)
-    assert elsewhere.describe(url, KEY) == described
+    assert elsewhere.describe(address.url, KEY) == described
     with closing(Fleet("rollout", {0: server})) as fleet:
         fleet.watch()
         assert wait_for(fleet, "joining")
@@ -371,11 +336,12 @@ def test_a_signal_or_a_closed_terminal_ends_a_server_and_removes_its_key(
 
 
 def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
-    answering: Callable[[int, str], str], monkeypatch: pytest.MonkeyPatch
+    address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "ASK_AGAIN_S", 0.3)
     said: list[str] = []
-    roster = {4: elsewhere.remote_server(answering(503, ""), KEY)}
+    address.status = 503
+    roster = {4: elsewhere.remote_server(address.url, KEY)}
     with closing(Fleet("rollout", roster, loaded=True, patience_s=99, say=said.append)) as fleet:
         fleet.watch(lambda: roster)
         (lost,) = fleet.members("serving")
@@ -387,7 +353,7 @@ def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
         assert wait_for(fleet, "starting")
         assert not wait_for(fleet, "joining", 1.0)
         fleet.check_size()  # it may come back
-        answering(200, "")
+        address.status = 200
         assert wait_for(fleet, "joining")
         (back,) = fleet.members("joining")
         assert back is not lost and back.server == lost.server
@@ -415,16 +381,17 @@ def completion(end: str, *versions: int) -> dict[str, Any]:
     ],
 )
 def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
-    answering: Callable[[int, str], str],
+    address: Address,
     status: int,
     text: str,
     error: type[Exception],
     message: str,
 ) -> None:
     client = RolloutClient(Fleet("rollout", {}), None, [])
-    right = elsewhere.remote_server(answering(200, json.dumps(completion("stop", 3, 3))), KEY)
-    assert asyncio.run(client._post({}, right))
-    server = elsewhere.remote_server(answering(status, text), KEY)
+    server = elsewhere.remote_server(address.url, KEY)
+    address.text = json.dumps(completion("stop", 3, 3))
+    assert asyncio.run(client._post({}, server))
+    address.status, address.text = status, text
     with pytest.raises(error, match=message) as failed:
         asyncio.run(client._post({}, server))
     assert failed.type is error

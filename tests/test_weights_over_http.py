@@ -45,12 +45,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
-    async def stream() -> AsyncIterator[bytes]:
-        for chunk in chunks:
-            yield chunk
-
-    return stream()
+async def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
 def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
@@ -125,7 +122,7 @@ class ServerProcess:
     def channel(self, key: str = KEY) -> HttpChannel:
         server = elsewhere.remote_server("http://a", key)
         channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
-        channel._post._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
+        channel._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
         return channel
 
 

@@ -166,7 +166,7 @@ class RolloutClient:
         if server.is_remote and any(
             0 in answer["meta_info"]["token_versions"] for answer in answers
         ):
-            # Nobody tells the run; a server of its own has another entry in a roster.
+            # Nothing else tells the run, as a roster does of a server that its launcher restarts.
             raise server.failed("was started again, and answered without weights")
         return answers
 

@@ -49,28 +49,12 @@ class ServerControl:
         """Continue sampling, with the weights of the last update and under its version."""
         self._post("/continue_generation", {})
 
-    def init_weights_group(
-        self,
-        master_address: str,
-        master_port: int,
-        *,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-    ) -> None:
-        """Join the process group that carries weights, as ranks `rank_offset` and following."""
-        self._post(
-            "/init_weights_update_group",
-            {
-                "master_address": master_address,
-                "master_port": master_port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "group_name": group_name,
-                "backend": backend,
-            },
-        )
+    def init_weights_group(self, **group: str | int) -> None:
+        """Join the process group that carries weights, as all of its ranks but the first.
+
+        `group` has its `master_address`, `master_port`, `world_size`, `group_name` and `backend`.
+        """
+        self._post("/init_weights_update_group", {"rank_offset": 1, **group})
 
     def update_weights(
         self,

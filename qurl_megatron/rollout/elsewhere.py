@@ -44,19 +44,7 @@ def remote_server(url: str, key: str, run: str = "") -> Server:
 
     `run` names the run that the server is asked to serve.
     """
-    return Server(
-        url=url,
-        machine="",
-        pid=0,
-        start_ticks=None,
-        tensor_parallel_size=1,
-        gpus=[],
-        log_file="",
-        scratch_dir="",
-        api_key=key,
-        is_remote=True,
-        run=run,
-    )
+    return Server(url, api_key=key, is_remote=True, run=run)
 
 
 def description_of(architecture: Architecture, config: Config) -> Description:
@@ -146,12 +134,10 @@ def describe(url: str, key: str) -> Description:
 
 def revive(server: Server) -> bool:
     """Return whether a server answers, after ending a pause in which another learner left it."""
-    try:
-        with connect(server, DESCRIBE_TIMEOUT_S) as http:
-            http.post("/continue_generation", json={})
-            return http.get("/health").is_success
-    except httpx.TransportError:
-        return False
+    with contextlib.suppress(httpx.TransportError), connect(server, DESCRIBE_TIMEOUT_S) as http:
+        http.post("/continue_generation", json={})
+        return http.get("/health").is_success
+    return False
 
 
 def release(server: Server) -> None:
@@ -160,48 +146,39 @@ def release(server: Server) -> None:
         http.delete(RUN_PATH)
 
 
-class WeightsPost:
-    """Sends buckets to one server over HTTP."""
+def post_weights(
+    server: Server, http: httpx.Client, header: BucketHeader, payload: Tensor
+) -> float:
+    """Send a bucket to a server; return for how many seconds it was on its way.
 
-    def __init__(self, server: Server, timeout_s: float) -> None:
-        """Connect nothing yet; `timeout_s` is the longest time without progress."""
-        self._server = server
-        self._client = connect(server, timeout_s)
+    Args:
+        http: the server's client, whose time limit is the longest time without progress.
+        payload: `[bytes]` uint8, on any device.
 
-    def send(self, header: BucketHeader, payload: Tensor) -> float:
-        """Send a bucket; return for how many seconds it was on its way.
-
-        Args:
-            payload: `[bytes]` uint8, on any device.
-
-        Raises:
-            UpdateRefused: the server answered that it did not load it.
-            ServerFailed: the server did not answer.
-        """
-        start = header.pack()
-        length = str(len(start) + len(payload))
-        begin = time.perf_counter()
-        try:
-            response = self._client.post(
-                WEIGHTS_PATH,
-                content=_chunks(start, payload),
-                headers={"Content-Length": length, "Content-Type": "application/octet-stream"},
-            )
-        except httpx.TimeoutException:
-            raise self._server.failed("took no weights in time") from None
-        except httpx.TransportError as error:
-            raise self._server.failed(f"closed the connection in a publish ({error!r})") from None
-        answer: dict[str, Any] = {}
-        if response.headers.get("Content-Type") == "application/json":
-            answer = response.json()
-        if response.is_error or not answer.get("success"):
-            message = answer.get("message") or response.text
-            raise UpdateRefused(str(self._server.failed(f"refused weights: {message}")))
-        return time.perf_counter() - begin - float(answer["load_s"])
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
+    Raises:
+        UpdateRefused: the server answered that it did not load it.
+        ServerFailed: the server did not answer.
+    """
+    start = header.pack()
+    length = str(len(start) + len(payload))
+    begin = time.perf_counter()
+    try:
+        response = http.post(
+            WEIGHTS_PATH,
+            content=_chunks(start, payload),
+            headers={"Content-Length": length, "Content-Type": "application/octet-stream"},
+        )
+    except httpx.TimeoutException:
+        raise server.failed("took no weights in time") from None
+    except httpx.TransportError as error:
+        raise server.failed(f"closed the connection in a publish ({error!r})") from None
+    answer: dict[str, Any] = {}
+    if response.headers.get("Content-Type") == "application/json":
+        answer = response.json()
+    if response.is_error or not answer.get("success"):
+        message = answer.get("message") or response.text
+        raise UpdateRefused(str(server.failed(f"refused weights: {message}")))
+    return time.perf_counter() - begin - float(answer["load_s"])
 
 
 def _chunks(start: bytes, payload: Tensor) -> Iterator[bytes]:

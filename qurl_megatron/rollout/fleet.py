@@ -11,8 +11,8 @@ A server is in one of four states:
   another server here: it starts, joins and serves.
 - A server that somebody started elsewhere cannot be replaced. After a loss the fleet asks its URL
   every few seconds, and what answers there is another server here too.
-- Who waits for servers waits as long as `patience_s`, then gets `FleetTooSmall`; at once if the
-  rosters have too few.
+- A request waits for servers as long as `patience_s`, then gets `FleetTooSmall`. It gets that at
+  once if the rosters list too few servers.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
 answered, when it is silent and does not answer /health, or when a publish to it fails. It does not
@@ -335,13 +335,10 @@ class Fleet:
         except httpx.TransportError as error:
             problem = f"did not answer /health in {self._health_timeout_s:g} s ({error!r})"
         with self._lock:
-            if member.state == "starting":
+            is_starting = member.state == "starting"
+            if is_starting and not problem:
+                self._change(member, "joining")
+            if is_starting or not problem:
                 member.heard_at = time.monotonic()
-                if not problem:
-                    self._change(member, "joining")
-            elif not problem:
-                member.heard_at = time.monotonic()
-            elif member.is_paused or member.heard_at > asked_at:
-                pass  # it was paused, or has answered a prompt since
-            else:
+            elif not member.is_paused and member.heard_at <= asked_at:  # no prompt answered since
                 self.lose(member, str(member.server.failed(problem)))

@@ -20,7 +20,8 @@ def command_line(options: Mapping[str, object]) -> list[str]:
     """Return options, by name with underscores, as words of a command line.
 
     True is a flag that is given, False one that is not. A value is in the word of its option, so
-    that it may begin with a dash. SGLang finds its configuration file in a word of its own only.
+    that it may begin with a dash. Only the path of a configuration file is a word of its own,
+    because SGLang does not find it otherwise.
     """
     words = []
     for name, value in options.items():

@@ -108,7 +108,8 @@ def start(program: Program) -> Started:
 def exit_code(pid: int) -> int | None:
     """Return the exit code of a program that this process has started and that has ended.
 
-    Its last thread may end a moment after its main thread. None: it has not, after a second.
+    Its last thread may end a moment after its main thread, so this waits. Return None if it has
+    not ended after a second.
     """
     deadline = time.monotonic() + 1.0
     while (code := _started[pid].poll()) is None and time.monotonic() < deadline:
@@ -162,14 +163,11 @@ def run_in_fork(program: Program, parent: int) -> None:
     program.begin()
     if os.getppid() != parent:  # it died before `begin`
         os._exit(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(program.log_file, os.O_WRONLY)
-    os.dup2(nothing, 0)
-    os.dup2(log, 2)
-    if not program.inherits_stdout:
-        os.dup2(log, 1)
-    os.close(nothing)
-    os.close(log)
+    with open(os.devnull) as nothing, program.log_file.open("ab") as log:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 2)
+        if not program.inherits_stdout:
+            os.dup2(log.fileno(), 1)
     setproctitle(program.title)  # it finds its place by the environment, so before that changes
     device.extend_environment(program.environment)
     tempfile.tempdir = None  # TMPDIR may have changed

@@ -25,7 +25,6 @@ import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -66,18 +65,22 @@ class ServerFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server, as every process of the run knows it."""
+    """A running server, as every process of the run knows it.
+
+    Of a server that somebody started elsewhere, only URL, key and run are known.
+    """
 
     url: str
-    machine: str  # hostname
-    pid: int  # the main process, root of the server's process tree
-    start_ticks: int | None  # start of that process, see process.start_ticks; None if it died
-    tensor_parallel_size: int
-    gpus: list[int]  # indices on its machine, one per tensor-parallel rank; empty without a GPU
-    log_file: str
-    scratch_dir: str  # holds its sockets and temporary files
+    machine: str = ""  # hostname
+    pid: int = 0  # the main process, root of the server's process tree
+    start_ticks: int | None = None  # start of that process, see process.start_ticks; None: it died
+    tensor_parallel_size: int = 1
+    gpus: list[int] = dataclasses.field(default_factory=list)
+    """Indices on its machine, one per tensor-parallel rank; empty without a GPU."""
+    log_file: str = ""
+    scratch_dir: str = ""  # holds its sockets and temporary files
     api_key: str | None = None  # None: unauthenticated
-    is_remote: bool = False  # somebody started it elsewhere; see elsewhere.remote_server
+    is_remote: bool = False  # somebody started it elsewhere
     run: str = ""  # names the run to a server elsewhere, which serves one at a time
 
     @property
@@ -190,7 +193,7 @@ class ServerPlan:
             api_key=self.api_key,
         )
 
-    @contextmanager
+    @contextlib.contextmanager
     def running(self) -> Iterator[Server]:
         """Yield the server once it answers, and end it afterwards.
 
@@ -301,11 +304,9 @@ def wait_ready(
 
 def answers(server: Server) -> bool:
     """Return whether a server has started; it does not answer while it is paused."""
-    try:
-        with connect(server, timeout_s=5.0) as http:
-            return http.get("/health").is_success
-    except httpx.TransportError:
-        return False
+    with contextlib.suppress(httpx.TransportError), connect(server, timeout_s=5.0) as http:
+        return http.get("/health").is_success
+    return False
 
 
 def connect(server: Server, timeout_s: float) -> httpx.Client:

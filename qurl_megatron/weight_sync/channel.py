@@ -3,8 +3,8 @@
 Each sender has one channel to each server, which works in order in a thread of its own. Global
 rank 0 opens them: it hands every sender the server's endpoint. There are two kinds:
 
-- A process group, formed in a store that rank 0 hosts. After a failure the server, whose side of
-  the group then ends too, says so to rank 0. Rank 0 gives a channel up through the store.
+- A process group, formed in a store that rank 0 hosts. After a failure both sides of the group
+  end, and the server's answer tells rank 0. Rank 0 gives a channel up through the store.
 - HTTP, to a server that was started elsewhere. Each bucket is a request, and the server's answer
   says whether it has loaded it. Deltas are compressed on slow links. A link is slow if compressing
   a delta and reading it take less time than they save on the way. How fast it is, is measured with
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.device import device, rank
-from qurl_megatron.rollout.elsewhere import WeightsPost
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.elsewhere import post_weights
+from qurl_megatron.rollout.server import Server, connect
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.delta import base_version
@@ -43,9 +43,9 @@ _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
 _STORE_POLL_S = 0.05
 
-# Who keeps a store ends it this long after giving its channels up. Who waits for a transfer has
-# read why by then. Otherwise it would learn only that the store has gone, and torch would print a
-# page of C++ frames about that.
+# Rank 0 keeps a store this long after it has given its channels up, so that senders which wait for
+# a transfer can read why. Otherwise they would learn only that the store has gone, and torch would
+# print a page of C++ frames about that.
 NOTICE_S = 4 * _STORE_POLL_S
 
 
@@ -215,8 +215,8 @@ class HttpChannel(Channel):
         """Connect nothing yet."""
         super().__init__(endpoint.token)
         self.rate = float("inf")  # of the link, in bytes per second
-        self._post = WeightsPost(endpoint.server, endpoint.timeout_s)
-        self._flush_cache = endpoint.flush_cache
+        self._endpoint = endpoint
+        self._client = connect(endpoint.server, endpoint.timeout_s)
 
     def _send(self, bucket: Bucket, version: int) -> int:
         """Send a bucket, and wait until the server has loaded it.
@@ -236,17 +236,17 @@ class HttpChannel(Channel):
             dtypes=dtype_names(bucket.dtypes),
             shapes=[list(shape) for shape in bucket.shapes],
             version=version,
-            flush_cache=self._flush_cache,
+            flush_cache=self._endpoint.flush_cache,
             num_bytes=len(bucket.flat),
             is_compressed=is_compressed,
         )
-        send_s = self._post.send(header, payload)
+        send_s = post_weights(self._endpoint.server, self._client, header, payload)
         if len(payload) >= MEASURED_BYTES:
             self.rate = len(payload) / send_s
         return len(payload)
 
     def _leave(self) -> None:
-        self._post.close()
+        self._client.close()
 
 
 Endpoint = GroupEndpoint | HttpEndpoint

@@ -16,7 +16,6 @@ from torch import Tensor
 from qurl_megatron.device import device, rank
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import Part, checksum_tensor
 from qurl_megatron.weight_sync.drift import DriftMeter, WeightDrift
 from qurl_megatron.weight_sync.gather import Team
 from qurl_megatron.weight_sync.layout import PlannedBucket
@@ -66,19 +65,13 @@ class Measures:
     def begin(self, planned: PlannedBucket) -> None:
         """Note what a bucket holds, of which parts are measured next."""
         self._names += [tensor.name for tensor in planned.tensors]
-        self._quantized += planned.quantized
-        self._num_bytes += planned.num_bytes
+        self._quantized += [each.part.name for each in planned.weights if each.is_quantized]
+        self._num_bytes += sum(weight.num_bytes for weight in planned.weights)
 
-    def add_sum(self, name: str, checksum: Tensor) -> None:
-        """Add the checksum of a part of a tensor, an int64 scalar."""
-        self._summed.append(name)
-        self._sums.append(checksum.view(1))
-
-    def add_parts(self, names: Sequence[str], parts: Sequence[Part]) -> None:
-        """Add the checksums of parts of tensors."""
-        if parts:
-            self._summed += names
-            self._sums.append(checksum_tensor(parts))
+    def add_sums(self, names: Sequence[str], checksums: Tensor) -> None:
+        """Add the checksums `[parts]` int64 of parts of tensors of these names."""
+        self._summed += names
+        self._sums.append(checksums)
 
     def add_absmax(self, part: TensorPart, absmax: Tensor) -> None:
         """Note the absmax of a part, which says whether it holds NaN or infinity."""

@@ -133,12 +133,6 @@ class _Sample(NamedTuple):
     factor: float  # rows of the weight for each measured one
     previous: tuple[Tensor, Tensor] | None
 
-    def rows(self, rows: slice) -> _Sample:
-        """Return some of the rows."""
-        before = self.previous and (self.previous[0][rows], self.previous[1][rows])
-        kept, codes, scale = self.kept[rows], self.codes[rows], self.scale[rows]
-        return self._replace(kept=kept, codes=codes, scale=scale, previous=before)
-
 
 def _elements_at_once(tensor: Tensor) -> int:
     """Return how many elements are compared at once: on a CPU 2^17, which stay in its cache."""
@@ -149,24 +143,23 @@ def _sums(samples: list[_Sample]) -> Tensor:
     """Return [samples, 5] float64: all fields of `WeightDrift` but the first, of measured rows."""
     num_rows, columns = samples[0].kept.shape
     step = max(1, _elements_at_once(samples[0].kept) // max(1, len(samples) * columns))
-    if num_rows > step:
-        starts = range(0, num_rows, step)
-        return torch.stack(
-            [
-                _sums([sample.rows(slice(start, start + step)) for sample in samples])
-                for start in starts
-            ]
-        ).sum(0)
-    codes = checksum.stack([sample.codes for sample in samples])
-    exact = torch.stack([sample.kept for sample in samples]).float()
+    starts = range(0, num_rows, step)
+    parts = [_sums_of_rows(samples, slice(start, start + step)) for start in starts]
+    return torch.stack(parts).sum(0)
+
+
+def _sums_of_rows(samples: list[_Sample], rows: slice) -> Tensor:
+    """Return what `_sums` does, of some of the measured rows."""
+    codes = checksum.stack([sample.codes[rows] for sample in samples])
+    exact = torch.stack([sample.kept[rows] for sample in samples]).float()
     values = codes.view(samples[0].codes.dtype).float()
-    error = values * torch.stack([sample.scale for sample in samples]) - exact
+    error = values * torch.stack([sample.scale[rows] for sample in samples]) - exact
     sums = [_sums_of_squares(error), _sums_of_squares(exact)]
     flips = torch.zeros_like(sums[0])
     before = [sample.previous for sample in samples if sample.previous is not None]
     if before:
-        previous = torch.stack([kept for kept, _ in before]).float()
-        previous_codes = checksum.stack([codes for _, codes in before])
+        previous = torch.stack([kept[rows] for kept, _ in before]).float()
+        previous_codes = checksum.stack([codes[rows] for _, codes in before])
         flips = (previous_codes != codes).sum((1, 2)).double()
         sums += [_sums_of_squares(exact - previous), _sums_of_squares(previous)]
     else:

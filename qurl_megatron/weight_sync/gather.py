@@ -70,10 +70,9 @@ class Team:
 
 def find_senders(teams: Sequence[Team]) -> list[int]:
     """Return the global ranks that send. Collective over all learner ranks."""
-    own = torch.tensor([any(team.sends for team in teams)], dtype=torch.int32, device=device())
-    flags = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(flags, own)
-    return [rank for rank, flag in enumerate(torch.cat(flags).tolist()) if flag]
+    flags: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, any(team.sends for team in teams))
+    return [rank for rank, sends in enumerate(flags) if sends]
 
 
 def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
@@ -93,7 +92,7 @@ def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
 
 
 class Gatherer:
-    """Gathers a team's buckets from the parts of its ranks; the first rank sends them."""
+    """Gathers a team's full buckets from the parts of its ranks; the first rank sends them."""
 
     def __init__(self, send: Send, team: Team) -> None:
         self._send = send
@@ -101,26 +100,14 @@ class Gatherer:
         self._release: Release = None  # of the bucket that was sent last
 
     def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Gather a bucket. Collective over the team.
+        """Gather a bucket and send it, once the one sent before is released.
+
+        Collective over the team.
 
         Args:
-            own: this rank's part of it.
+            own: this rank's part of the bucket.
             before: what that was in the last pass; None: that was not kept.
         """
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait until all that was sent may be released."""
-        if self._release:
-            self._release()
-        self._release = None
-
-
-class WholeGatherer(Gatherer):
-    """Gathers full buckets."""
-
-    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Gather a bucket and send it, once the one sent before is released."""
         self.finish()
         if self._team.size == 1:
             self._release = self._send(own)
@@ -130,6 +117,12 @@ class WholeGatherer(Gatherer):
         if flats is not None:
             parts = [Bucket.around(*both) for both in zip(manifests, flats, strict=True)]
             self._release = self._send(_assemble(planned, parts))
+
+    def finish(self) -> None:
+        """Wait until all that was sent may be released."""
+        if self._release:
+            self._release()
+        self._release = None
 
 
 class DeltaGatherer(Gatherer):

@@ -124,16 +124,6 @@ class PlannedBucket:
             (tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in self.tensors
         )
 
-    @cached_property
-    def quantized(self) -> list[str]:
-        """The names of the quantized weights."""
-        return [weight.part.name for weight in self.weights if weight.is_quantized]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the full tensors, in bytes."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
 
 def blocks_are_shared(part: TensorPart, weight_format: str) -> bool:
     """Return True if a block of one scale lies on more than one tensor-parallel rank."""

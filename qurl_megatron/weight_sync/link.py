@@ -42,8 +42,8 @@ class PublishError(SharedError, RuntimeError):
 class Link:
     """Global rank 0's connection to one server, which works in order in a thread of its own.
 
-    After a failure it does nothing more until it begins again. The server is lost, unless it has
-    answered that it cannot take a delta, or has not become what the delta should make of it.
+    After a failure it does nothing more until it begins again. The server is lost, unless it was
+    sent a delta and has answered that it cannot take it, or holds other weights after it.
     """
 
     def __init__(
@@ -192,9 +192,8 @@ class Link:
         assert isinstance(endpoint, GroupEndpoint)
         for sender in range(num_senders):
             self._control.init_weights_group(
-                endpoint.address,
-                endpoint.port,
-                rank_offset=1,
+                master_address=endpoint.address,
+                master_port=endpoint.port,
                 world_size=1 + endpoint.num_ranks,
                 group_name=channel_name(endpoint.token, sender),
                 backend=endpoint.backend,
@@ -232,10 +231,7 @@ class Link:
 
 
 class HttpLink(Link):
-    """Global rank 0's connection to a server that was started elsewhere.
-
-    The server listens, and answers each bucket to the sender.
-    """
+    """Global rank 0's connection to a server that was started elsewhere."""
 
     def sent(self, failed: dict[str, RuntimeError]) -> None:
         """Fail as the senders' channels did."""
@@ -256,10 +252,10 @@ class HttpLink(Link):
         )
 
     def _connect_server(self, num_senders: int) -> None:
-        """Do nothing."""
+        """Do nothing: the server listens already."""
 
     def _await_answer(self, request: Manifest, version: int) -> None:
-        """Do nothing."""
+        """Do nothing: the server answers the sender of each bucket."""
 
 
 def verify(control: ServerControl, sent: dict[str, int]) -> None:

@@ -52,7 +52,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import Part
+from qurl_megatron.quantization.checksum import Part, checksum_tensor
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 from qurl_megatron.weight_sync.conversion import Conversion, Measures
 from qurl_megatron.weight_sync.direct import ParameterWriter, ServerParameters
@@ -62,7 +62,6 @@ from qurl_megatron.weight_sync.gather import (
     Gatherer,
     Send,
     Team,
-    WholeGatherer,
     delta_bucket,
     find_senders,
     to_rank_zero,
@@ -147,7 +146,7 @@ class Converter:
         """
         conversions = []
         for team in self.teams:
-            gatherer: Gatherer = WholeGatherer(send, team)
+            gatherer = Gatherer(send, team)
             if base is not None:
                 limit = self._bucket_bytes
                 gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
@@ -244,10 +243,9 @@ class Converter:
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
         rest = [tensor for tensor in planned.tensors if tensor.name not in summed]
-        measures.add_parts(
-            [tensor.name for tensor in rest],
-            [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest],
-        )
+        parts = [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest]
+        if parts:
+            measures.add_sums([tensor.name for tensor in rest], checksum_tensor(parts))
         measures.meter.add_up()
 
     def _quantize(
@@ -285,7 +283,7 @@ class Converter:
                 measures.add_absmax(part, quantized.absmax)
             checksum = quantized.checksum
             if checksum is not None:
-                measures.add_sum(part.name, checksum)
+                measures.add_sums([part.name], checksum.view(1))
             measures.meter.measure(part.name, values, quantized)
             scale = quantized.scale if scale is None else scale
         if scale_view.numel():

@@ -54,9 +54,8 @@ class Sender:
         world_size = 1 + server.tensor_parallel_size
         joining = self._thread.submit(
             self.control.init_weights_group,
-            "127.0.0.1",
-            port,
-            rank_offset=1,
+            master_address="127.0.0.1",
+            master_port=port,
             world_size=world_size,
             group_name=self._group_name,
             backend="gloo",
