@@ -74,18 +74,6 @@ def test_generalized_advantages_match_numbers_worked_out_by_hand() -> None:
     assert [returns.tolist()] == [[0.0, 0.0, 1.0625, 2.25, 8.0, 0.0]]
 
 
-def test_with_lambda_and_discount_1_every_return_is_the_reward() -> None:
-    mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
-    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
-    values = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    advantages, returns = generalized_advantages(
-        *flat(rewards, values, mask), discount=1.0, gae_lambda=1.0
-    )
-    expected = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, -1.0, 0.0, 0.0]])
-    torch.testing.assert_close(returns, expected.flatten())
-    torch.testing.assert_close(advantages, ((expected - values) * mask).flatten())
-
-
 def test_advantages_carry_over_tokens_that_the_policy_did_not_sample() -> None:
     """The numbers of the test above, with a user's turn of two tokens between the second and third.
 
