@@ -15,6 +15,21 @@ from qurl_megatron.report.run_log import RunLog
 ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
 ZEROS |= {"held_out_accuracy": None, "evaluation": None, "reward_counts": [(0.0, 1), (1.0, 3)]}
 ZEROS |= {"verifier_failure": ""}
+GOOD: dict[str, Any] = ZEROS | {  # a step that no rule of the report's advice objects to
+    "entropy": 1.0,
+    "grad_norm": 0.5,
+    "learning_rate": 1e-6,
+    "code_flip_fraction": 0.1,
+    "kl_behaviour_proximal_k3": 1e-4,
+    "tis_truncated_fraction": 0.02,
+    "equal_reward_fraction": 0.5,
+}
+
+
+def run_log(run_dir: Path, **fields: Any) -> RunLog:
+    """Return the log of a run of ten steps in this directory."""
+    config = Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields)
+    return RunLog(config, writes=True)
 
 
 def evaluation(mean: float) -> Evaluation:
@@ -29,20 +44,6 @@ def write(log: RunLog, step: int, **measured: float) -> None:
     log.write_weights(step + 1, {"weight": {"code_flip_fraction": 0.5}})
 
 
-BASE_STEP: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
-    "kl_behaviour_proximal_k3": 1e-4,
-    "ratio_proximal_behaviour_max": 1.2,
-    "code_flip_fraction": 0.1,
-    "weight_update_norm": 1e-5,
-    "weight_quant_error": 5e-5,
-    "publish_bytes": 300_000,
-    "publish_full_bytes": 1_342_464,
-    "grad_norm": 0.5,
-    "learning_rate": 1e-6,
-    "reward_counts": [[0.0, 3], [1.0, 1]],
-    "held_out_accuracy": None,
-    "evaluation": None,
-}
 PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 ]
@@ -51,6 +52,7 @@ WEIGHT_MEASURES = {
     "weight_quant_error": 5e-5,
     "code_flip_fraction": 0.1,
 }
+PUBLISH = {**WEIGHT_MEASURES, "publish_bytes": 300_000, "publish_full_bytes": 1_342_464}
 NOISE = {
     "evaluation": {"kl_behaviour_proximal_k3": 2.5e-5},
     "rollout": {"kl_behaviour_proximal_k3": 1.3e-4},
@@ -75,7 +77,7 @@ def write_run(
     save(config or Config(), run_dir / "config.yaml")
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1, 41):
-            line = BASE_STEP | {"step": step, "reward_mean": step / 50}
+            line = GOOD | PUBLISH | {"step": step, "reward_mean": step / 50}
             if step == 20:
                 line |= {"held_out_accuracy": 0.5, "evaluation": {"aime24": averages(0.3)}}
             file.write(json.dumps(line | (late or {}) if step > 30 else line) + "\n")

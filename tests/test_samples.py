@@ -16,14 +16,13 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distributed import run_ranks
-from logs import write, write_run
+from logs import run_log, write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.sampling import make_samples
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import RunRecord, read_run
-from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.report.samples import (
     COLUMNS,
     KINDS,
@@ -134,21 +133,16 @@ def sample_of(step: int, kind: str = "cut off", **fields: Any) -> Sample:
     return Sample(step=step, kind=kind, **(values | fields))
 
 
-def log_of(run_dir: Path, **fields: Any) -> RunLog:
-    config = Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields)
-    return RunLog(config, writes=True)
-
-
 def test_samples_after_the_checkpoint_are_dropped_and_tables_are_in_tensorboard(
     tmp_path: Path,
 ) -> None:
-    log = log_of(tmp_path)
+    log = run_log(tmp_path)
     log.start(Evaluation())
     for step in (1, 2, 3):
         write(log, step)
         log.write_samples([sample_of(step), sample_of(step, "largest ratio")])
     log.close()
-    log = log_of(tmp_path)
+    log = run_log(tmp_path)
     log.resume(2, time_s=0.0, before=Evaluation())
     log.close()
     steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").open()]
@@ -170,7 +164,7 @@ def test_samples_are_a_table_of_weights_and_biases(
     for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR"):  # which the log sets
         monkeypatch.setenv(name, "")
     (run_dir := tmp_path / "run").mkdir()
-    log = log_of(run_dir, wandb_project="project")
+    log = run_log(run_dir, wandb_project="project")
     log.start(Evaluation())
     write(log, 1)
     log.write_samples([sample_of(1)])
