@@ -27,10 +27,9 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_lengths, validate_server
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
-from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.prompts import source_lines, tokenize
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
-from qurl_megatron.data.summary import source_lines
 from qurl_megatron.evaluation.avg_at_k import Average, EvalConfig, averages, measure, write_answers
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
