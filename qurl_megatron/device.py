@@ -64,18 +64,14 @@ def memory_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def communication_backend() -> Literal["gloo", "nccl"]:
-    """Return the backend of the learner's process groups."""
-    return "gloo" if accelerator() == "cpu" else "nccl"
-
-
-def backend_to(gpus: Collection[int]) -> Literal["gloo", "nccl"]:
+def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     """Return the backend that sends tensors from this rank to processes on `gpus` of this machine.
 
+    Without `gpus` it is that of the learner's process groups, whose ranks have a GPU each.
     NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). gloo accepts GPU tensors too and
     copies them through host memory.
     """
-    return "gloo" if device().index in gpus else communication_backend()
+    return "gloo" if accelerator() == "cpu" or device().index in gpus else "nccl"
 
 
 def lacks_flash_attention() -> bool:
@@ -164,7 +160,7 @@ def initialize_distributed() -> None:
             "start the ranks with `qurl train`, torchrun or the sbatch script"
         )
     dist.init_process_group(
-        communication_backend(),
+        backend_to(),
         rank=rank(),
         world_size=world_size(),
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

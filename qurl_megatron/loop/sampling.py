@@ -28,7 +28,7 @@ from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.report.metrics import count_rewards
-from qurl_megatron.report.samples import KINDS, Sample, ends, shorten
+from qurl_megatron.report.samples import KINDS, SHOWN_TOKENS, Sample, shorten
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
@@ -236,11 +236,13 @@ def make_samples(
             behaviour = torch.tensor(completion.behaviour_logprobs)
             log_ratios[prompt, index] = of_response - behaviour
     samples = []
+    half = SHOWN_TOKENS // 2
     for (prompt, index), kind in _choose(groups, log_ratios, count).items():
         group = groups[prompt]
         completion = group.completions[index]
         ratios = log_ratios[prompt, index].exp()
-        shown = ends(list(range(len(completion.token_ids))))
+        length = len(completion.token_ids)
+        shown = [at for at in range(length) if at < half or at >= length - half]
         samples.append(
             Sample(
                 step=step,
@@ -249,7 +251,7 @@ def make_samples(
                 text=shorten(completion.text),
                 reward=group.rewards[index],
                 parts=group.scores[index].parts,
-                length=len(completion.token_ids),
+                length=length,
                 truncated=completion.truncated,
                 weight_versions=sorted(set(completion.token_versions)),
                 tokens=tokenizer.batch_decode([[completion.token_ids[place]] for place in shown]),
