@@ -1,9 +1,10 @@
-"""A run's log, step by step, and the directory of a whole run that was never run."""
+"""A run's log, the directory of a run that was never run, and a parser of its report."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,42 @@ def write_run(
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "mismatch.json").write_text(json.dumps(NOISE))
     return run_dir
+
+
+class Page(HTMLParser):
+    """A parser of a page's elements and text, plot captions, table cells and URLs that it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()  # their names
+        self.shown = ""
+        self.captions: list[str] = []
+        self.cells: dict[str, list[str]] = {}
+        self.loaded: list[str] = []
+        self._row: list[str] = []
+        self.text = text
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.tags.add(tag)
+        self.attributes |= attributes.keys()
+        if tag == "figure":
+            self.captions.append(attributes["aria-label"] or "")
+        if tag in ("script", "link", "img", "iframe"):
+            self.loaded.append(tag)
+        if tag == "tr":
+            self._row = []
+        for name, value in attrs:
+            is_inline = (value or "").startswith(("#", "data:"))
+            if name in ("src", "href", "xlink:href") and not is_inline:
+                self.loaded.append(f"{name}={value}")
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data
+        self._row.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "tr":
+            self.cells[self._row[0]] = self._row[1:]

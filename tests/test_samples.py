@@ -6,7 +6,6 @@ import html
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distributed import run_ranks
-from logs import run_log, write, write_run
+from logs import Page, run_log, write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
@@ -190,32 +189,14 @@ def record(samples: list[Sample]) -> RunRecord:
     return RunRecord("a run", Config(), [], {}, {}, {}, lines)
 
 
-class Elements(HTMLParser):
-    """A parser of the elements of a page, and of its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
-    page = Elements(section(record([sample_of(1)])))
-    assert set(page.tags) == {
+    page = Page(section(record([sample_of(1)])))
+    assert page.tags == {
         "h2", "h3", "p", "span", "div", "section", "b", "details", "summary", "pre",
     }  # fmt: skip
-    assert {name for name, _ in page.attributes} == {"class", "style", "title", "dir"}
-    assert "</pre><script src='https://example.com/x.js'>" in page.text
-    assert "\u202e" not in page.text and "\x00" not in page.text and "for<mat" in page.text
+    assert page.attributes == {"class", "style", "title", "dir"}
+    assert "</pre><script src='https://example.com/x.js'>" in page.shown
+    assert "\u202e" not in page.shown and "\x00" not in page.shown and "for<mat" in page.shown
 
 
 def test_tokens_are_coloured_by_their_ratio() -> None:
