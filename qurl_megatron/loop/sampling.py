@@ -236,7 +236,7 @@ def make_samples(
             behaviour = torch.tensor(completion.behaviour_logprobs)
             log_ratios[prompt, index] = of_response - behaviour
     samples = []
-    half = SHOWN_TOKENS // 2
+    half = SHOWN_TOKENS // 2  # of a longer completion, its two ends are shown
     for (prompt, index), kind in _choose(groups, log_ratios, count).items():
         group = groups[prompt]
         completion = group.completions[index]
