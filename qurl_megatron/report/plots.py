@@ -276,12 +276,14 @@ def _lines(
     legend = []
     for number in range(len(runs)):
         for index, metric in enumerate(metrics):
-            colour = run_colour(number if several else index)
-            dashes = ("-", "--")[index % 2 if several else 0]
-            yield number, metric, {"color": colour, "linestyle": dashes}
+            style: dict[str, Any] = {
+                "color": run_colour(number if several else index),
+                "linestyle": ("-", "--")[index % 2 if several else 0],
+            }
+            yield number, metric, style
             if number == 0:
-                colour, label = INK if several else colour, metric.replace("_", " ")
-                legend.append(Line2D([], [], color=colour, linestyle=dashes, label=label))
+                ink = {"color": INK} if several else {}
+                legend.append(Line2D([], [], **(style | ink), label=metric.replace("_", " ")))
     if len(legend) > 1:
         axes.legend(handles=legend, fontsize=7, handlelength=3)
 
