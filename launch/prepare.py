@@ -202,9 +202,8 @@ def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool =
 
     Return the summary of the data.
     """
-    from qurl_megatron.data.prompts import load_prompts
+    from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
-    from qurl_megatron.data.summary import summarize
     from qurl_megatron.model.check import check_model, load_tokenizer
 
     validate(config)

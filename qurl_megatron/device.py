@@ -64,18 +64,14 @@ def memory_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def communication_backend() -> Literal["gloo", "nccl"]:
-    """Return the backend of the learner's process groups."""
-    return "gloo" if accelerator() == "cpu" else "nccl"
-
-
-def backend_to(gpus: Collection[int]) -> Literal["gloo", "nccl"]:
+def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     """Return the backend that sends tensors from this rank to processes on `gpus` of this machine.
 
+    Without `gpus` it is that of the learner's process groups, whose ranks have a GPU each.
     NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). gloo accepts GPU tensors too and
     copies them through host memory.
     """
-    return "gloo" if device().index in gpus else communication_backend()
+    return "gloo" if accelerator() == "cpu" or device().index in gpus else "nccl"
 
 
 def lacks_flash_attention() -> bool:
@@ -157,22 +153,18 @@ def initialize_distributed() -> None:
         # listen on an address that other machines reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    arguments: dict[str, Any] = {}
-    if world_size() == 1:
-        arguments = {"store": dist.HashStore()}
-    else:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise RuntimeError(
-                f"{world_size()} ranks but {' and '.join(missing)} not set; "
-                "start the ranks with `qurl train`, torchrun or the sbatch script"
-            )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and world_size() > 1:
+        raise RuntimeError(
+            f"{world_size()} ranks but {' and '.join(missing)} not set; "
+            "start the ranks with `qurl train`, torchrun or the sbatch script"
+        )
     dist.init_process_group(
-        communication_backend(),
+        backend_to(),
         rank=rank(),
         world_size=world_size(),
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        **arguments,
+        store=dist.HashStore() if world_size() == 1 else None,
     )
 
 
@@ -188,16 +180,13 @@ def from_rank_zero(work: Callable[[], T]) -> T:
         try:
             outcome[0] = work()
         except Exception as error:
-            shared = isinstance(error, SharedError)
-            failure = error if shared else f"{type(error).__name__}: {error}"
-            dist.broadcast_object_list([None, failure])
+            told = RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+            dist.broadcast_object_list([None, error if isinstance(error, SharedError) else told])
             raise
     dist.broadcast_object_list(outcome)
     result, failure = outcome
-    if isinstance(failure, SharedError):
-        raise failure
     if failure is not None:
-        raise RuntimeError(f"rank 0 failed: {failure}")
+        raise failure
     return result
 
 

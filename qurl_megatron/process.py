@@ -107,17 +107,12 @@ def _listen(host: str, port: int) -> socket.socket | None:
     is_name = not host.startswith("127.") and host != "localhost"
     if is_name and str(address[0]).startswith("127."):
         return None
-    listening = socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(address)
+        return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
-        listening.close()
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         raise
-    listening.listen(socket.SOMAXCONN)
-    return listening
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:

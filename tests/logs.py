@@ -1,9 +1,10 @@
-"""A run's log, step by step, and the directory of a whole run that was never run."""
+"""A run's log, the directory of a run that was never run, and a parser of its report."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,21 @@ from qurl_megatron.report.run_log import RunLog
 ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
 ZEROS |= {"held_out_accuracy": None, "evaluation": None, "reward_counts": [(0.0, 1), (1.0, 3)]}
 ZEROS |= {"verifier_failure": ""}
+GOOD: dict[str, Any] = ZEROS | {  # a step that no rule of the report's advice objects to
+    "entropy": 1.0,
+    "grad_norm": 0.5,
+    "learning_rate": 1e-6,
+    "code_flip_fraction": 0.1,
+    "kl_behaviour_proximal_k3": 1e-4,
+    "tis_truncated_fraction": 0.02,
+    "equal_reward_fraction": 0.5,
+}
+
+
+def run_log(run_dir: Path, **fields: Any) -> RunLog:
+    """Return the log of a run of ten steps in this directory."""
+    config = Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields)
+    return RunLog(config, writes=True)
 
 
 def evaluation(mean: float) -> Evaluation:
@@ -29,20 +45,6 @@ def write(log: RunLog, step: int, **measured: float) -> None:
     log.write_weights(step + 1, {"weight": {"code_flip_fraction": 0.5}})
 
 
-BASE_STEP: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
-    "kl_behaviour_proximal_k3": 1e-4,
-    "ratio_proximal_behaviour_max": 1.2,
-    "code_flip_fraction": 0.1,
-    "weight_update_norm": 1e-5,
-    "weight_quant_error": 5e-5,
-    "publish_bytes": 300_000,
-    "publish_full_bytes": 1_342_464,
-    "grad_norm": 0.5,
-    "learning_rate": 1e-6,
-    "reward_counts": [[0.0, 3], [1.0, 1]],
-    "held_out_accuracy": None,
-    "evaluation": None,
-}
 PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 ]
@@ -51,6 +53,7 @@ WEIGHT_MEASURES = {
     "weight_quant_error": 5e-5,
     "code_flip_fraction": 0.1,
 }
+PUBLISH = {**WEIGHT_MEASURES, "publish_bytes": 300_000, "publish_full_bytes": 1_342_464}
 NOISE = {
     "evaluation": {"kl_behaviour_proximal_k3": 2.5e-5},
     "rollout": {"kl_behaviour_proximal_k3": 1.3e-4},
@@ -75,7 +78,7 @@ def write_run(
     save(config or Config(), run_dir / "config.yaml")
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(1, 41):
-            line = BASE_STEP | {"step": step, "reward_mean": step / 50}
+            line = GOOD | PUBLISH | {"step": step, "reward_mean": step / 50}
             if step == 20:
                 line |= {"held_out_accuracy": 0.5, "evaluation": {"aime24": averages(0.3)}}
             file.write(json.dumps(line | (late or {}) if step > 30 else line) + "\n")
@@ -91,3 +94,42 @@ def write_run(
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "mismatch.json").write_text(json.dumps(NOISE))
     return run_dir
+
+
+class Page(HTMLParser):
+    """A parser of a page's elements and text, plot captions, table cells and URLs that it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()  # their names
+        self.shown = ""
+        self.captions: list[str] = []
+        self.cells: dict[str, list[str]] = {}
+        self.loaded: list[str] = []
+        self._row: list[str] = []
+        self.text = text
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.tags.add(tag)
+        self.attributes |= attributes.keys()
+        if tag == "figure":
+            self.captions.append(attributes["aria-label"] or "")
+        if tag in ("script", "link", "img", "iframe"):
+            self.loaded.append(tag)
+        if tag == "tr":
+            self._row = []
+        for name, value in attrs:
+            is_inline = (value or "").startswith(("#", "data:"))
+            if name in ("src", "href", "xlink:href") and not is_inline:
+                self.loaded.append(f"{name}={value}")
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data
+        self._row.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "tr":
+            self.cells[self._row[0]] = self._row[1:]

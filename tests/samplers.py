@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +40,8 @@ def sampler_of(
         if not dist.is_initialized():
             device.initialize_distributed()
             stack.callback(dist.destroy_process_group)
-        sampler = Sampler(
-            config, client, score, prompts, tokenizer, servers_join=servers_join, admit=admit
-        )
+        publisher: Any = SimpleNamespace(admit=admit)
+        if client is not None:
+            client.fleet = SimpleNamespace(has_joining=servers_join)
+        sampler = Sampler(config, client, publisher, score, prompts, tokenizer)
         yield stack.enter_context(closing(sampler))

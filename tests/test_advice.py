@@ -3,29 +3,17 @@ and advice in its report."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import pytest
 
+from logs import GOOD
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
 from qurl_megatron.report.advice import FINITE, WINDOW, Watch, advice
-from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.report.record import RunRecord
 
-GOOD: dict[str, Any] = {field.name: 0.0 for field in dataclasses.fields(StepMetrics)} | {
-    "entropy": 1.0,
-    "grad_norm": 0.5,
-    "learning_rate": 1e-6,
-    "code_flip_fraction": 0.1,
-    "kl_behaviour_proximal_k3": 1e-4,
-    "tis_truncated_fraction": 0.02,
-    "reward_counts": [(0.0, 4), (1.0, 4)],
-    "equal_reward_fraction": 0.5,
-    "evaluation": None,
-}
 BAD: dict[str, dict[str, Any]] = {
     "no reward signal: every completion scores -1": {"reward_counts": [(-1.0, 8)]},
     "no reward signal: the rewards of 95%": {"equal_reward_fraction": 0.95},

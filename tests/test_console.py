@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import pty
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from logs import GOOD
 from qurl_megatron.config.schema import Config
 from qurl_megatron.evaluation.avg_at_k import show_progress
 from qurl_megatron.report import console
 from qurl_megatron.report.console import LEGEND, RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 
-STEP: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)} | {
+STEP: dict[str, Any] = GOOD | {
     "reward_mean": -0.125,
     "response_length_mean": 3276.8,
     "response_truncated_fraction": 1.0,
@@ -28,11 +28,6 @@ STEP: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetric
     "entropy": 0.5,
     "rollout_tokens_per_s": 12345.6,
     "memory_bytes": 79 * 2**30,
-    "grad_norm": 0.5,
-    "learning_rate": 1e-6,
-    "code_flip_fraction": 0.1,
-    "reward_counts": [(-1.0, 1), (1.0, 1)],
-    "evaluation": None,
 }
 COLUMN = "time step s reward len cut KL entropy tok/s GiB left".split()
 SHOWING = """

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from logs import ZEROS, evaluation, write
-from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
+from logs import ZEROS, evaluation, run_log, write
+from qurl_megatron.config.schema import RolloutConfig, StageConfig
 from qurl_megatron.report.metrics import (
     MAX_REWARDS,
     Evaluation,
     StepMetrics,
     count_rewards,
 )
-from qurl_megatron.report.run_log import RunLog, evaluation_directory
+from qurl_megatron.report.run_log import evaluation_directory
 
 BEFORE = Evaluation(0.25)
-
-
-def run_log(directory: Path, **fields: Any) -> RunLog:
-    config = Config(output_dir=str(directory.parent), name=directory.name, steps=10, **fields)
-    return RunLog(config, writes=True)
 
 
 def logged(directory: Path) -> tuple[list[int], list[int]]:
@@ -82,6 +76,7 @@ def test_a_run_that_starts_over_logs_from_its_first_step(tmp_path: Path) -> None
     assert logged(tmp_path) == ([1], [2])
     assert curves(tmp_path)["held_out_accuracy"] == [(0, 0.25)]
     assert curves(tmp_path)["reward_mean"] == [(1, 0.5)]
+    assert not (tmp_path / "wandb").exists()  # unless the configuration asks for it
 
 
 def test_evaluations_are_logged_by_the_name_of_their_file(tmp_path: Path) -> None:
@@ -186,14 +181,6 @@ def test_each_part_of_a_run_is_a_weights_and_biases_run_in_its_directory(
         [(1, 0.125), (2, 0.25), (3, 0.375)],
         [(3, 0.75)],
     ]
-
-
-def test_weights_and_biases_is_off_by_default(tmp_path: Path) -> None:
-    log = run_log(tmp_path)
-    log.start(BEFORE)
-    write(log, 1)
-    log.close()
-    assert not (tmp_path / "wandb").exists()
 
 
 def test_parts_of_rewards_are_curves_and_the_first_verifier_failure_is_shown(

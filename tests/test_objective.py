@@ -35,6 +35,31 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
+def differentiate(
+    batch: dict[str, Any], objective: str, **changes: Any
+) -> tuple[ObjectiveOutput, Tensor]:
+    """Return the objective of a batch and dJ/d(log current)."""
+    current = batch["current_logprobs"].clone().requires_grad_()
+    inputs = {**batch, **SETTINGS, **changes, "current_logprobs": current}
+    output = policy_objective(objective=objective, **inputs)
+    output.loss.backward()
+    assert current.grad is not None
+    return output, -current.grad
+
+
+def of_logprobs(
+    objective: str, logprobs: list[Tensor], advantage: float, **changes: Any
+) -> tuple[ObjectiveOutput, Tensor]:
+    """Return J and dJ/d(log current) of one token of weight 1.
+
+    Its log-probs are those of current, proximal and behaviour.
+    """
+    names = ("current_logprobs", "proximal_logprobs", "behaviour_logprobs")
+    batch = dict(zip(names, logprobs, strict=True))
+    batch |= {"advantages": torch.tensor([[advantage]]), "loss_weights": torch.ones(1, 1)}
+    return differentiate(batch, objective, **changes)
+
+
 def one_token(
     objective: str,
     current: float,
@@ -42,21 +67,10 @@ def one_token(
     behaviour: float,
     advantage: float,
     **changes: Any,
-) -> tuple[ObjectiveOutput, torch.Tensor]:
+) -> tuple[ObjectiveOutput, Tensor]:
     """Return J and dJ/d(log current) of one token of weight 1, given probabilities."""
-    current_logprobs = torch.tensor([[current]]).log().requires_grad_()
-    output = policy_objective(
-        current_logprobs,
-        torch.tensor([[proximal]]).log(),
-        torch.tensor([[behaviour]]).log(),
-        torch.tensor([[advantage]]),
-        torch.ones(1, 1),
-        objective=objective,
-        **{**SETTINGS, **changes},
-    )
-    output.loss.backward()
-    assert current_logprobs.grad is not None
-    return output, -current_logprobs.grad
+    logprobs = [torch.tensor([[each]]).log() for each in (current, proximal, behaviour)]
+    return of_logprobs(objective, logprobs, advantage, **changes)
 
 
 # current, proximal, behaviour, advantage -> J of each objective, by hand. With p and b for proximal
@@ -225,25 +239,11 @@ def test_acr_equals_tis_where_no_ratio_exceeds_the_cap() -> None:
     batch = random_batch(seed=1)
     rho = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).exp()
     highest = rho.max().item()
-
-    def loss_and_gradient(objective: str, ratio_cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        current = batch["current_logprobs"].clone().requires_grad_()
-        loss = policy_objective(
-            **{**batch, "current_logprobs": current},
-            objective=objective,
-            **{**SETTINGS, "ratio_cap": ratio_cap},
-        ).loss
-        loss.backward()
-        assert current.grad is not None
-        return loss.detach(), current.grad
-
-    for tis, acr in zip(
-        loss_and_gradient("tis", highest), loss_and_gradient("acr", highest), strict=True
-    ):
-        assert torch.equal(tis, acr)
-    # Below the highest ratio, they differ.
-    for tis, acr in zip(loss_and_gradient("tis", 1.0), loss_and_gradient("acr", 1.0), strict=True):
-        assert not torch.equal(tis, acr)
+    for ratio_cap, are_equal in ((highest, True), (1.0, False)):
+        tis, tis_gradient = differentiate(batch, "tis", ratio_cap=ratio_cap)
+        acr, acr_gradient = differentiate(batch, "acr", ratio_cap=ratio_cap)
+        assert torch.equal(tis.loss, acr.loss) == are_equal
+        assert torch.equal(tis_gradient, acr_gradient) == are_equal
 
 
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.3])
@@ -279,20 +279,8 @@ def test_masked_positions_never_contribute_even_if_not_finite(
         name: value if name == "loss_weights" else value.masked_fill(masked, garbage)
         for name, value in clean.items()
     }
-
-    def run(batch: dict[str, Any]) -> tuple[ObjectiveOutput, torch.Tensor]:
-        current = batch["current_logprobs"].clone().requires_grad_()
-        output = policy_objective(
-            **{**batch, "current_logprobs": current},
-            objective=objective,
-            kl_coefficient=0.1,
-            **SETTINGS,
-        )
-        output.loss.backward()
-        assert current.grad is not None
-        return output, current.grad
-
-    (clean_output, clean_gradient), (dirty_output, dirty_gradient) = run(clean), run(dirty)
+    clean_output, clean_gradient = differentiate(clean, objective, kl_coefficient=0.1)
+    dirty_output, dirty_gradient = differentiate(dirty, objective, kl_coefficient=0.1)
     assert torch.equal(clean_output.loss, dirty_output.loss)
     assert torch.equal(clean_gradient, dirty_gradient)
     assert clean_output.stats == dirty_output.stats
@@ -307,36 +295,18 @@ def test_nan_in_an_unmasked_token_reaches_the_loss() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_ratios_beyond_float32_stay_finite(objective: str, advantage: float) -> None:
-    for current, proximal, behaviour in [(0.0, -90.0, -180.0), (-180.0, -90.0, 0.0)]:
-        logprobs = torch.tensor([[current]], requires_grad=True)
-        output = policy_objective(
-            logprobs,
-            torch.tensor([[proximal]]),
-            torch.tensor([[behaviour]]),
-            torch.tensor([[advantage]]),
-            torch.ones(1, 1),
-            objective=objective,
-            **SETTINGS,
-        )
-        output.loss.backward()
-        assert output.loss.isfinite()
-        assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+    for values in [(0.0, -90.0, -180.0), (-180.0, -90.0, 0.0)]:
+        logprobs = [torch.tensor([[value]]) for value in values]
+        output, gradient = of_logprobs(objective, logprobs, advantage)
+        assert output.loss.isfinite() and gradient.isfinite().all()
 
 
 def test_kl_penalty_is_k3_between_current_and_reference() -> None:
     """current 0.5, reference 0.25: x = 1/2, k3 = 1/2 - 1 + log 2."""
     k3 = 0.5 - 1 + math.log(2)
-    half = torch.tensor([[0.5]]).log()
-    output = policy_objective(
-        half,
-        half,
-        half,
-        torch.tensor([[3.0]]),
-        torch.tensor([[1.0]]),
-        objective="acr",
-        kl_coefficient=0.1,
-        reference_logprobs=torch.tensor([[0.25]]).log(),
-        **SETTINGS,
+    reference = torch.tensor([[0.25]]).log()
+    output, _ = one_token(
+        "acr", 0.5, 0.5, 0.5, 3.0, kl_coefficient=0.1, reference_logprobs=reference
     )
     assert output.loss.item() == pytest.approx(-3.0 + 0.1 * k3, rel=1e-6)
     assert output.stats["kl_reference"].item() == pytest.approx(k3, rel=1e-6)
@@ -357,24 +327,14 @@ def test_kl_penalty_is_k3_between_current_and_reference() -> None:
 def test_kl_penalty_of_a_token_is_at_most_10_and_has_no_gradient_beyond(
     log_ratio: float, k3: float, gradient: float
 ) -> None:
-    """log_ratio is log(reference / current); the gradient is in log current."""
-    current = torch.tensor([[-70.0]], requires_grad=True)
-    output = policy_objective(
-        current,
-        torch.tensor([[-70.0]]),
-        torch.tensor([[-70.0]]),
-        torch.tensor([[0.0]]),
-        torch.ones(1, 1),
-        objective="acr",
-        kl_coefficient=1.0,
-        reference_logprobs=torch.tensor([[-70.0 + log_ratio]]),
-        **SETTINGS,
+    """log_ratio is log(reference / current); the gradient is that of k3 in log current."""
+    current, reference = torch.tensor([[-70.0]]), torch.tensor([[-70.0 + log_ratio]])
+    output, of_gain = of_logprobs(
+        "acr", [current] * 3, 0.0, kl_coefficient=1.0, reference_logprobs=reference
     )
-    output.loss.backward()
-    assert current.grad is not None
     assert output.loss.item() == pytest.approx(k3, rel=1e-5)
     assert output.stats["kl_reference"].item() == pytest.approx(k3, rel=1e-5)
-    assert current.grad.item() == pytest.approx(gradient, rel=1e-5)
+    assert -of_gain.item() == pytest.approx(gradient, rel=1e-5)
 
 
 def test_kl_without_a_reference_is_refused() -> None:

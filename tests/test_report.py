@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from logs import write_run
+from logs import Page, write_run
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.yaml_file import save
@@ -32,39 +31,6 @@ def at_lag(kl: float, fraction: float) -> dict[str, float]:
         "tis_truncated_fraction": kl,
         "clip_fraction": 10 * kl,
     }
-
-
-class Page(HTMLParser):
-    """A parser of a page's text, plot captions, table cells and the URLs that it loads."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.captions: list[str] = []
-        self.cells: dict[str, list[str]] = {}
-        self.loaded: list[str] = []
-        self._row: list[str] = []
-        self.text = path.read_text()
-        self.feed(self.text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        if tag == "figure":
-            self.captions.append(attributes["aria-label"] or "")
-        if tag in ("script", "link", "img", "iframe"):
-            self.loaded.append(tag)
-        if tag == "tr":
-            self._row = []
-        for name, value in attrs:
-            is_inline = (value or "").startswith(("#", "data:"))
-            if name in ("src", "href", "xlink:href") and not is_inline:
-                self.loaded.append(f"{name}={value}")
-
-    def handle_data(self, data: str) -> None:
-        self._row.append(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "tr":
-            self.cells[self._row[0]] = self._row[1:]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +52,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_page_on_two_runs_shows_both_and_loads_nothing(two_runs: Path) -> None:
-    page = Page(two_runs)
+    page = Page(two_runs.read_text())
     assert page.loaded == []
     assert not re.search(r"url\((?!#)|@import", page.text)
     for name in ("grpo", "ppo"):
@@ -119,7 +85,7 @@ def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "rew')  # a line that is being written
     write_report([run_dir], tmp_path / "index.html")
-    cells = Page(tmp_path / "index.html").cells
+    cells = Page((tmp_path / "index.html").read_text()).cells
     assert cells["steps"] == ["40 of 100"]
     assert cells["held-out accuracy after RL"] == ["not measured"]
     assert cells["KL before training, BF16 servers"] == ["not measured"]
@@ -133,7 +99,7 @@ def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_mismatch_of_each_server_set_before_training(one_run: Path) -> None:
-    page = Page(one_run)
+    page = Page(one_run.read_text())
     assert page.cells["KL before training, BF16 servers"] == ["2.5e-05"]
     assert page.cells["KL before training, rollout servers"] == ["1.3e-04"]
     assert "BF16 servers before training" in page.text
@@ -192,12 +158,12 @@ def test_drift_and_quantization_are_told_apart_only_if_a_run_has_stale_tokens(
         tmp_path / "asynchronous", late={"stale_token_fraction": 0.5, "by_lag": lags}
     )
     write_report([synchronous], tmp_path / "one.html")
-    page = Page(tmp_path / "one.html")
+    page = Page((tmp_path / "one.html").read_text())
     assert "Drift and quantization" not in page.text
     assert not [caption for caption in page.captions if "lag" in caption]
 
     write_report([synchronous, asynchronous], tmp_path / "two.html")
-    page = Page(tmp_path / "two.html")
+    page = Page((tmp_path / "two.html").read_text())
     assert [caption for caption in page.captions if "lag" in caption] == [
         f"{title}: asynchronous" for title in plots.LAG_PLOTS
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import reasoning_gym
 
-from qurl_megatron.algorithm.advantages import grpo_advantages, soft_overlong_penalty
 from qurl_megatron.algorithm.score import Question, Score, mean_parts
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
@@ -62,22 +61,6 @@ def test_recipes_have_the_scale_and_the_verifier_of_their_source() -> None:
     }.items():
         config = recipe.recipe()
         assert (config.reward, config.reward_wrong, config.reward_right) == scale
-
-
-def test_a_right_answer_of_full_length_beats_a_wrong_short_one_as_in_dapo() -> None:
-    config = dapo_aime.recipe()
-    full, soft_tokens = config.rollout.max_response_length, config.rollout.soft_overlong_tokens
-    right = config.reward_right + soft_overlong_penalty(full, full, soft_tokens)
-    # Rewards 1 - 1 and -1: mean -0.5, standard deviation sqrt(0.5).
-    assert grpo_advantages([[right, config.reward_wrong]]) == [
-        pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
-    ]
-    # Rewards 0, 1, -1, -1: mean -1/4, deviations 1/4, 5/4, -3/4, -3/4, variance (44/16) / 3.
-    deviation = (44 / 48) ** 0.5
-    assert grpo_advantages([[right, config.reward_right, -1, -1]]) == [
-        pytest.approx([each / deviation for each in (0.25, 1.25, -0.75, -0.75)], abs=1e-5)
-    ]
-    assert grpo_advantages([[right, 0]]) == [[0, 0]]  # on GSM8K's scale it would gain nothing
 
 
 def test_every_verifier_that_a_configuration_can_name_exists() -> None:

@@ -6,7 +6,6 @@ import html
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distributed import run_ranks
-from logs import write, write_run
+from logs import Page, run_log, write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.sampling import make_samples
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import RunRecord, read_run
-from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.report.samples import (
     COLUMNS,
     KINDS,
@@ -134,21 +132,16 @@ def sample_of(step: int, kind: str = "cut off", **fields: Any) -> Sample:
     return Sample(step=step, kind=kind, **(values | fields))
 
 
-def log_of(run_dir: Path, **fields: Any) -> RunLog:
-    config = Config(output_dir=str(run_dir.parent), name=run_dir.name, steps=10, **fields)
-    return RunLog(config, writes=True)
-
-
 def test_samples_after_the_checkpoint_are_dropped_and_tables_are_in_tensorboard(
     tmp_path: Path,
 ) -> None:
-    log = log_of(tmp_path)
+    log = run_log(tmp_path)
     log.start(Evaluation())
     for step in (1, 2, 3):
         write(log, step)
         log.write_samples([sample_of(step), sample_of(step, "largest ratio")])
     log.close()
-    log = log_of(tmp_path)
+    log = run_log(tmp_path)
     log.resume(2, time_s=0.0, before=Evaluation())
     log.close()
     steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").open()]
@@ -170,7 +163,7 @@ def test_samples_are_a_table_of_weights_and_biases(
     for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR"):  # which the log sets
         monkeypatch.setenv(name, "")
     (run_dir := tmp_path / "run").mkdir()
-    log = log_of(run_dir, wandb_project="project")
+    log = run_log(run_dir, wandb_project="project")
     log.start(Evaluation())
     write(log, 1)
     log.write_samples([sample_of(1)])
@@ -196,32 +189,14 @@ def record(samples: list[Sample]) -> RunRecord:
     return RunRecord("a run", Config(), [], {}, {}, {}, lines)
 
 
-class Elements(HTMLParser):
-    """A parser of the elements of a page, and of its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
-    page = Elements(section(record([sample_of(1)])))
-    assert set(page.tags) == {
+    page = Page(section(record([sample_of(1)])))
+    assert page.tags == {
         "h2", "h3", "p", "span", "div", "section", "b", "details", "summary", "pre",
     }  # fmt: skip
-    assert {name for name, _ in page.attributes} == {"class", "style", "title", "dir"}
-    assert "</pre><script src='https://example.com/x.js'>" in page.text
-    assert "\u202e" not in page.text and "\x00" not in page.text and "for<mat" in page.text
+    assert page.attributes == {"class", "style", "title", "dir"}
+    assert "</pre><script src='https://example.com/x.js'>" in page.shown
+    assert "\u202e" not in page.shown and "\x00" not in page.shown and "for<mat" in page.shown
 
 
 def test_tokens_are_coloured_by_their_ratio() -> None:

@@ -56,10 +56,9 @@ from qurl_megatron.config.values import (
     TopP,
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
-from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.prompts import source_lines, tokenize
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
-from qurl_megatron.data.summary import source_lines
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.check import check_model, load_tokenizer

@@ -141,15 +141,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         publisher = Publisher(learner, fleet, quantization, pause_mode=config.rollout.pause_mode)
         publishers[name] = keep(closing(publisher))
 
-    sampler = Sampler(
-        config,
-        clients["rollout"],
-        score,
-        training,
-        tokenizer,
-        servers_join=clients["rollout"].fleet.has_joining,
-        admit=publishers["rollout"].admit,
-    )
+    sampler = Sampler(config, clients["rollout"], publishers["rollout"], score, training, tokenizer)
     keep(closing(sampler))
     evaluator = None
     if config.evaluation.enabled:

@@ -6,7 +6,7 @@ critic deal it out. Other ranks get the summary. Some completions of the batch a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -28,8 +28,9 @@ from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.report.metrics import count_rewards
-from qurl_megatron.report.samples import KINDS, Sample, ends, shorten
+from qurl_megatron.report.samples import KINDS, SHOWN_TOKENS, Sample, shorten
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # of a ratio in a sample, after the point
 
@@ -47,23 +48,19 @@ class Sampler:
         self,
         config: Config,
         client: RolloutClient,
+        publisher: Publisher,
         score: StartScoring,
         prompts: list[Prompt],
         tokenizer: Any,
-        *,
-        servers_join: Callable[[], bool],
-        admit: Callable[[], None],
     ) -> None:
-        """Store the parts; only global rank 0 uses them, apart from `admit`.
+        """Store the parts; only global rank 0 uses them, apart from the publisher.
 
-        Args:
-            servers_join: returns True if a server waits for the current weights.
-            admit: collective; sends the current weights to the servers that wait for them.
+        That sends the current weights to servers of the client's fleet that wait for them.
         """
         self._config = config
         self._tokenizer = tokenizer
-        self._servers_join = servers_join
-        self._admit = admit
+        self._client = client
+        self._publisher = publisher
 
         def sample(prompt: Prompt, rollout: RolloutConfig) -> Awaitable[list[Completion]]:
             settings = client.sampling(
@@ -110,7 +107,7 @@ class Sampler:
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
         while (summary := from_rank_zero(lambda: next(sampling))) is None:
-            self._admit()
+            self._publisher.admit()
         return self._batch, summary
 
     def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:
@@ -146,7 +143,7 @@ class Sampler:
         dropped, waited_s, scoring_s = producer.dropped, producer.waited_s, producer.scoring_s
 
         def take(count: int) -> Generator[None, None, list[RolloutGroup]]:
-            interrupted = self._servers_join
+            interrupted = self._client.fleet.has_joining
             while True:
                 groups = producer.take(count, step=step, version=version, interrupted=interrupted)
                 if groups is not None:
@@ -239,11 +236,13 @@ def make_samples(
             behaviour = torch.tensor(completion.behaviour_logprobs)
             log_ratios[prompt, index] = of_response - behaviour
     samples = []
+    half = SHOWN_TOKENS // 2  # of a longer completion, its two ends are shown
     for (prompt, index), kind in _choose(groups, log_ratios, count).items():
         group = groups[prompt]
         completion = group.completions[index]
         ratios = log_ratios[prompt, index].exp()
-        shown = ends(list(range(len(completion.token_ids))))
+        length = len(completion.token_ids)
+        shown = [at for at in range(length) if at < half or at >= length - half]
         samples.append(
             Sample(
                 step=step,
@@ -252,7 +251,7 @@ def make_samples(
                 text=shorten(completion.text),
                 reward=group.rewards[index],
                 parts=group.scores[index].parts,
-                length=len(completion.token_ids),
+                length=length,
                 truncated=completion.truncated,
                 weight_versions=sorted(set(completion.token_versions)),
                 tokens=tokenizer.batch_decode([[completion.token_ids[place]] for place in shown]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -72,11 +72,9 @@ def run_colour(number: int) -> str:
 
 def curves(axes: Axes, runs: list[RunRecord], metrics: Sequence[str], ylabel: str) -> None:
     """Draw metrics over steps: one line for each run and metric."""
-    for number, run in enumerate(runs):
-        for metric, style in _line_styles(metrics, number, runs).items():
-            _draw(axes, run, metric, run.series(metric), **style)
+    for number, metric, style in _lines(axes, metrics, runs):
+        _draw(axes, runs[number], metric, runs[number].series(metric), **style)
     axes.set_ylabel(ylabel)
-    _add_legend(axes, metrics, runs)
 
 
 def _draw(
@@ -140,14 +138,12 @@ def evaluation(axes: Axes, runs: list[RunRecord], name: str) -> None:
     scores = [run.scores() for run in runs]
     keys = dict.fromkeys(key for of_run in scores for key in of_run)
     measures = [measure for each, measure in keys if each == name]
-    for number, of_run in enumerate(scores):
-        for measure, style in _line_styles(measures, number, runs).items():
-            averages = of_run.get((name, measure), {})
-            means = [average["mean"] for average in averages.values()]
-            errors = [average["standard_error"] for average in averages.values()]
-            axes.errorbar(list(averages), means, yerr=errors, **style, marker="o", markersize=3)
+    for number, measure, style in _lines(axes, measures, runs):
+        averages = scores[number].get((name, measure), {})
+        means = [average["mean"] for average in averages.values()]
+        errors = [average["standard_error"] for average in averages.values()]
+        axes.errorbar(list(averages), means, yerr=errors, **style, marker="o", markersize=3)
     axes.set_ylabel("fraction of answers correct")
-    _add_legend(axes, measures, runs)
 
 
 def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
@@ -268,34 +264,28 @@ LAYER_PLOTS: dict[str, Plot] = {
 }
 
 
-def _line_styles(
-    metrics: Iterable[str], number: int, runs: list[RunRecord]
-) -> dict[str, dict[str, Any]]:
-    """Return the style of each metric's line in the run with this index.
+def _lines(
+    axes: Axes, metrics: Sequence[str], runs: list[RunRecord]
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield index of the run, metric and style of each line, and add a legend of several metrics.
 
-    With one run, colours tell metrics apart. With several, colours tell runs apart and dashes
-    metrics.
+    With one run, colours tell metrics apart. With several, colours tell runs apart, of which the
+    page itself has a legend, and dashes metrics.
     """
     several = len(runs) > 1
-    return {
-        metric: {
-            "color": run_colour(number if several else index),
-            "linestyle": ("-", "--")[index % 2 if several else 0],
-        }
-        for index, metric in enumerate(metrics)
-    }
-
-
-def _add_legend(axes: Axes, metrics: Iterable[str], runs: list[RunRecord]) -> None:
-    """Add a legend of the metrics, if there are several; the page itself has one of the runs."""
-    styles = _line_styles(metrics, 0, runs)
-    if len(styles) > 1:
-        ink = {"color": INK} if len(runs) > 1 else {}
-        lines = [
-            Line2D([], [], **(style | ink), label=metric.replace("_", " "))
-            for metric, style in styles.items()
-        ]
-        axes.legend(handles=lines, fontsize=7, handlelength=3)
+    legend = []
+    for number in range(len(runs)):
+        for index, metric in enumerate(metrics):
+            style: dict[str, Any] = {
+                "color": run_colour(number if several else index),
+                "linestyle": ("-", "--")[index % 2 if several else 0],
+            }
+            yield number, metric, style
+            if number == 0:
+                ink = {"color": INK} if several else {}
+                legend.append(Line2D([], [], **(style | ink), label=metric.replace("_", " ")))
+    if len(legend) > 1:
+        axes.legend(handles=legend, fontsize=7, handlelength=3)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

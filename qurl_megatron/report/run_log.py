@@ -141,9 +141,7 @@ class RunLog:
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
         """Append one publish to weights.jsonl: the measures of each quantized weight, by name."""
-        if self._writes:
-            line = {"weight_version": weight_version, "weights": weights}
-            self._append("weights.jsonl", line)
+        self._append("weights.jsonl", {"weight_version": weight_version, "weights": weights})
 
     def write_samples(self, samples: list[Sample]) -> None:
         """Append completions of the last step to samples.jsonl, and show them beside the curves."""
@@ -161,9 +159,7 @@ class RunLog:
 
     def write_mismatch(self, mismatch: dict[str, dict[str, float]]) -> None:
         """Write mismatch.json: the train-inference mismatch before training, by server set."""
-        if self._writes:
-            path = self._config.run_dir / "mismatch.json"
-            write_whole(path, json.dumps(mismatch, indent=2) + "\n")
+        self._write("mismatch.json", mismatch)
 
     def time_is_up(self) -> bool:
         """Return whether RL has taken longer than `Config.time_limit_s`."""
@@ -186,8 +182,7 @@ class RunLog:
             publish_bytes=self._steps[-1]["publish_bytes"],
             publish_full_bytes=self._steps[-1].get("publish_full_bytes", 0),
         )
-        path = self._config.run_dir / "summary.json"
-        write_whole(path, json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        self._write("summary.json", dataclasses.asdict(summary))
         self.close()
         table = Table(title=str(self._config.run_dir), show_header=False)
         for when, scores in (("before RL", self.before), ("after RL", after)):
@@ -260,8 +255,13 @@ class RunLog:
             self._wandb.log(values, step=step)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with (self._config.run_dir / name).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if self._writes:
+            with (self._config.run_dir / name).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        if self._writes:
+            write_whole(self._config.run_dir / name, json.dumps(content, indent=2) + "\n")
 
     def _keep(self, name: str, number: str, last: int) -> list[dict[str, Any]]:
         """Drop the lines of a file whose `number` is above `last`, and return the others."""

@@ -69,12 +69,6 @@ def shorten(text: str) -> str:
     return f"{text[:half]} [... {omitted} characters left out ...] {text[-half:]}"
 
 
-def ends(items: list[int]) -> list[int]:
-    """Return the first and the last of more than `SHOWN_TOKENS` items."""
-    half = SHOWN_TOKENS // 2
-    return items if len(items) <= SHOWN_TOKENS else items[:half] + items[-half:]
-
-
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")
 
 
