@@ -41,7 +41,7 @@ from qurl_megatron.evaluation.attribution import (
     split,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.check import check_model, load_tokenizer
+from qurl_megatron.model.huggingface import check_model, load_tokenizer
 from qurl_megatron.planning.memory import published_bytes
 
 if TYPE_CHECKING:
