@@ -136,6 +136,8 @@ def test_servers_have_nodes_of_their_own_where_there_is_more_than_one(
          "the learner's 10 ranks: 2 nodes of 8 GPUs would not have as many each, in whole "
          "tensor-parallel groups of 2; take a multiple of 8"),
         ("learner.data_parallel_size=3", 192, "2048 completions are not divisible by 6"),
+        ("quantization.transport=direct", 64,
+         "64 GPUs are not all in one node of 8; set it to broadcast or auto"),
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_does_not(
