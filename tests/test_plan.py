@@ -15,7 +15,7 @@ from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.planning import plan, step_time
-from qurl_megatron.planning.limits import REMEDIES, largest_part
+from qurl_megatron.planning.limits import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
 from qurl_megatron.planning.publish_time import stage_bytes
 from qurl_megatron.planning.step_time import Workload
@@ -27,7 +27,7 @@ SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
 
 
-def plan_of(gpus: int = 64, *words: str) -> plan.Plan:
+def plan_of(gpus: int = 64, *words: str) -> Plan:
     return plan.plan(QWEN2, with_overrides(study("", 64, "int8"), list(words)), gpus)
 
 

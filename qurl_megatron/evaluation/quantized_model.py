@@ -53,7 +53,7 @@ class SwitchedLinear(torch.nn.Module):
         if self.meter is not None:
             self.meter.add(rows)
         if not self.is_quantized:
-            return linear.apply_unquantized(self.method, self, x, self.bias)
+            return linear.multiply_unquantized(x, self.weight, self.bias)
         out = self.method.multiply_cpu(rows, self.codes, self.scale, self.bias)
         return out.view(*x.shape[:-1], -1)
 
