@@ -269,6 +269,12 @@ def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ArchitectureError, match=words):
             read(tmp_path, **{**fits, **changes}).check_blocks(size)
+    wide = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
+    with_experts = read(tmp_path, **{**MOE, **wide})
+    with_experts.check_blocks(1)
+    with_experts.check_blocks(2, 2)  # each rank has half of the experts, whole
+    with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
+        with_experts.check_blocks(2)
 
 
 def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> None:
@@ -288,12 +294,3 @@ def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> No
     dense.check_server_layout(6)
     with pytest.raises(ArchitectureError, match="this model has none; leave it at 1"):
         dense.check_server_layout(2, 2)
-
-
-def test_blocks_fit_a_rank_that_has_fewer_experts_and_whole_ones(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
-    architecture = read(tmp_path, **{**MOE, **sizes})
-    architecture.check_blocks(1)
-    architecture.check_blocks(2, 2)
-    with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
-        architecture.check_blocks(2)

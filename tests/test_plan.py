@@ -19,7 +19,7 @@ from qurl_megatron.planning.limits import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
 from qurl_megatron.planning.publish_time import stage_bytes
 from qurl_megatron.planning.step_time import Workload
-from qurl_megatron.recipes import qwen3_moe, scaling_32b
+from qurl_megatron.recipes import scaling_32b
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
 from tiny import build_tiny_model
 
@@ -150,19 +150,6 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_does_not(
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("rollout.routing=replay learner.recompute=full", "would replay another micro batch"),
-        ("quantization.uaq.scale=1.5", "a model with experts needs a power of two"),
-    ],
-)
-def test_a_plan_for_experts_is_refused_as_the_run_would_be(words: str, message: str) -> None:
-    config = with_overrides(qwen3_moe.study("Qwen3-30B-A3B", 16), words.split())
-    with pytest.raises(ConfigError, match=message):
-        plan.plan(qwen3_moe.ARCHITECTURES["Qwen3-30B-A3B"], config, 16)
-
-
 def test_a_refusal_suggests_a_layout_that_fits() -> None:
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), ["learner.tensor_parallel_size=2"])
     half = Workload.half(config)
@@ -217,6 +204,9 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
         (["Qwen4-32B"], 2, "Qwen4-32B: no such directory, model (Qwen2.5-32B, Qwen3-32B, "),
         (["Qwen3-30B-A3B", "--gpus", "16"], 0, "learner.expert_parallel_size=4"),
         (["Qwen3-30B-A3B", "learner.expert_parallel_size=3"], 2, "128 experts are not divisible"),
+        # Refused as the run would be.
+        (["Qwen3-30B-A3B", "rollout.routing=replay", "learner.recompute=full"], 2, "would replay "),
+        (["qwen3_moe", "model=Qwen3-30B-A3B", "quantization.uaq.scale=1.5"], 2, "a power of two"),
         (["qwen3_moe", "model=Qwen3-30B-A3B"], 0, "learner, 8 GPUs"),
     ],
 )
