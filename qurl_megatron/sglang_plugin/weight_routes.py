@@ -21,7 +21,7 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import IO, Any
 
@@ -199,7 +199,7 @@ class Claim:
         if self._run == run:
             self._run = ""
 
-    def guard(self, app: Any) -> Callable[..., Awaitable[None]]:
+    def guard(self, app: Any) -> Callable[..., Coroutine[Any, Any, None]]:
         """Return an ASGI application that gives `app` the requests of this run and of no run.
 
         The first run that asks for something has the claim. Other runs are refused.
