@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks import machine
 from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.planning import plan
+from qurl_megatron.planning.limits import Plan
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
@@ -92,7 +93,7 @@ class SimulatedServer:
             self._finished_s[batch] = self.now_s
 
 
-def simulate(planned: plan.Plan, workload: Workload, seed: int) -> float:
+def simulate(planned: Plan, workload: Workload, seed: int) -> float:
     """Return the mean seconds of a step, without the first steps, in which the pipeline fills."""
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
     generator = np.random.default_rng(seed)
@@ -124,7 +125,7 @@ def simulate(planned: plan.Plan, workload: Workload, seed: int) -> float:
     return (published_s[-1] - published_s[first]) / (SIMULATED_STEPS - first)
 
 
-def describe(planned: plan.Plan) -> str:
+def describe(planned: Plan) -> str:
     """Return the layout: learner TP x PP x CP x DP, recomputation, then servers x TP."""
     learner, server = planned.config.learner, planned.config.rollout.server
     sizes = [learner.tensor_parallel_size, learner.pipeline_parallel_size]

@@ -32,6 +32,9 @@ def build_layer(weight_format: str) -> tuple[Any, QuantizedExpertsMethod, list[l
     method.create_weights(
         layer, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=lambda *_: None
     )
+    sizes = {"hidden_size": HIDDEN, "intermediate_size_per_partition": INTERMEDIATE}
+    experts = {"num_experts": 2 * EXPERTS, "num_local_experts": EXPERTS, "top_k": 2}
+    method.create_moe_runner(layer, MoeRunnerConfig(**sizes, **experts, inplace=False))
     values: list[list[Tensor]] = []
     for expert in range(EXPERTS):
         values.append([])
@@ -116,17 +119,6 @@ def compare_kernels() -> None:
     dispatched = routed()
     for weight_format in CONFIGS:
         layer, method, _ = build_layer(weight_format)
-        method.create_moe_runner(
-            layer,
-            MoeRunnerConfig(
-                num_experts=2 * EXPERTS,
-                num_local_experts=EXPERTS,
-                hidden_size=HIDDEN,
-                intermediate_size_per_partition=INTERMEDIATE,
-                top_k=2,
-                inplace=False,
-            ),
-        )
         info = method.get_triton_quant_info(layer)
         out = method.runner.run(dispatched, info).hidden_states.float()
         expected = rounded_as_by_kernels(layer, method, dispatched).float()

@@ -195,12 +195,10 @@ def test_a_model_the_learner_does_not_support_is_refused_by_field(
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("uses", "first_layer_without"), [(False, 5), (True, 6)])
-def test_a_sliding_window_that_no_layer_uses_is_accepted(
-    tmp_path: Path, uses: bool, first_layer_without: int
-) -> None:
-    window = {"sliding_window": 8, "max_window_layers": first_layer_without}
-    read(tmp_path, use_sliding_window=uses, **window)
+def test_a_sliding_window_that_no_layer_uses_is_accepted(tmp_path: Path) -> None:
+    for uses, first_layer_with in ((False, 5), (True, 6)):
+        window = {"sliding_window": 8, "max_window_layers": first_layer_with}
+        read(tmp_path, use_sliding_window=uses, **window)
 
 
 def test_a_missing_directory_or_broken_config_is_refused(tmp_path: Path) -> None:
@@ -255,13 +253,6 @@ def test_layers_divide_over_pipeline_stages_with_a_shorter_last_one(tmp_path: Pa
         architecture.stage_layers(5, 11)
 
 
-def test_server_ranks_divide_the_attention_heads(tmp_path: Path) -> None:
-    architecture = read(tmp_path)
-    architecture.check_server_layout(6)
-    with pytest.raises(ArchitectureError, match="12 attention heads .*=8; .* 1, 2, 3, 4, 6, 12$"):
-        architecture.check_server_layout(8)
-
-
 def test_the_vocabulary_is_padded_to_equal_rows_per_rank(tmp_path: Path) -> None:
     architecture = read(tmp_path)
     assert [architecture.padded_vocab_size(n) for n in (1, 2, 4)] == [131, 132, 132]
@@ -278,6 +269,12 @@ def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ArchitectureError, match=words):
             read(tmp_path, **{**fits, **changes}).check_blocks(size)
+    wide = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
+    with_experts = read(tmp_path, **{**MOE, **wide})
+    with_experts.check_blocks(1)
+    with_experts.check_blocks(2, 2)  # each rank has half of the experts, whole
+    with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
+        with_experts.check_blocks(2)
 
 
 def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> None:
@@ -288,21 +285,12 @@ def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> No
     for size, groups, words in (
         (12, 1, "12 server ranks share each expert, and its 20 channels"),
         (4, 3, "expert_parallel_size=3 must divide tensor_parallel_size=4"),
-        (5, 5, "12 attention heads"),
+        (5, 5, "12 attention heads .*=5; .* 1, 2, 3, 4, 6, 12$"),
         (12, 24, "expert_parallel_size=24 must divide"),
     ):
         with pytest.raises(ArchitectureError, match=words):
             architecture.check_server_layout(size, groups)
     dense = read(tmp_path)
-    dense.check_server_layout(2)
+    dense.check_server_layout(6)
     with pytest.raises(ArchitectureError, match="this model has none; leave it at 1"):
         dense.check_server_layout(2, 2)
-
-
-def test_blocks_fit_a_rank_that_has_fewer_experts_and_whole_ones(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
-    architecture = read(tmp_path, **{**MOE, **sizes})
-    architecture.check_blocks(1)
-    architecture.check_blocks(2, 2)
-    with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
-        architecture.check_blocks(2)

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from batches import ragged, score, update
 from distributed import run_ranks
+from learner_reference import CP2, DP2, PP2, TP2, VPP2
 from qurl_megatron.cli import app
 from qurl_megatron.config.disk import check_disk, checkpoint_bytes
 from qurl_megatron.config.overrides import with_overrides
@@ -40,12 +41,7 @@ from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
-TP2: dict[str, Any] = {"tensor_parallel_size": 2}
-PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
-DP2: dict[str, Any] = {"data_parallel_size": 2}
 DP3: dict[str, Any] = {"data_parallel_size": 3}
-CP2: dict[str, Any] = {"context_parallel_size": 2}
-VPP2: dict[str, Any] = {**PP2, "virtual_pipeline_parallel_size": 2}
 
 
 def config_of(directory: Path, dtype: str, layout: dict[str, Any]) -> Config:

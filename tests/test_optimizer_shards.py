@@ -16,7 +16,7 @@ from qurl_megatron.learner.optimizer_shards import boxes, fuse_adam
 def test_the_boxes_of_a_range_are_the_range_in_order(shape: list[int], data: st.DataObject) -> None:
     values = torch.arange(torch.Size(shape).numel()).view(shape)
     start = data.draw(st.integers(0, values.numel()))
-    stop = data.draw(st.integers(start, values.numel()))
+    stop = data.draw(st.integers(0, values.numel()))  # a range may be empty
     cut = list(boxes(shape, start, stop))
     assert len(cut) <= 2 * len(shape) - 1
     taken = []
@@ -34,11 +34,6 @@ def test_the_boxes_of_a_range_are_the_range_in_order(shape: list[int], data: st.
 def test_a_range_over_several_rows_is_a_part_whole_rows_and_a_part() -> None:
     cut = [(box.offset, box.shape) for box in boxes((4, 5), 3, 17)]
     assert cut == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
-
-
-def test_an_empty_range_has_no_boxes() -> None:
-    assert list(boxes((4, 5), 7, 7)) == []
-    assert list(boxes((4, 5), 9, 7)) == []
 
 
 def test_torchs_adam_updates_a_parameter_in_one_kernel() -> None:

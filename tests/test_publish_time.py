@@ -9,9 +9,8 @@ import pytest
 
 from published import PARAMETERS
 from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.planning import memory
-from qurl_megatron.planning.plan import plan
 from qurl_megatron.planning.publish_time import delta_part, plan_publish, stage_bytes
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
@@ -132,8 +131,3 @@ def test_within_a_node_each_rank_writes_its_part_for_each_server(transport: str)
     assert publish.time_s == pytest.approx(2 * total / 2 / NVLINK)
     assert not plan_publish(QWEN2, small(transport="auto", publish="delta")).is_direct
     assert not plan_publish(QWEN2, small()).is_direct
-
-
-def test_writing_into_parameters_of_other_nodes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="64 GPUs are not all in one node of 8; set it to br"):
-        plan(QWEN2, planned("int8", "quantization.transport=direct"), 64)

@@ -9,19 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
-import sglang_loader
 from distributed import run_ranks
 from published import EXPERT_MODELS, MODELS, PARAMETERS
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.quantization import quantize
 
 LEARNER = LearnerConfig(tensor_parallel_size=8, pipeline_parallel_size=4)
 EXPERT_LEARNER = LearnerConfig(
@@ -136,48 +133,3 @@ def test_every_tensor_of_a_whole_model_is_sent_once_and_whole(
                     assert following.offset[first.dim] == end
     assert sent.keys() == weight_map.hugging_face_names(architecture)
     assert sum(sent.values()) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "server_size", "weight_format"),
-    [
-        ("Qwen2.5-32B", 2, "int8"),
-        ("Qwen2.5-32B", 4, "fp8-block"),
-        ("Qwen3-32B", 2, "fp8-block"),
-        ("Qwen3-32B", 4, "int8"),
-    ],
-)
-def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
-    name: str, server_size: int, weight_format: str, model_dirs: dict[str, Path], engine: None
-) -> None:
-    """SGLang's own loaders accept every tensor, and its ranks hold all of each and nothing else."""
-    from qurl_megatron.sglang_plugin.verify import held_parts
-
-    architecture = Architecture.from_directory(model_dirs[name])
-    sent: dict[str, torch.Tensor] = {}
-    for rule in weight_map.rules(architecture):
-        for layer in range(architecture.num_layers) if rule.layered else [None]:
-            for part, tensor_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
-                shape = weight_map.full_shape(part, architecture)
-                sent[tensor_name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-                if rule.quantized:
-                    codes = torch.int8 if weight_format == "int8" else torch.float8_e4m3fn
-                    sent[tensor_name] = sent[tensor_name].to(codes)
-                    rows = shape[0] if weight_format == "int8" else -(-shape[0] // 128)
-                    columns = 1 if weight_format == "int8" else -(-shape[1] // 128)
-                    scale_name = quantize.scale_name(tensor_name, weight_format)
-                    sent[scale_name] = torch.empty(rows, columns, device="meta")
-    places: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for rank in range(server_size):
-        with sglang_loader.as_rank(rank, server_size), torch.device("meta"):
-            model = sglang_loader.build(model_dirs[name], weight_format)
-            model.load_weights(sent.items())
-        for tensor_name, parts in held_parts(model).items():
-            for tensor, row, column in parts:
-                assert tensor.dtype == sent[tensor_name].dtype
-                places[tensor_name].add((row, column, *tensor.shape))
-    assert places.keys() == sent.keys()
-    for tensor_name, tensor in sent.items():
-        # Ranks hold the same part or disjoint parts, so the sizes of distinct parts add up.
-        held = sum(math.prod(shape) for _, _, *shape in places[tensor_name])
-        assert held == tensor.numel(), tensor_name

@@ -119,16 +119,6 @@ def test_a_quantized_directory_is_loaded_like_a_publish(
     assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
 
 
-@pytest.mark.usefixtures("engine")
-def test_the_router_stays_in_bfloat16(
-    weights: tuple[Path, str, list[dict[str, Tensor]]],
-) -> None:
-    model_dir, weight_format, _ = weights
-    (model,) = sglang_loader.build_ranks(model_dir, weight_format, 1)
-    gate = model.model.layers[0].mlp.gate
-    assert [(name, p.dtype) for name, p in gate.named_parameters()] == [("weight", torch.bfloat16)]
-
-
 def rounded(x: Tensor, weight_format: str) -> Tensor:
     """Return activations `[in]` as a token's codes and scales stand for them."""
     dtype = torch.int8 if weight_format == "int8" else torch.float8_e4m3fn

@@ -246,8 +246,19 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
     monkeypatch.setattr(plugin, "CLAIM_S", 0.0)
     assert ask("POST", "/qurl/weights", "first").status_code == 400
     claim = plugin.Claim()
-    with claim.held_by("first"):  # a request that takes longer
+
+    async def take_longer(scope: Any, *_: Any) -> None:
         assert claim.run == "first"
+        served_in_time.append(scope)
+
+    served_in_time: list[Any] = []
+    scope = {
+        "type": "http",
+        "path": "/generate",
+        "headers": [(b"qurl-run", b"first")],
+    }
+    asyncio.run(claim.guard(take_longer)(scope, None, None))
+    assert served_in_time == [scope]
     assert claim.run == ""
 
 

@@ -133,11 +133,9 @@ class Checkpoints:
         settings = self._config.checkpoint
         if accuracy is None or not settings.keep_best or settings.every_steps == 0:
             return False
-        return from_rank_zero(lambda: self._exceeds_saved(accuracy))
-
-    def _exceeds_saved(self, accuracy: float) -> bool:
+        run_dir = self._config.run_dir
         # The checkpoint of the last save may still be being written.
-        saved = [*_accuracies(self._config.run_dir).values(), self._latest_accuracy]
+        saved = from_rank_zero(lambda: [*_accuracies(run_dir).values(), self._latest_accuracy])
         return all(other is None or accuracy > other for other in saved)
 
     def save(self, state: RunState) -> None:

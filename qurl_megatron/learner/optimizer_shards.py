@@ -47,27 +47,17 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     The range is [start, stop). With n dimensions there are at most 2n - 1 boxes: part of a row,
     whole rows, part of a row, where the parts consist of boxes of n - 1 dimensions.
     """
-    if start >= stop:
-        return
-    row_numel = math.prod(shape[1:])
-    first_whole, end_whole = -(-start // row_numel), stop // row_numel
-    begin_whole, stop_whole = first_whole * row_numel, end_whole * row_numel
-
-    def part_of_row(row: int, start: int, stop: int) -> Iterator[Box]:
-        begin = row * row_numel
-        for box in boxes(shape[1:], start - begin, stop - begin):
-            offset, shape_of_part = (row, *box.offset), (1, *box.shape)
-            yield Box(offset, shape_of_part, begin + box.start, begin + box.stop)
-
-    if first_whole > end_whole:  # the range lies within one row
-        yield from part_of_row(end_whole, start, stop)
-        return
-    yield from part_of_row(first_whole - 1, start, begin_whole)
-    if first_whole < end_whole:
-        zeros = (0,) * (len(shape) - 1)
-        rows = end_whole - first_whole
-        yield Box((first_whole, *zeros), (rows, *shape[1:]), begin_whole, stop_whole)
-    yield from part_of_row(end_whole, stop_whole, stop)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while start < stop:
+        offset = [start // stride % size for stride, size in zip(strides, shape, strict=True)]
+        # The largest rows that begin here and end within the range; in the end, single values.
+        dim = 0
+        while start % strides[dim] or start + strides[dim] > stop:
+            dim += 1
+        rows = min((stop - start) // strides[dim], shape[dim] - offset[dim])
+        end = start + rows * strides[dim]
+        yield Box(tuple(offset), (*[1] * dim, rows, *shape[dim + 1 :]), start, end)
+        start = end
 
 
 def fuse_adam(optimizer: Any) -> None:

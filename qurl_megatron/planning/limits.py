@@ -1,4 +1,4 @@
-"""Divide the time of a planned step into parts, and name the part that limits it.
+"""A plan, with the time of its step divided into parts, and the part that limits it.
 
     decoding            of all servers, beyond the longest response; divided by the servers
     longest response    decoded alone, by a server that does nothing else; no GPU shortens it
@@ -15,9 +15,12 @@ the learner's four, or decoding, or the longest response and the learner's four 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.publish_time import PublishPlan
 from qurl_megatron.planning.rollout_time import ServerLoad, SteadyState
 from qurl_megatron.planning.step_time import Workload, learner_s
 
@@ -34,49 +37,61 @@ REMEDIES = {
 _ENDLESS = 10**9
 
 
-def time_parts(
-    architecture: Architecture,
-    config: Config,
-    workload: Workload,
-    load: ServerLoad,
-    step_s: dict[str, float],
-    state: SteadyState | None,
-) -> dict[str, float]:
-    """Return the seconds of each part that decides the time of a step.
+@dataclass(frozen=True)
+class Plan:
+    """Memory of a learner GPU and a server GPU, and the time of a step."""
 
-    Args:
-        load: a server's share of the step.
-        step_s: seconds by phase; without `state` the parts add up to them.
-        state: that of an asynchronous run; None for a synchronous one.
-    """
-    token_s = load.token_s(1, load.lengths.maximum / 2)
-    longest_s = min(step_s["rollout"], load.lengths.maximum * token_s)
-    # Without sequences a learner does nothing but sum gradients and step; with endless virtual
-    # stages its pipeline has no bubble.
-    without_prompts = dataclasses.replace(config.rollout, prompts_per_step=0)
-    empty = dataclasses.replace(config, rollout=without_prompts)
-    gradients_s = sum(learner_s(architecture, empty, workload).values())
-    endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=_ENDLESS)
-    without_bubble = dataclasses.replace(config, learner=endless)
-    busy_s = sum(learner_s(architecture, without_bubble, workload).values())
-    learner_time_s = sum(step_s.values()) - step_s["rollout"] - step_s["publish"]
-    learner = {
-        "passes": busy_s - gradients_s,
-        "pipeline bubble": learner_time_s - busy_s,
-        "gradients": gradients_s,
-        "publish": step_s["publish"],
-    }
-    if state is None:
-        decoding_s = step_s["rollout"] - longest_s
-        return {"decoding": decoding_s, "longest response": longest_s, **learner}
-    if state.limit == "servers":
-        return {"decoding": state.step_s}
-    if state.limit == "learner":
-        return learner
-    # The longest response and the learner, one after the other, are spread over all these steps.
-    batches = config.rollout.max_staleness + 1
-    learner = {name: time_s / batches for name, time_s in learner.items()}
-    return {"longest response": state.step_s - sum(learner.values()), **learner}
+    architecture: Architecture
+    config: Config  # with the number of servers
+    workload: Workload
+    gpus: int  # GPUs of the learner and all servers together
+    learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
+    converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
+    server_bytes: dict[str, int]  # by part, on one GPU of a server
+    kv_tokens: int  # capacity of a server's KV cache
+    load: ServerLoad  # of each server
+    publish: PublishPlan
+    step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
+    asynchronous: SteadyState | None  # None: synchronous
+
+    @property
+    def total_s(self) -> float:
+        """Time of a whole step, in seconds."""
+        return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
+
+    @cached_property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of each part that decides the time of a step; they add up to `total_s`."""
+        step_s, config, state = self.step_s, self.config, self.asynchronous
+        longest = self.load.lengths.maximum
+        token_s = self.load.token_s(1, longest / 2)
+        longest_s = min(step_s["rollout"], longest * token_s)
+        # Without sequences a learner does nothing but sum gradients and step; with endless virtual
+        # stages its pipeline has no bubble.
+        without_prompts = dataclasses.replace(config.rollout, prompts_per_step=0)
+        empty = dataclasses.replace(config, rollout=without_prompts)
+        gradients_s = sum(learner_s(self.architecture, empty, self.workload).values())
+        endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=_ENDLESS)
+        without_bubble = dataclasses.replace(config, learner=endless)
+        busy_s = sum(learner_s(self.architecture, without_bubble, self.workload).values())
+        learner_time_s = sum(step_s.values()) - step_s["rollout"] - step_s["publish"]
+        learner = {
+            "passes": busy_s - gradients_s,
+            "pipeline bubble": learner_time_s - busy_s,
+            "gradients": gradients_s,
+            "publish": step_s["publish"],
+        }
+        if state is None:
+            decoding_s = step_s["rollout"] - longest_s
+            return {"decoding": decoding_s, "longest response": longest_s, **learner}
+        if state.limit == "servers":
+            return {"decoding": state.step_s}
+        if state.limit == "learner":
+            return learner
+        # The longest response, and then the learner, are spread over all these steps.
+        batches = config.rollout.max_staleness + 1
+        learner = {name: time_s / batches for name, time_s in learner.items()}
+        return {"longest response": state.step_s - sum(learner.values()), **learner}
 
 
 def largest_part(parts: dict[str, float]) -> str:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.planning.limits import time_parts
+from qurl_megatron.planning.limits import Plan
 from qurl_megatron.planning.memory import (
     GIB,
     GPU_BYTES,
@@ -27,45 +25,9 @@ from qurl_megatron.planning.memory import (
     with_cheapest_recomputation,
 )
 from qurl_megatron.planning.nodes import fit_on_nodes, nodes_of_learner
-from qurl_megatron.planning.publish_time import PublishPlan, is_direct, plan_publish
-from qurl_megatron.planning.rollout_time import (
-    ServerLoad,
-    SteadyState,
-    rollout_s,
-    server_load,
-    steady_state,
-)
+from qurl_megatron.planning.publish_time import is_direct, plan_publish
+from qurl_megatron.planning.rollout_time import rollout_s, server_load, steady_state
 from qurl_megatron.planning.step_time import GPUS_PER_NODE, Workload, learner_s
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Memory of a learner GPU and a server GPU, and the time of a step."""
-
-    architecture: Architecture
-    config: Config  # with the number of servers
-    workload: Workload
-    gpus: int  # GPUs of the learner and all servers together
-    learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
-    converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
-    server_bytes: dict[str, int]  # by part, on one GPU of a server
-    kv_tokens: int  # capacity of a server's KV cache
-    load: ServerLoad  # of each server
-    publish: PublishPlan
-    step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
-    asynchronous: SteadyState | None  # None: synchronous
-
-    @property
-    def total_s(self) -> float:
-        """Time of a whole step, in seconds."""
-        return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
-
-    @cached_property
-    def parts_s(self) -> dict[str, float]:
-        """Seconds of the parts that make up a step, see `limits`."""
-        return time_parts(
-            self.architecture, self.config, self.workload, self.load, self.step_s, self.asynchronous
-        )
 
 
 def plan(

@@ -240,18 +240,10 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
         )
 
 
-def apply_unquantized(
-    method: LinearMethodBase, layer: Any, x: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Multiply `x` [..., in] by an unquantized layer's weight on a CPU; return [..., out].
-
-    Sums are float32. This replaces `UnquantizedLinearMethod.apply`, whose bfloat16 products are ten
-    times as slow on a CPU without instructions for them.
-    """
-    return multiply_unquantized(x, layer.weight, bias)
-
-
 def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `x` [..., in] by `weight` [out, in] in float32; return [..., out], rounded as x."""
+    """Multiply `x` [..., in] by `weight` [out, in] in float32; return [..., out], rounded as x.
+
+    On a CPU without instructions for them, bfloat16 products are ten times as slow.
+    """
     out = torch.nn.functional.linear(x.float(), weight.float())
     return (out if bias is None else out.add_(bias)).to(x.dtype)

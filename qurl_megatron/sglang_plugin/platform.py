@@ -35,11 +35,13 @@ class CpuPlatform(CpuSRTPlatform):
         from sglang.srt.state_capturer import base
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
-        from qurl_megatron.sglang_plugin.linear import apply_unquantized
+        from qurl_megatron.sglang_plugin.linear import multiply_unquantized
         from qurl_megatron.sglang_plugin.moe import apply_unquantized_experts
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
-        UnquantizedLinearMethod.apply = apply_unquantized
+        UnquantizedLinearMethod.apply = lambda method, layer, x, bias=None: multiply_unquantized(
+            x, layer.weight, bias
+        )
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
         # The table of each token's experts: SGLang pins its memory, which needs a GPU.

@@ -76,41 +76,34 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] | None = getattr(model, "_qurl_held_parts", None)
     if parts is None:
         parts = {}
-        for name, part in _held_parts(model):
-            parts.setdefault(name, []).append(part)
+        for path, module in model.named_modules():
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                for name, part in _cut(module, path, parameter_name, parameter.detach()):
+                    parts.setdefault(name, []).append(part)
         object.__setattr__(model, "_qurl_held_parts", parts)
     return parts
-
-
-def _held_parts(model: torch.nn.Module) -> Iterator[HeldPart]:
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            yield from _cut(module, module_name, name, parameter.detach())
 
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
     """Yield the parts of one parameter of a module that is at `path` in the model."""
     rows_per_entry = BLOCK if name == "weight_scale_inv" else 1  # rows of the weight
+    fused: list[tuple[str, int, int]] = []  # projections: name, rows of a rank's weight, rank
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas
-        rows = 0
-        for projection, size, rank in (
-            ("q_proj", module.q_proj_shard_size // rows_per_entry, module.tp_rank),
-            ("k_proj", module.kv_proj_shard_size // rows_per_entry, kv_rank),
-            ("v_proj", module.v_proj_shard_size // rows_per_entry, kv_rank),
-        ):
-            sent_name = f"{path.removesuffix('qkv_proj')}{projection}.{name}"
-            yield sent_name, Part(tensor[rows : rows + size], rank * size, 0)
-            rows += size
+        fused = [
+            ("q_proj", module.q_proj_shard_size, module.tp_rank),
+            ("k_proj", module.kv_proj_shard_size, kv_rank),
+            ("v_proj", module.v_proj_shard_size, kv_rank),
+        ]
     elif isinstance(module, MergedColumnParallelLinear):
-        rows = 0
-        for projection, full_size in zip(
-            ("gate_proj", "up_proj"), module.output_sizes, strict=True
-        ):
-            size = full_size // module.tp_size // rows_per_entry
-            sent_name = f"{path.removesuffix('gate_up_proj')}{projection}.{name}"
-            yield sent_name, Part(tensor[rows : rows + size], module.tp_rank * size, 0)
-            rows += size
+        gate, up = (size // module.tp_size for size in module.output_sizes)
+        fused = [("gate_proj", gate, module.tp_rank), ("up_proj", up, module.tp_rank)]
+    if fused:
+        parent, row = path.rpartition(".")[0], 0
+        for projection, weight_rows, rank in fused:
+            size = weight_rows // rows_per_entry
+            yield f"{parent}.{projection}.{name}", Part(tensor[row : row + size], rank * size, 0)
+            row += size
     elif isinstance(module, FusedMoE):
         yield from _cut_experts(module, path, name, tensor)
     elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):

@@ -10,19 +10,18 @@ file is gone when the learner gets its answer.
 
 A server serves one run: the weights of a second one would silently replace those of the first. A
 run names itself in a header of every request. `Claim` knows which run the server serves, and
-`Claimed` refuses the requests of any other.
+refuses the requests of any other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import IO, Any
 
@@ -58,7 +57,7 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     app.add_route(WEIGHTS_PATH, _receive, methods=["POST"])
     app.add_route(RUN_PATH, _release, methods=["DELETE"])
     app.state.claim = Claim()
-    app.add_middleware(Claimed, claim=app.state.claim)
+    app.add_middleware(app.state.claim.guard)
     original(app, **keys)
 
 
@@ -195,39 +194,32 @@ class Claim:
         silent_s = time.monotonic() - self._heard_at
         return self._run if self._num_running or silent_s < CLAIM_S else ""
 
-    @contextlib.contextmanager
-    def held_by(self, run: str) -> Iterator[None]:
-        """Serve a request of `run`, which must be the one that the server serves, or the first."""
-        self._run = run
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            self._heard_at = time.monotonic()
-
     def release(self, run: str) -> None:
         """Forget the run, if it is this one."""
         if self._run == run:
             self._run = ""
 
+    def guard(self, app: Any) -> Callable[..., Coroutine[Any, Any, None]]:
+        """Return an ASGI application that gives `app` the requests of this run and of no run.
 
-class Claimed:
-    """Passes on the requests of no run, and of the run that has the claim; refuses others."""
+        The first run that asks for something has the claim. Other runs are refused.
+        """
 
-    def __init__(self, app: Any, claim: Claim) -> None:
-        self._app = app
-        self._claim = claim
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
+            if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
+                await app(scope, receive, send)
+            elif self.run in ("", run):
+                self._run = run
+                self._num_running += 1
+                try:
+                    await app(scope, receive, send)
+                finally:
+                    self._num_running -= 1
+                    self._heard_at = time.monotonic()
+            else:
+                message = f"it serves the run {self.run}"
+                refusal = JSONResponse({"success": False, "message": message}, status_code=409)
+                await refusal(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, as ASGI applications do."""
-        run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
-        if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
-            await self._app(scope, receive, send)
-        elif self._claim.run in ("", run):
-            with self._claim.held_by(run):
-                await self._app(scope, receive, send)
-        else:
-            message = f"it serves the run {self._claim.run}"
-            refusal = JSONResponse({"success": False, "message": message}, status_code=409)
-            await refusal(scope, receive, send)
+        return answer

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sglang.srt.layers.moe import MoeRunnerConfig
 
-from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, routed
+from moe_layer import CONFIGS, build_layer, routed
 
 
 @pytest.mark.usefixtures("engine")
@@ -14,9 +13,6 @@ def test_fused_experts_are_those_of_the_cpu(weight_format: str) -> None:
     layer, method, _ = build_layer(weight_format)
     dispatched = routed()
     expected = method.apply(layer, dispatched).hidden_states.float()
-    sizes = {"hidden_size": HIDDEN, "intermediate_size_per_partition": INTERMEDIATE}
-    experts = {"num_experts": 2 * EXPERTS, "num_local_experts": EXPERTS, "top_k": 2}
-    method.create_moe_runner(layer, MoeRunnerConfig(**sizes, **experts, inplace=False))
     layer.cuda()
     topk = dispatched.topk_output
     on_gpu = dispatched._replace(
