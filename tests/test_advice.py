@@ -83,6 +83,13 @@ def test_a_critic_learns_from_prompts_with_equal_rewards() -> None:
     assert lines([{"reward_counts": [(1.0, 8)]}] * 9, ppo)[WINDOW - 1] != []
 
 
+def test_failures_are_counted_by_the_completions_of_their_stage() -> None:
+    stage = "rollout.stages.2={max_response_length: 9, completions_per_prompt: 2}"
+    failing = [{"verifier_failures": 2}] * WINDOW  # of 64 x 8, or of 64 x 2
+    assert lines(failing)[-1] == []
+    assert "1.6% of verifier calls" in lines(failing, with_overrides(Config(), [stage]))[-1][0]
+
+
 def test_small_growth_of_a_tiny_divergence_is_not_told() -> None:
     watch = Watch(Config())
     for number in range(1, 30):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_megatron.quantization.checksum import checksum, combine, part_key
+from qurl_megatron.quantization.checksum import Part, checksum, checksums, combine, part_key
 
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 SIZES = st.integers(1, 17)
@@ -68,6 +68,11 @@ def test_strides_and_chunk_size_do_not_change_the_checksum(monkeypatch: pytest.M
 def test_a_vector_has_the_checksum_of_a_column() -> None:
     vector = random_tensor(8, 1, torch.bfloat16)
     assert checksum(vector.squeeze(1)) == checksum(vector)
+
+
+def test_parts_keep_their_order_whatever_their_shapes() -> None:
+    tensors = [random_tensor(rows, 3, torch.float32) for rows in (2, 3, 3, 2)]
+    assert checksums(map(Part, tensors)) == list(map(checksum, tensors))
 
 
 def test_parts_add_up_and_different_copies_of_a_part_are_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +16,7 @@ import pytest
 
 from answering import Address
 from fleets import make_fleet, make_server, wait_for
+from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import incarnation, reported_lost
@@ -210,6 +212,9 @@ def test_the_roster_replaces_a_server_that_died_even_if_a_file_system_once_fails
         assert wait_for(fleet, "joining")
         (member,) = fleet.members("joining")
         assert member.server is roster[0]
+        parent = os.getppid()  # another process in its place, while it still runs
+        roster = {0: make_server(0, tmp_path, pid=parent, start_ticks=start_ticks(parent))}
+        assert wait_until(lambda: member.state == "lost")
         roster = {}
         assert wait_for(fleet, "lost")
 

@@ -56,9 +56,10 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
 
 def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path: Path) -> None:
     words = write_inputs("grpo", tmp_path)
-    config, _ = prepare_new("grpo", [*words, "name=first"])
+    (tmp_path / "critic").mkdir()
+    config, _ = prepare_new("grpo", [*words, "name=first", "critic.model=critic"])
     (new := tmp_path / "new").mkdir()
-    moved = {"model": config.model, "data": config.data}
+    moved = {"model": config.model, "data": config.data, "critic.model": config.critic.model}
     others = {field: f"{field}={new / Path(path).name}" for field, path in moved.items()}
     for path in moved.values():
         copy = shutil.copytree if Path(path).is_dir() else shutil.copy
@@ -67,6 +68,7 @@ def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path:
         with pytest.raises(ConfigError, match="the run has .*start a new run"):
             prepare_resume(config.run_dir, [word])
     shutil.rmtree(config.model)
+    shutil.rmtree(config.critic.model)
     Path(config.data).unlink()
     assert prepare_resume(config.run_dir, [*others.values()])[0].model == str(new / "model")
 

@@ -98,7 +98,9 @@ def test_split_that_leaves_a_side_empty_is_refused() -> None:
 
 
 def test_no_question_of_an_evaluation_file_is_trained_on(config: Config, tmp_path: Path) -> None:
-    seen = [{"question": f" {n}  +\t1?", "answer": f"{n + 1}"} for n in range(50)]
+    path = Path(config.data)
+    path.write_text(path.read_text().replace("+", "Plus"))
+    seen = [{"question": f" {n}  plus\t1?", "answer": f"{n + 1}"} for n in range(50)]
     tests = write_lines(tmp_path / "b.jsonl", *seen, *numbered(1000))
     config.evaluation.data = {"b": tests}
     train, held_out, files, sources = load(config)
@@ -106,7 +108,7 @@ def test_no_question_of_an_evaluation_file_is_trained_on(config: Config, tmp_pat
     dropped = sources["data"].dropped["is in evaluation.data too"]
     assert len(train) + len(held_out) + len(dropped) == 60
     assert 0 < len(train) < 10 and held_out
-    assert not {p.question for p in train} & {f"{n} + 1?" for n in range(50)}
+    assert not {p.question for p in train} & {f"{n} Plus 1?" for n in range(50)}
     config.evaluation.data = {"b": config.data}
     with pytest.raises(DataError, match="every problem to train on is in evaluation.data too"):
         load(config)
@@ -360,8 +362,10 @@ def test_summary_says_what_the_tokenizer_lacks_and_escapes_control_characters(
 def test_summary_counts_the_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "5?"}]
     data = write_lines(tmp_path / "a.jsonl", *numbered(1, 2), {**VERL, "prompt": chat})
-    shown = summary_of(Config(data=data, system_prompt="Be brief."), CHAT_TEMPLATE)
-    assert "\nsystem_prompt: given to 2 prompts; 1 have their own\n" in shown
+    config = Config(data=data, system_prompt="Be brief.")
+    config.evaluation.data = {"b": write_lines(tmp_path / "b.jsonl", *numbered(3))}
+    shown = summary_of(config, CHAT_TEMPLATE)
+    assert "\nsystem_prompt: given to 3 prompts; 1 have their own\n" in shown
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))

@@ -171,6 +171,8 @@ def test_nan_or_infinity_is_an_error_that_says_where(
     message = f"^{where} holds NaN or infinity"
     with pytest.raises(NonFiniteWeight, match=message):  # also before a maximum over shards
         block_absmax(weight, weight_format)
+    with pytest.raises(NonFiniteWeight, match=message):  # of a shard
+        block_absmax(weight[128:], weight_format, (128, 0))
     with pytest.raises(NonFiniteWeight, match=message):
         quantize(weight, weight_format)
     absmax = block_absmax(weight, weight_format, refuses=False)
@@ -293,6 +295,10 @@ def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
         for run, block in zip((rows, columns), block_shape(weight_format), strict=True)
     )
     part = quantize(weight[rows, columns], weight_format, absmax[touched], offset=offset)
+    alone = torch.zeros_like(weight)
+    alone[rows, columns] = weight[rows, columns]
+    own = block_absmax(weight[rows, columns], weight_format, offset)
+    assert torch.equal(own, block_absmax(alone, weight_format)[touched])
     assert code_flips(part.codes, whole.codes[rows, columns].contiguous()) == 0
     assert torch.equal(part.scale, whole.scale[touched])
     assert torch.equal(dequantize(part), dequantize(whole)[rows, columns])

@@ -181,23 +181,26 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
     """It closes the channels of a delta that it refuses, because the senders wait for it."""
     left: list[Any] = []
     monkeypatch.setattr(versions, "leave", lambda *arguments: left.append(arguments))
+    loaded: list[Any] = []
+    waiting = SimpleNamespace(extra_key="of its arrival")
     scheduler = SimpleNamespace(
         loaded_version=held,
-        waiting_queue=[],
-        device_module=SimpleNamespace(synchronize=lambda: None),
+        waiting_queue=[waiting],
+        device_module=SimpleNamespace(synchronize=lambda: loaded.append("waited")),
     )
     runner = SimpleNamespace(weight_updater="the updater")
     updater = SimpleNamespace(scheduler=scheduler, tp_worker=SimpleNamespace(model_runner=runner))
     request = SimpleNamespace(names=[name], weight_version="7", shapes=[[24]], group_name="weights")
-    loaded = []
 
     def load(updater: Any, request: Any) -> Any:
         loaded.append(request)
         return SimpleNamespace(success=True)
 
     answer = versions.update_weights(load, updater, request)
-    assert answer.success == is_loaded == bool(loaded)
+    assert answer.success == is_loaded
+    assert loaded == (["waited", request] if is_loaded else [])
     assert scheduler.loaded_version == (7 if is_loaded else held)
+    assert waiting.extra_key == ("weights 7" if is_loaded else "of its arrival")
     assert left == ([] if is_loaded else [("the updater", "weights")])
     if not is_loaded:
         assert answer.message == f"it holds version {held}, and was sent a delta of 6"
