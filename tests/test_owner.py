@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,15 @@ def test_a_killed_owner_leaves_the_directory_free(tmp_path: Path) -> None:
             claim(tmp_path)
         owner.kill()
     claim(tmp_path).close()
+
+
+def test_a_fork_of_an_owner_owns_nothing(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    with claim(tmp_path):
+        fork.start()
+    claim(tmp_path).close()
+    fork.kill()
+    fork.join()
 
 
 def test_without_flock_a_recorded_process_is_the_owner_while_it_runs_on_this_host(
