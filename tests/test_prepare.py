@@ -47,11 +47,12 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
     words = write_inputs("grpo", tmp_path)
     relative = [word.replace(f"{tmp_path}/", "") for word in words]
     assert relative != words
-    prepare_new("grpo", [*relative, "name=first"])
+    prepare_new("grpo", [*relative, "name=first", "rollout.servers_key_file=key"])
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     config, _ = prepare_resume(tmp_path / "runs" / "first", [])
     assert Path(config.model).parent == Path(config.data).parent == tmp_path
+    assert config.rollout.servers_key_file == str(tmp_path / "key")
 
 
 def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path: Path) -> None:
