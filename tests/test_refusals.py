@@ -138,6 +138,7 @@ FIELDS = rows(r"""
     learner.layers_in_last_pipeline_stage=1   do not divide over the other 0
     learner.dtype=float8                    'float32' or 'bfloat16'
     rollout.prompts_per_step=1000000000     problems to train on
+    objective.kl_coefficient=0 & warmup.max_steps=1  after the warm-up set 256 aside
     rollout.completions_per_prompt=1        needs at least two; advantage_estimator=gae takes one
     rollout.max_response_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
     rollout.max_prompt_length=512           a response needs some of them; set it lower

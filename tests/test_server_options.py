@@ -50,6 +50,7 @@ def test_options_are_given_by_name_and_keep_their_yaml_types(tmp_path: Path) -> 
         ("tp_size", "set the server's tensor_parallel_size"),
         ("max_total_tokens", "set the server's max_total_tokens"),
         ("kv_cache_dtyp", r"did you mean kv_cache_dtype\?"),
+        ("enable_custom_logit_processor", "qurl passes on only"),
         ("enable_lora", "qurl passes on only kv_cache_dtype, page_size, .*, enable_metrics"),
     ],
 )
