@@ -384,7 +384,9 @@ class Soak:
                     if command:  # else it has ended, and its parent does not know yet
                         self._processes_seen.add(process)
                         if step > self._quiet_from:
-                            roles.append((f"{command[0].split()[0]} {index}", process))
+                            is_main = process.pid == server.pid
+                            name = "server" if is_main else command[0].split()[0]
+                            roles.append((f"{name} {index}", process))
         for role, process in roles:
             with contextlib.suppress(psutil.Error):  # it has ended
                 memory = process.memory_info()
