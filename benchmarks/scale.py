@@ -51,7 +51,7 @@ def study_lengths(longest: int) -> dict[int, list[Plan]]:
                 print(f"{name}  nothing fits")
                 continue
             found.append(best)
-            simulated = f" (simulated {simulate(best, workload, seed=0):.0f} s)"
+            simulated = f" (simulated {simulate(best, seed=0):.0f} s)"
             print(
                 f"{name}  {best.total_s:6.0f} s  {describe(best)}{simulated if staleness else ''}",
                 flush=True,

@@ -6,6 +6,7 @@ All sizes differ, so that a transposed or misplaced tensor cannot fit by acciden
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
