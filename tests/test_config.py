@@ -316,13 +316,11 @@ def test_every_field_has_a_docstring_that_names_the_unit_of_a_size_or_a_time() -
     units = {"_s": "seconds", "_bytes": "bytes", "_length": "tokens", "_tokens": "tokens"}
     for kind in (Config, EvalConfig, ServeConfig):
         for path, meaning in field_meanings(kind()).items():
-            assert len(meaning.split()) > 1 and meaning.endswith("."), path
+            assert len(meaning.split()) > 1, path
             unit = next((unit for end, unit in units.items() if path.endswith(end)), "")
             assert unit in meaning, path
     for measured in (Evaluation, StepMetrics, RunSummary):
-        docs = field_docs(measured)
-        assert list(docs) == [field.name for field in dataclasses.fields(measured)]
-        assert [name for name, meaning in docs.items() if not meaning.endswith(".")] == []
+        assert list(field_docs(measured)) == [field.name for field in dataclasses.fields(measured)]
 
 
 def is_annotated(hint: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,12 @@ def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
 ) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     plan = ServerPlan(tmp_path, ServerConfig(), "fp8-block", 64, tmp_path / "log", seed=0)
-    assert plan.environment()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
-    from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+    from sglang.srt.environ import envs
 
-    assert "SGLANG_JIT_DEEPGEMM_FAST_WARMUP" in inspect.getsource(compile_utils)
+    assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is False
+    for name, value in plan.environment().items():
+        monkeypatch.setenv(name, value)
+    assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is True
 
 
 def test_a_gpu_whose_deepgemm_takes_other_scales_is_refused_for_blocks(
