@@ -205,7 +205,7 @@ def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool =
     from qurl_megatron.data.prompts import load_prompts
     from qurl_megatron.data.scoring import check_reward
     from qurl_megatron.data.summary import summarize
-    from qurl_megatron.model.check import check_model, load_tokenizer
+    from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
     check_options(

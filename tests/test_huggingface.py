@@ -18,10 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from published import MODELS
-from qurl_megatron.model import check, weight_map
+from qurl_megatron.model import huggingface, weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.model.check import check_model, load_tokenizer
-from qurl_megatron.model.huggingface import Weights, copy_beside_weights
+from qurl_megatron.model.huggingface import (
+    Weights,
+    check_model,
+    copy_beside_weights,
+    load_tokenizer,
+)
 from tiny import build_tiny_model
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -199,7 +203,7 @@ def test_nan_is_found_at_once_in_a_small_model_and_when_a_rank_reads_a_large_one
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(ArchitectureError, match=rf"'{name}' holds nan at \[40, 2\]"):
         check_model(model)
-    monkeypatch.setattr(check, "MAX_BYTES_READ", 1)
+    monkeypatch.setattr(huggingface, "MAX_BYTES_READ", 1)
     weights = check_model(model)
     weights.read(name, (slice(0, 32), slice(None)))  # the part of another rank
     with pytest.raises(ArchitectureError, match=rf"'{name}' holds nan at \[8, 2\]"):

@@ -62,7 +62,7 @@ from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.data.summary import source_lines
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.check import check_model, load_tokenizer
+from qurl_megatron.model.huggingface import check_model, load_tokenizer
 from qurl_megatron.process import ending_signals, exit_on
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration

@@ -33,7 +33,7 @@ from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.check import check_model, load_tokenizer
+from qurl_megatron.model.huggingface import check_model, load_tokenizer
 from qurl_megatron.planning.memory import published_bytes
 
 if TYPE_CHECKING:

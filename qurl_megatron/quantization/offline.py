@@ -34,10 +34,10 @@ from qurl_megatron.config.yaml_file import from_tree
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.check import check_model
 from qurl_megatron.model.huggingface import (
     Progress,
     check_finite,
+    check_model,
     checkpoint_tensors,
     copy_beside_weights,
     read_config,
