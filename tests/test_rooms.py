@@ -193,8 +193,8 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/checksum",
             "quantization/kernels",
             "quantization/quantize",
+            "sglang_plugin/formats",
             "sglang_plugin/linear",
-            "sglang_plugin/moe",
             "weight_sync/shared_memory",
         },
     }

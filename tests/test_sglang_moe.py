@@ -18,9 +18,12 @@ from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, route
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
+from qurl_megatron.sglang_plugin.formats import (
+    Fp8BlockConfig,
+    QuantizedExpertsMethod,
+    apply_unquantized_experts,
+)
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
-from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod, apply_unquantized_experts
 from qurl_megatron.sglang_plugin.receive import write_bucket
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.gather import delta_bucket

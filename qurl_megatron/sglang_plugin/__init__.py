@@ -35,13 +35,9 @@ def register() -> None:
     )
 
     bind_stores()
-    configs = {
-        config.get_name(): config
-        for config in (formats.Int8Config, formats.Fp8Config, formats.Fp8BlockConfig)
-    }
-    BASE_QUANTIZATION_METHODS.update(configs)
-    QUANTIZATION_METHODS.update(configs)
-    add_quantization_method_choices(list(configs))
+    BASE_QUANTIZATION_METHODS.update(formats.CONFIGS)
+    QUANTIZATION_METHODS.update(formats.CONFIGS)
+    add_quantization_method_choices(list(formats.CONFIGS))
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": verify.compute_checksum,
         "configs.update_config.adjust_config_with_unaligned_cpu_tp": platform.keep_model_config,

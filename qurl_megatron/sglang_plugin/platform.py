@@ -35,8 +35,8 @@ class CpuPlatform(CpuSRTPlatform):
         from sglang.srt.state_capturer import base
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
+        from qurl_megatron.sglang_plugin.formats import apply_unquantized_experts
         from qurl_megatron.sglang_plugin.linear import apply_unquantized
-        from qurl_megatron.sglang_plugin.moe import apply_unquantized_experts
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = apply_unquantized
