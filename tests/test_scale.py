@@ -151,7 +151,7 @@ def test_every_tensor_of_a_32b_model_has_its_place_in_a_server(
     name: str, server_size: int, weight_format: str, model_dirs: dict[str, Path], engine: None
 ) -> None:
     """SGLang's own loaders accept every tensor, and its ranks hold all of each and nothing else."""
-    from qurl_megatron.sglang_plugin.verify import held_parts
+    from qurl_megatron.sglang_plugin.weights import held_parts
 
     architecture = Architecture.from_directory(model_dirs[name])
     sent: dict[str, torch.Tensor] = {}

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from qurl_megatron.quantization.quantize import dequantize, quantize
-from qurl_megatron.sglang_plugin import attention, platform, receive, versions
+from qurl_megatron.sglang_plugin import attention, platform, versions, weights
 from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
 from qurl_megatron.sglang_plugin.linear import Int8LinearMethod, quantize_tokens
 
@@ -160,8 +160,8 @@ def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_o
         return options
 
     own = timedelta(seconds=3)
-    assert receive.join_group(join, rank=1) == {"rank": 1, "timeout": timedelta(seconds=120)}
-    assert receive.join_group(join, rank=0, timeout=own) == {"rank": 0, "timeout": own}
+    assert weights.join_group(join, rank=1) == {"rank": 1, "timeout": timedelta(seconds=120)}
+    assert weights.join_group(join, rank=0, timeout=own) == {"rank": 0, "timeout": own}
 
 
 @pytest.mark.parametrize(

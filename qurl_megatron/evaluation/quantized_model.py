@@ -1,8 +1,8 @@
 """A Hugging Face model whose linear layers compute what an SGLang server's layers compute.
 
 Each layer can be switched between codes and BF16. The arithmetic is that of the plugin on a CPU
-(`qurl_megatron/sglang_plugin/linear.py` and `formats.py`), so codes of weights and activations are the
-server's, bit for bit. The rest is that of transformers in BF16, and logits are float32.
+(`qurl_megatron/sglang_plugin/linear.py` and `formats.py`), so codes of weights and activations are
+the server's, bit for bit. The rest is that of transformers in BF16, and logits are float32.
 """
 
 from __future__ import annotations

@@ -28,10 +28,9 @@ def register() -> None:
     from qurl_megatron.sglang_plugin import (
         formats,
         platform,
-        receive,
-        verify,
         versions,
         weight_routes,
+        weights,
     )
 
     bind_stores()
@@ -39,7 +38,7 @@ def register() -> None:
     QUANTIZATION_METHODS.update(formats.CONFIGS)
     add_quantization_method_choices(list(formats.CONFIGS))
     replacements = {
-        "utils.weight_checker.WeightChecker._compute_checksum": verify.compute_checksum,
+        "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
         "configs.update_config.adjust_config_with_unaligned_cpu_tp": platform.keep_model_config,
     }
     for name, function in replacements.items():
@@ -47,9 +46,9 @@ def register() -> None:
     scheduler = "managers.scheduler.Scheduler"
     updater = "model_executor.model_runner_components.weight_updater"
     wrappers = {
-        f"{updater}.init_custom_process_group": receive.join_group,
-        "utils.weight_checker.WeightChecker.handle": verify.handle,
-        f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
+        f"{updater}.init_custom_process_group": weights.join_group,
+        "utils.weight_checker.WeightChecker.handle": weights.handle,
+        f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": weights.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": versions.update_weights,
         f"{updater}.WeightUpdater.update_weights_from_distributed": weight_routes.load_file,

@@ -25,7 +25,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
 from qurl_megatron.rollout.wire import FILE_PREFIX
-from qurl_megatron.sglang_plugin.receive import leave
+from qurl_megatron.sglang_plugin.weights import leave
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.stream import IN_PLACE
 
