@@ -25,13 +25,7 @@ def register() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import (
-        formats,
-        platform,
-        versions,
-        weight_routes,
-        weights,
-    )
+    from qurl_megatron.sglang_plugin import formats, platform, versions, weight_routes, weights
 
     bind_stores()
     BASE_QUANTIZATION_METHODS.update(formats.CONFIGS)

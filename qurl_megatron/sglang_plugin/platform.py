@@ -36,10 +36,13 @@ class CpuPlatform(CpuSRTPlatform):
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
         from qurl_megatron.sglang_plugin.formats import apply_unquantized_experts
-        from qurl_megatron.sglang_plugin.linear import apply_unquantized
+        from qurl_megatron.sglang_plugin.linear import multiply_unquantized
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
-        UnquantizedLinearMethod.apply = apply_unquantized
+        # SGLang's bfloat16 products are ten times as slow on a CPU without instructions for them.
+        UnquantizedLinearMethod.apply = lambda method, layer, x, bias=None: multiply_unquantized(
+            x, layer.weight, bias
+        )
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
         # The table of each token's experts: SGLang pins its memory, which needs a GPU.

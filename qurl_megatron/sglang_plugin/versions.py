@@ -29,8 +29,6 @@ from qurl_megatron.sglang_plugin.weights import leave
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.stream import IN_PLACE
 
-STAMP = "token_versions"  # the name in meta_info
-
 
 def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
@@ -64,7 +62,7 @@ def run_batch(
     result = original(scheduler, batch, *options, **named)
     output = getattr(result, "logits_output", None)
     if output is not None:
-        stamps = {STAMP: [loaded_version(scheduler)] * len(batch.reqs)}
+        stamps = {"token_versions": [loaded_version(scheduler)] * len(batch.reqs)}
         output.customized_info = {**(output.customized_info or {}), **stamps}
     return result
 

@@ -10,7 +10,7 @@ file is gone when the learner gets its answer.
 
 A server serves one run: the weights of a second one would silently replace those of the first. A
 run names itself in a header of every request. `Claim` knows which run the server serves, and
-`Claimed` refuses the requests of any other.
+refuses the requests of any other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     app.add_route(WEIGHTS_PATH, _receive, methods=["POST"])
     app.add_route(RUN_PATH, _release, methods=["DELETE"])
     app.state.claim = Claim()
-    app.add_middleware(Claimed, claim=app.state.claim)
+    app.add_middleware(app.state.claim.guard)
     original(app, **keys)
 
 
@@ -211,23 +211,22 @@ class Claim:
         if self._run == run:
             self._run = ""
 
+    def guard(self, app: Any) -> Any:
+        """Return an ASGI application that passes requests on to `app`, or refuses them.
 
-class Claimed:
-    """Passes on the requests of no run, and of the run that has the claim; refuses others."""
+        It passes on those of no run, and of the run that has the claim, and refuses others.
+        """
 
-    def __init__(self, app: Any, claim: Claim) -> None:
-        self._app = app
-        self._claim = claim
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
+            if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
+                await app(scope, receive, send)
+            elif self.run in ("", run):
+                with self.held_by(run):
+                    await app(scope, receive, send)
+            else:
+                message = f"it serves the run {self.run}"
+                refusal = JSONResponse({"success": False, "message": message}, status_code=409)
+                await refusal(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, as ASGI applications do."""
-        run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
-        if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
-            await self._app(scope, receive, send)
-        elif self._claim.run in ("", run):
-            with self._claim.held_by(run):
-                await self._app(scope, receive, send)
-        else:
-            message = f"it serves the run {self._claim.run}"
-            refusal = JSONResponse({"success": False, "message": message}, status_code=409)
-            await refusal(scope, receive, send)
+        return answer
