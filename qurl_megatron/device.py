@@ -152,22 +152,18 @@ def initialize_distributed() -> None:
         # listen on an address that other machines reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    arguments: dict[str, Any] = {}
-    if world_size() == 1:
-        arguments = {"store": dist.HashStore()}
-    else:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise RuntimeError(
-                f"{world_size()} ranks but {' and '.join(missing)} not set; "
-                "start the ranks with `qurl train`, torchrun or the sbatch script"
-            )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and world_size() > 1:
+        raise RuntimeError(
+            f"{world_size()} ranks but {' and '.join(missing)} not set; "
+            "start the ranks with `qurl train`, torchrun or the sbatch script"
+        )
     dist.init_process_group(
         communication_backend(),
         rank=rank(),
         world_size=world_size(),
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        **arguments,
+        store=dist.HashStore() if world_size() == 1 else None,
     )
 
 
