@@ -25,7 +25,7 @@ def register() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import formats, platform, versions, weight_routes, weights
+    from qurl_megatron.sglang_plugin import formats, platform, weight_routes, weights
 
     bind_stores()
     BASE_QUANTIZATION_METHODS.update(formats.CONFIGS)
@@ -44,15 +44,15 @@ def register() -> None:
         "utils.weight_checker.WeightChecker.handle": weights.handle,
         f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": weights.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".update_weights_from_distributed": versions.update_weights,
+        ".update_weights_from_distributed": weights.update_weights,
         f"{updater}.WeightUpdater.update_weights_from_distributed": weight_routes.load_file,
         "utils.auth.add_api_key_middleware": weight_routes.add_routes,
         "server_args.ServerArgs.__repr__": weight_routes.without_key,
         f"{scheduler}.continue_generation": platform.resume,
-        f"{scheduler}.run_batch": versions.run_batch,
-        f"{scheduler}._add_request_to_queue": versions.enqueue,
-        f"{scheduler}.flush_cache": versions.flush_cache,
-        "managers.tokenizer_manager.TokenizerManager.record_config_updates": versions.keep_newest,
+        f"{scheduler}.run_batch": weights.run_batch,
+        f"{scheduler}._add_request_to_queue": weights.enqueue,
+        f"{scheduler}.flush_cache": weights.flush_cache,
+        "managers.tokenizer_manager.TokenizerManager.record_config_updates": weights.keep_newest,
     }
     for name, function in wrappers.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)
