@@ -489,7 +489,7 @@ def main() -> None:
     machine.print_machine("torch", "sglang", "megatron-core")
     until, mark = time.monotonic() + 60 * arguments.minutes, secrets.token_hex(8)
     device.extend_environment({MARK: mark, "GLOO_SOCKET_IFNAME": "lo", **FEW_RECORDS})
-    device.limit_threads(1)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory, scratch = Path(name), Path(name) / "scratch"
         scratch.mkdir()

@@ -129,11 +129,6 @@ def extend_environment(additions: Mapping[str, str]) -> None:
     os.environ.update(additions)
 
 
-def limit_threads(threads: int) -> None:
-    """Limit the CPU threads of this process's tensor operations."""
-    torch.set_num_threads(threads)
-
-
 def initialize_distributed() -> None:
     """Create the default process group of all learner ranks.
 

@@ -42,14 +42,12 @@ def test_a_gpu_whose_deepgemm_takes_other_scales_is_refused_for_blocks(
     from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
 
     config = Fp8BlockConfig()
-    method, layer = config.linear_method(config), torch.nn.Module()
-    create: Any = method.create_scales
+    create: Any = config.linear_method(config).create_scales
     monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", True)
     with pytest.raises(ValueError, match=r"compute capability 10\); use format fp8"):
-        create(layer, 128, [128], None)
+        create(128, [128], None)
     monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", False)
-    create(layer, 128, [128], None)
-    assert layer.weight_scale_inv.shape == (1, 1)
+    assert create(128, [128], None).shape == (1, 1)
 
 
 class Gpu:

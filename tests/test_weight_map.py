@@ -214,7 +214,7 @@ def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them() -> None:
     feeds = {
         last_word(part.name): last_word(rule.fed_by)
         for rule in weight_map.RULES
-        if rule.norm_fed and rule.fed_by
+        if rule.fed_by
         for part in rule.tensors
     }
     assert feeds == {

@@ -79,9 +79,10 @@ def compare_with_goals(shape: str, transport: str, results: record.Record) -> di
 
 def initialize_single_rank() -> None:
     """Initialize torch.distributed and Megatron in this process, as the only learner rank."""
+    import torch
     from megatron.core import parallel_state
 
-    device.limit_threads(1)
+    torch.set_num_threads(1)
     device.initialize_distributed()
     with megatron_runtime():
         parallel_state.initialize_model_parallel(1, create_gloo_process_groups=False)

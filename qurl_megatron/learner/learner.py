@@ -104,7 +104,7 @@ class Learner:
         self.architecture = Architecture.from_directory(model_dir)
         check_layout(self.architecture, learner)
         weights = Weights(model_dir, self.architecture)
-        device.limit_threads(learner.threads_per_rank)
+        torch.set_num_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
             device.initialize_distributed()
