@@ -31,7 +31,7 @@ from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import place_servers
-from qurl_megatron.launch.servers_at import check_servers_at
+from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.rollout.options import check_options
 

@@ -146,7 +146,6 @@ def launch(
     """
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch import experiment
-    from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
 
     if executor not in ("local", "slurm"):
         raise ConfigError(f"--executor {executor}: executors are local and slurm")
@@ -156,10 +155,10 @@ def launch(
     others = [word.partition("=") for word in sbatch or []]
     if not all(name and value for name, _, value in others):
         raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
-    options = JobOptions(
+    options = experiment.JobOptions(
         sbatch={"account": account, "partition": partition, "time": time}
         | {name: value for name, _, value in others},
-        gpus_per_node=gpus_per_node or GPUS_PER_NODE,
+        gpus_per_node=gpus_per_node or experiment.GPUS_PER_NODE,
         heterogeneous=heterogeneous,
         container_image=container_image or "",
         container_mounts=container_mounts.split(",") if container_mounts else (),
