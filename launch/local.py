@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import place_servers, server_specs

@@ -15,8 +15,8 @@ import sys
 
 import nemo_run as run
 
-from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import overrides_between, with_overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.experiment import GPUS_PER_NODE, JobOptions, launch
 from qurl_megatron.launch.prepare import load_recipe, recipe_names

@@ -23,10 +23,9 @@ from pathlib import Path
 from types import ModuleType
 
 from qurl_megatron.config.disk import check_disk
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
+from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import validate, validate_resume
-from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.launch.owner import claim

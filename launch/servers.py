@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config
@@ -55,23 +55,6 @@ class Attempt:
     def rank_log(self, rank: int) -> Path:
         """Return the log file of a learner rank."""
         return self.logs / f"learner_rank{rank}.log"
-
-    def server_plan(self, spec: ServerSpec) -> ServerPlan:
-        """Return how to start one of the run's servers, on loopback and the first GPUs.
-
-        Every start in the attempt has a log and a seed of its own.
-        """
-        restarts, rollout = self.num_starts(spec), self.config.rollout
-        return ServerPlan(
-            Path(self.config.model),
-            spec.server,
-            spec.weight_format,
-            context_length=rollout.max_length,
-            log_file=self.server_log(spec, restarts),
-            seed=self.server_seed(spec.index, restarts),
-            keep=spec.keep,
-            records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
-        )
 
     def server_log(self, spec: ServerSpec, restarts: int) -> Path:
         """Return the log of a server's first start, or of its `restarts`-th restart."""
@@ -175,8 +158,22 @@ class Servers:
             slot.server.stop()
 
     def _start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
-        plan = self.attempt.server_plan(spec)
-        return replace(plan, host=self.host, api_key=self.api_key, gpus=gpus).start()
+        """Start a server; each of its starts in the attempt has a log and a seed of its own."""
+        attempt, config = self.attempt, self.attempt.config
+        restarts, rollout = attempt.num_starts(spec), config.rollout
+        return ServerPlan(
+            Path(config.model),
+            spec.server,
+            spec.weight_format,
+            context_length=rollout.max_length,
+            log_file=attempt.server_log(spec, restarts),
+            seed=attempt.server_seed(spec.index, restarts),
+            keep=spec.keep,
+            records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
+            host=self.host,
+            api_key=self.api_key,
+            gpus=gpus,
+        ).start()
 
     def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""

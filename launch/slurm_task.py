@@ -179,7 +179,7 @@ def roster_of(logs: Path, node: str) -> Path:
 
 def read_job(logs: Path) -> tuple[JobPlan, Attempt]:
     """Return the plan and the start of the run to which LOGS belong."""
-    from qurl_megatron.config.yaml_file import load
+    from qurl_megatron.config.text import load
     from qurl_megatron.launch.placement import JobPlan
     from qurl_megatron.launch.servers import Attempt
 

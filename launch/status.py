@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from qurl_megatron.config.schema import ConfigError
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
 from qurl_megatron.launch.owner import owner_of
 from qurl_megatron.launch.placement import server_specs

@@ -26,8 +26,8 @@ from batches import ragged, score, update
 from distributed import run_ranks
 from qurl_megatron.cli import app
 from qurl_megatron.config.disk import check_disk, checkpoint_bytes
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,

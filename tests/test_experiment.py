@@ -17,8 +17,8 @@ import pytest
 import yaml
 from nemo_run.cli.api import create_cli
 
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.owner import claim

@@ -16,7 +16,7 @@ import pytest
 
 from qurl_megatron import cli
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import save
+from qurl_megatron.config.text import save
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.owner import FILE_NAME, claim, owner_of
 from qurl_megatron.process import start_ticks

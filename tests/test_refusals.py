@@ -24,9 +24,9 @@ from torch import Tensor
 
 import qurl_megatron.weight_sync.export  # noqa: F401  # it makes temporary files
 from qurl_megatron import cli
-from qurl_megatron.config import yaml_file
-from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config import text
 from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, owner
 from qurl_megatron.quantization import offline
 from qurl_megatron.recipes import grpo
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("run", "spoilt"):
         run_dir = home / "runs" / name
         run_dir.mkdir(parents=True)
-        yaml_file.save(config, run_dir / "config.yaml")
+        text.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
     (home / "link").symlink_to("nowhere")

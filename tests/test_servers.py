@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from qurl_megatron.config.schema import Config
-from qurl_megatron.config.yaml_file import save
+from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers, how_it_ended

@@ -131,7 +131,7 @@ def uaq(
     Then print how much the model's logits changed.
     """
     from qurl_megatron.config.schema import ConfigError, UaqConfig
-    from qurl_megatron.config.yaml_file import from_tree
+    from qurl_megatron.config.text import from_tree
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
     title = "undoing UAQ" if undo else f"scaling by {scale}"
@@ -173,7 +173,7 @@ def evaluate(
     ],
 ) -> None:
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
-    from qurl_megatron.config.overrides import with_overrides
+    from qurl_megatron.config.text import with_overrides
     from qurl_megatron.evaluation import avg_at_k
 
     data = [word for word in words if "=" not in word]
@@ -197,7 +197,7 @@ def serve(
 
     Both sides need the same key, in a file or in the variable QURL_SERVERS_KEY.
     """
-    from qurl_megatron.config.overrides import with_overrides
+    from qurl_megatron.config.text import with_overrides
     from qurl_megatron.launch import serve
 
     config = with_overrides(serve.ServeConfig(model=model), settings or [])

@@ -38,8 +38,7 @@ def doctor() -> None:
 
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
-    from qurl_megatron.config.overrides import with_overrides
-    from qurl_megatron.config.yaml_file import commented_yaml
+    from qurl_megatron.config.text import commented_yaml, with_overrides
     from qurl_megatron.launch.prepare import load_recipe
 
     config = with_overrides(load_recipe(recipe).recipe(), overrides or [])

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
+from qurl_megatron.config.text import from_tree
 from qurl_megatron.config.validate import check_scales
-from qurl_megatron.config.yaml_file import from_tree
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
