@@ -24,11 +24,10 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.launch.owner import owner_of
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.slurm import signal_lead_s
-from qurl_megatron.launch.status import slurm_jobs
+from qurl_megatron.launch.status import owner_of, slurm_jobs
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8

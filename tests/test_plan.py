@@ -25,6 +25,7 @@ from tiny import build_tiny_model
 
 SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+FORMATS = ("bf16", "int8", "fp8")
 
 
 def plan_of(gpus: int = 64, *words: str) -> plan.Plan:
@@ -33,14 +34,7 @@ def plan_of(gpus: int = 64, *words: str) -> plan.Plan:
 
 @pytest.mark.parametrize(
     ("gpus", "name", "weight_format"),
-    [
-        *zip(
-            LAYOUTS,
-            itertools.cycle(ARCHITECTURES),
-            itertools.cycle(("bf16", "int8", "fp8")),
-            strict=False,
-        )
-    ],
+    [*zip(LAYOUTS, itertools.cycle(ARCHITECTURES), itertools.cycle(FORMATS), strict=False)],
 )
 def test_a_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
     gpus: int, name: str, weight_format: WeightFormat
