@@ -159,8 +159,7 @@ def check_unused(run_dir: Path) -> None:
     Raises:
         ConfigError: another job would be refused when it starts; the message names the first.
     """
-    others = [owner_of(run_dir), *slurm_jobs(run_dir)]
-    other = next((name for name in others if name), None)
+    other = owner_of(run_dir) or next(iter(slurm_jobs(run_dir)), "")
     if other:
         raise ConfigError(
             f"{run_dir}: {other} works on this run; wait for it to end, or give "

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
@@ -189,11 +189,6 @@ def _holder(file: TextIO, lock: int) -> str:
     owner = read_json_object(Path(file.name))
     if not owner.keys() >= {"host", "pid", "start_ticks"}:  # it is not written completely
         return "another process" if has_flock else ""
-    return f"process {owner['pid']} on {owner['host']}" if has_flock or _runs_here(owner) else ""
-
-
-def _runs_here(owner: dict[str, Any]) -> bool:
-    """Return True if a recorded owner is another process of this machine that still runs."""
-    if owner["host"] != socket.gethostname() or owner["pid"] == os.getpid():
-        return False
-    return start_ticks(owner["pid"]) == owner["start_ticks"]
+    may_run_here = owner["host"] == socket.gethostname() and owner["pid"] != os.getpid()
+    runs_here = may_run_here and start_ticks(owner["pid"]) == owner["start_ticks"]
+    return f"process {owner['pid']} on {owner['host']}" if has_flock or runs_here else ""

@@ -118,10 +118,12 @@ def _items(value: str) -> list[str]:
 def _suggestion(path: str, config: Any) -> str:
     """Return `; did you mean ...?` with the closest fields and their meanings, or nothing."""
     meanings = field_meanings(config)
-    close_fields = " or ".join(
-        f"{name} ({_first_sentence(meanings[name])})" for name in _closest(path, meanings)
-    )
-    return f"; did you mean {close_fields}?" if close_fields else ""
+    close_fields = []
+    for name in _closest(path, meanings):
+        # "Eq. 5" does not end a sentence.
+        sentence = re.split(r"(?<!Eq)\. ", meanings[name], maxsplit=1)[0].removesuffix(".")
+        close_fields.append(f"{name} ({sentence})")
+    return f"; did you mean {' or '.join(close_fields)}?" if close_fields else ""
 
 
 def _closest(path: str, fields: Iterable[str]) -> list[str]:
@@ -140,11 +142,6 @@ def _closest(path: str, fields: Iterable[str]) -> list[str]:
     return [field for field in siblings or leaves if leaves[field] in similar] or (
         difflib.get_close_matches(path, leaves, n=3, cutoff=0.6)
     )
-
-
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of `text` without its full stop; "Eq. 5" does not end one."""
-    return re.split(r"(?<!Eq)\. ", text, maxsplit=1)[0].removesuffix(".")
 
 
 def save(config: Config, path: Path) -> None:
