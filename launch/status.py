@@ -1,4 +1,4 @@
-"""Report the progress of a run from its directory, its owner and Slurm's queue.
+"""Tell who works on a run and how far it has come, from its directory and Slurm's queue.
 
 The owner is the one launcher that may work in the run's directory. It locks RUN/owner.json with
 flock for as long as it works, and writes its host and process id there, for the message to a second
