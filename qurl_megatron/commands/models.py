@@ -284,8 +284,8 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     Raises:
         ArchitectureError, ConfigError: one line.
     """
-    from qurl_megatron.config.overrides import with_overrides
     from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.config.text import with_overrides
     from qurl_megatron.launch.prepare import load_recipe, recipe_names
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.recipes import qwen3_moe, scaling_32b
