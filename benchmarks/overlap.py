@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import machine
-from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.limits import Plan
 from qurl_megatron.planning.step_time import Workload

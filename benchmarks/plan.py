@@ -17,8 +17,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks import machine
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.publish_time import plan_publish

@@ -67,7 +67,6 @@ ARCHITECTURES = {
         eos_token_ids=(151645, 151643),
     ),
 }
-FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
 # Number of GPUs -> tensor-, pipeline- and data-parallel size, offloaded optimizer, GPUs per server.
 LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
     24: (4, 4, 1, True, 4),

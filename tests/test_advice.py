@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from logs import GOOD
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.report.advice import FINITE, WINDOW, Watch, advice
 from qurl_megatron.report.record import RunRecord
 

@@ -18,7 +18,6 @@ import pytest
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
-from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -26,9 +25,16 @@ from qurl_megatron.config.schema import (
     LearnerConfig,
     ServerConfig,
 )
+from qurl_megatron.config.text import (
+    commented_yaml,
+    field_docs,
+    field_meanings,
+    load,
+    overrides_between,
+    save,
+    with_overrides,
+)
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
-from qurl_megatron.config.values import field_docs, field_meanings
-from qurl_megatron.config.yaml_file import commented_yaml, load, save
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.serve import ServeConfig

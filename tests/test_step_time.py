@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from published import PARAMETERS
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, LearnerConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.plan import plan

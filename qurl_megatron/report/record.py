@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load
 from qurl_megatron.files import read_json_lines, read_json_object
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import from_tree
+from qurl_megatron.config.text import from_tree
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.control import UpdateRefused
