@@ -59,7 +59,7 @@ PURE = {
     "weight_sync/delta",
     "weight_sync/drift",
     "weight_sync/layout",
-    "weight_sync/shared_memory",
+    "weight_sync/direct",
     "weight_sync/stream",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
@@ -195,7 +195,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/quantize",
             "sglang_plugin/linear",
             "sglang_plugin/moe",
-            "weight_sync/shared_memory",
+            "weight_sync/direct",
         },
     }
     for question, expected in by_question.items():

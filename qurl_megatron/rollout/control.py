@@ -95,7 +95,7 @@ class ServerControl:
     def parameters(self) -> list[dict[str, str]]:
         """Have each tensor-parallel rank hand out its parameters to processes of its machine.
 
-        Return a mapping for each rank, from `checksum.part_key` to `shared_memory.describe`.
+        Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
         """
         ranks = self._post("/weights_checker", {"action": "parameters"})["ranks"]
         return [rank["checksums"] for rank in ranks]

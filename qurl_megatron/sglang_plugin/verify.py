@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, checksums, part_key
 from qurl_megatron.sglang_plugin.linear import BLOCK
-from qurl_megatron.weight_sync.shared_memory import describe
+from qurl_megatron.weight_sync.direct import describe
 
 HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
 
@@ -46,7 +46,7 @@ def handle(original: Callable[..., Any], checker: Any, action: str, **options: A
     """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
 
     The action `parameters` hands out the parameters to processes of this machine, in the form of
-    `compute_checksum`, with texts of `shared_memory.describe` for checksums.
+    `compute_checksum`, with texts of `direct.describe` for checksums.
     """
     if action != "parameters":
         return original(checker, action=action, **options)

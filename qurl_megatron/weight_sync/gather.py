@@ -19,6 +19,7 @@ from torch import Tensor
 from qurl_megatron.device import device
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, copy_values
+from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.layout import PlannedBucket
 
 T = TypeVar("T")
@@ -68,27 +69,14 @@ class Team:
         return self.converts and self.rank == 0
 
 
-def find_senders(teams: Sequence[Team]) -> list[int]:
-    """Return the global ranks that send. Collective over all learner ranks."""
-    flags: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(flags, any(team.sends for team in teams))
-    return [rank for rank, sends in enumerate(flags) if sends]
-
-
 def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
-    """Return the values of the senders, in their order, on global rank 0; nothing elsewhere."""
-    rank = dist.get_rank()
-    if rank != 0:
-        if rank in senders:
-            dist.send_object_list([value], dst=0, device=device())
-        return []
-    values: list[Any] = []
-    for sender in senders:
-        received = [value]
-        if sender != 0:
-            dist.recv_object_list(received, src=sender, device=device())
-        values += received
-    return values
+    """Return the values of the senders, in their order, on global rank 0; nothing elsewhere.
+
+    Collective over all learner ranks.
+    """
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value if dist.get_rank() in senders else None, values)
+    return [values[sender] for sender in senders] if values else []
 
 
 class Gatherer:
@@ -180,6 +168,23 @@ class DeltaGatherer(Gatherer):
         flats = gather(own, torch.cat(sizes).tolist(), self._team)
         if flats is not None:
             self._release = self._send(delta_bucket(self._base, torch.cat(flats)))
+
+
+class ParameterWriter:
+    """Writes this rank's parts of a team's buckets into servers' parameters, as a `Gatherer`."""
+
+    def __init__(self, parameters: ServerParameters, team: Team) -> None:
+        self._parameters = parameters
+        self._team = team
+
+    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
+        """Write `own`, this rank's part of a bucket, whatever it was `before`."""
+        for tensor, (name, values) in zip(planned.tensors, own.tensors(), strict=True):
+            offset = tensor.offset_on(self._team.rank)
+            self._parameters.write(delta.Change.whole(name, offset, values))
+
+    def finish(self) -> None:
+        """Do nothing more: all is written."""
 
 
 def delta_bucket(base: int, flat: Tensor) -> Bucket:
