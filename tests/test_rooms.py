@@ -60,7 +60,6 @@ PURE = {
     "weight_sync/drift",
     "weight_sync/layout",
     "weight_sync/direct",
-    "weight_sync/stream",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}

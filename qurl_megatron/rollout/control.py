@@ -65,7 +65,7 @@ class ServerControl:
         group_name: str,
         weight_version: int,
     ) -> None:
-        """Receive and load what these lists announce, in the form of `weight_sync.stream`.
+        """Receive and load what these lists announce, in the form of `weight_sync.bucket`.
 
         The server must be paused. Tokens sampled after it resumes carry `weight_version`. There is
         no time limit: the answer comes after all transfers, whose senders have limits.

@@ -1,4 +1,4 @@
-"""Receiving weights: what one request of the learner announces (`weight_sync/stream.py`).
+"""Receiving weights: what one request of the learner announces (`weight_sync/bucket.py`).
 
 A server receives each bucket by a broadcast from its sender. While one bucket is written into the
 parameters, the next is received.
@@ -25,9 +25,14 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.sglang_plugin.verify import held_parts
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.bucket import (
+    Bucket,
+    Manifest,
+    channel_name,
+    is_key_frame,
+    read_key_frame,
+)
 from qurl_megatron.weight_sync.delta import base_version, unpack
-from qurl_megatron.weight_sync.stream import channel_name, is_key_frame, read_key_frame
 
 # A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
 LEARNER_TIMEOUT_S = 120.0

@@ -26,8 +26,8 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
 from qurl_megatron.rollout.wire import FILE_PREFIX
 from qurl_megatron.sglang_plugin.receive import leave
+from qurl_megatron.weight_sync.bucket import IN_PLACE
 from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.stream import IN_PLACE
 
 STAMP = "token_versions"  # the name in meta_info
 

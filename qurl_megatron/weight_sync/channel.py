@@ -30,9 +30,8 @@ from qurl_megatron.device import device, rank
 from qurl_megatron.rollout.elsewhere import post_weights
 from qurl_megatron.rollout.server import Server, connect
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.stream import channel_name
 
 # To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
 # takes for the bytes that it saves (`python -m benchmarks.delta`).

@@ -17,7 +17,7 @@ from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.weight_sync.bucket import Manifest
+from qurl_megatron.weight_sync.bucket import Manifest, channel_name
 from qurl_megatron.weight_sync.channel import (
     NOTICE_S,
     Endpoint,
@@ -25,7 +25,6 @@ from qurl_megatron.weight_sync.channel import (
     HttpEndpoint,
     give_up,
 )
-from qurl_megatron.weight_sync.stream import channel_name
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
 # over 1 Gb/s, and a server compiles its kernels in the first publish.

@@ -3,7 +3,7 @@
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
 Every sender (`gather.py`) sends its own buckets to all servers; global rank 0 coordinates. It
-pauses the servers, tells them in one request what will come from whom (`stream.py`), compares the
+pauses the servers, tells them in one request what will come from whom (`bucket.py`), compares the
 checksums and resumes them.
 
 For each server a publish is all or nothing:
@@ -56,14 +56,19 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.bucket import (
+    Bucket,
+    Manifest,
+    announce,
+    announce_delta,
+    announce_in_place,
+)
 from qurl_megatron.weight_sync.channel import Channel, Endpoint, HttpEndpoint
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, HttpLink, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.stream import announce, announce_delta, announce_in_place
 
 T = TypeVar("T")
 
