@@ -54,9 +54,8 @@ from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, checksum_tensor
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
-from qurl_megatron.weight_sync.conversion import Conversion, Measures
+from qurl_megatron.weight_sync.conversion import Conversion, DriftMeter, Measures
 from qurl_megatron.weight_sync.direct import ServerParameters
-from qurl_megatron.weight_sync.drift import DriftMeter
 from qurl_megatron.weight_sync.gather import (
     DeltaGatherer,
     Gatherer,
