@@ -47,8 +47,9 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.direct import ServerParameters, describe
+from qurl_megatron.weight_sync.direct import Places
 from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.shared_memory import describe_tensor
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8")
 PATHS = ("quantize first", "delta", "direct", "gather first")
@@ -91,7 +92,7 @@ def change_weights(learner: Learner) -> None:
             shard.view(-1)[chosen] *= -1
 
 
-def place_server(converter: Converter) -> tuple[Any, ServerParameters]:
+def place_server(converter: Converter) -> tuple[Any, Places]:
     """Make the parameters of a server of one rank, on rank 0; return them, and their places."""
     held: Bucket | None = None
     described: list[Any] = [None]
@@ -102,9 +103,9 @@ def place_server(converter: Converter) -> tuple[Any, ServerParameters]:
             for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
         }
         held = Bucket.empty(((name, *rest) for name, rest in tensors.items()), device.device())
-        described = [{part_key(name, 0, 0): describe(view) for name, view in held.tensors()}]
+        described = [{part_key(name, 0, 0): describe_tensor(view) for name, view in held.tensors()}]
     dist.broadcast_object_list(described)
-    places = ServerParameters()
+    places = Places()
     places.attach({"server": described})
     places.keep(["server"], ["server"])
     return held, places

@@ -57,7 +57,6 @@ PURE = {
     "rollout/wire",
     "weight_sync/bucket",
     "weight_sync/delta",
-    "weight_sync/layout",
     "weight_sync/direct",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}

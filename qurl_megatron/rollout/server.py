@@ -8,9 +8,6 @@ them on the real server:
 
 Loopback servers are unauthenticated. A server that other machines can reach requires a key with
 every request. The key is stored in `Server` and never appears on a command line.
-
-A server that somebody started elsewhere (`elsewhere.py`) is a `Server` too, of which only the URL
-and the key are known.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ class ServerFailed(RuntimeError):
 class Server:
     """A running server, as every process of the run knows it.
 
-    Of a server that somebody started elsewhere, only URL, key and run are known.
+    Of a server that somebody started elsewhere (`elsewhere.py`), only URL, key and run are known.
     """
 
     url: str

@@ -33,8 +33,8 @@ from qurl_megatron.device import device, rank
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import checksum, quantize
 from qurl_megatron.quantization.quantize import QuantizedTensor
+from qurl_megatron.weight_sync.bucket import PlannedBucket
 from qurl_megatron.weight_sync.gather import Team
-from qurl_megatron.weight_sync.layout import PlannedBucket
 
 BATCH_ELEMENTS = 2**20  # that are compared together at most: 4 MiB in float32
 _TINY = 1e-300  # keeps 0 / 0 at 0

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from qurl_megatron.device import device
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, copy_values
+from qurl_megatron.weight_sync.bucket import Bucket, PlannedBucket, copy_values
 from qurl_megatron.weight_sync.direct import ServerParameters
-from qurl_megatron.weight_sync.layout import PlannedBucket
 
 T = TypeVar("T")
 

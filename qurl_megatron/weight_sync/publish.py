@@ -246,7 +246,8 @@ class Publisher:
         one_machine = self._is_on_one_machine
 
         def is_possible() -> bool:
-            remote = [link.url for link in links if not (link.is_local and one_machine)]
+            servers = [link.server for link in links]
+            remote = [server.url for server in servers if not (server.is_local and one_machine)]
             if remote and transport == "direct":
                 raise PublishError(
                     f"quantization.transport=direct: server {remote[0]} and the learner are not "
@@ -313,14 +314,11 @@ class Publisher:
         """Write the weights into the servers' parameters."""
         for link in links:
             link.begin()
-        _wait([link.hand_out() for link in links])
+        handed_out = [link.hand_out() for link in links]
 
         def hand_out() -> tuple[dict[str, list[dict[str, str]]], list[str], list[str]]:
-            new = {}
-            for link in self._links.values():
-                parameters = link.new_parameters()
-                if parameters is not None:
-                    new[link.token] = parameters
+            results = [future.result() for future in handed_out]
+            new = {link.token: each for link, each in zip(links, results, strict=True) if each}
             held = [link.token for link in self._links.values() if link.token]
             return new, held, [link.token for link in links if link.token]
 

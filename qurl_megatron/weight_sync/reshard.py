@@ -53,7 +53,15 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, checksum_tensor
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.bucket import (
+    Bucket,
+    Manifest,
+    PlannedBucket,
+    SentWeight,
+    blocks_are_shared,
+    scale_index,
+    scale_shape,
+)
 from qurl_megatron.weight_sync.conversion import Conversion, DriftMeter, Measures
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import (
@@ -64,13 +72,6 @@ from qurl_megatron.weight_sync.gather import (
     Team,
     delta_bucket,
     to_rank_zero,
-)
-from qurl_megatron.weight_sync.layout import (
-    PlannedBucket,
-    SentWeight,
-    blocks_are_shared,
-    scale_index,
-    scale_shape,
 )
 
 
