@@ -69,13 +69,19 @@ class Team:
 
 
 def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
-    """Return the values of the senders, in their order, on global rank 0; nothing elsewhere.
-
-    Collective over all learner ranks.
-    """
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value if dist.get_rank() in senders else None, values)
-    return [values[sender] for sender in senders] if values else []
+    """Return the values of the senders, in their order, on global rank 0; nothing elsewhere."""
+    rank = dist.get_rank()
+    if rank != 0:
+        if rank in senders:
+            dist.send_object_list([value], dst=0, device=device())
+        return []
+    values: list[Any] = []
+    for sender in senders:
+        received = [value]
+        if sender != 0:
+            dist.recv_object_list(received, src=sender, device=device())
+        values += received
+    return values
 
 
 class Gatherer:
