@@ -12,7 +12,6 @@ machine with a GPU nothing is forked: a CUDA context does not survive a fork.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -141,28 +140,21 @@ def preload(log_file: Path, *modules: str) -> None:
     if device.accelerator() == "cuda":
         return
     device.extend_environment({"SGLANG_PLATFORM": PLATFORM})
-    with _errors_to(log_file):
-        try:
-            import_sglang()
-            for module in modules:
-                import_module(module)
-        except Exception:
-            traceback.print_exc()
-            raise PreloadFailed(f"an import failed; {log_file} ends:\n{tail(log_file)}") from None
-    gc.freeze()  # a collection would write to, and so copy, every page that forks share
-    _has_preloaded = True
-
-
-@contextlib.contextmanager
-def _errors_to(log_file: Path) -> Iterator[None]:
-    kept = os.dup(2)
+    standard_error = os.dup(2)
     with log_file.open("wb") as log:
         os.dup2(log.fileno(), 2)
     try:
-        yield
+        import_sglang()
+        for module in modules:
+            import_module(module)
+    except Exception:
+        traceback.print_exc()
+        raise PreloadFailed(f"an import failed; {log_file} ends:\n{tail(log_file)}") from None
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+    gc.freeze()  # a collection would write to, and so copy, every page that forks share
+    _has_preloaded = True
 
 
 def run_in_fork(program: Program, parent: int) -> None:

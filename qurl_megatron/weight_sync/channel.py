@@ -130,6 +130,8 @@ class GroupChannel(Channel):
         """Begin to form the group, as the sender of this number."""
         self._endpoint = endpoint
         self._name = channel_name(endpoint.token, sender)
+        # The device on which the group exchanges sizes.
+        self._place = device() if endpoint.backend == "nccl" else torch.device("cpu")
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         super().__init__(self._name)
@@ -162,11 +164,6 @@ class GroupChannel(Channel):
         if len(bucket.flat):
             self._broadcast(bucket.flat)
         return len(bucket.flat)
-
-    @property
-    def _place(self) -> torch.device:
-        """The device on which the group exchanges sizes."""
-        return device() if self._endpoint.backend == "nccl" else torch.device("cpu")
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Send a tensor to all ranks of the server, unless rank 0 gives the channel up."""
