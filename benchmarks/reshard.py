@@ -47,9 +47,8 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.direct import ServerParameters
+from qurl_megatron.weight_sync.direct import ServerParameters, describe
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.shared_memory import describe
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8")
 PATHS = ("quantize first", "delta", "direct", "gather first")

@@ -56,10 +56,7 @@ PURE = {
     "rollout/wire",
     "weight_sync/bucket",
     "weight_sync/delta",
-    "weight_sync/drift",
-    "weight_sync/layout",
-    "weight_sync/shared_memory",
-    "weight_sync/stream",
+    "weight_sync/direct",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
@@ -194,7 +191,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/quantize",
             "sglang_plugin/formats",
             "sglang_plugin/linear",
-            "weight_sync/shared_memory",
+            "weight_sync/direct",
         },
     }
     for question, expected in by_question.items():

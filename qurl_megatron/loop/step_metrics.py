@@ -11,8 +11,7 @@ from qurl_megatron.algorithm.objective import add_up, rollout_statistics, statis
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Update
 from qurl_megatron.report.metrics import PHASES, StepMetrics
-from qurl_megatron.weight_sync.conversion import Conversion
-from qurl_megatron.weight_sync.drift import WeightDrift
+from qurl_megatron.weight_sync.conversion import Conversion, WeightDrift
 from qurl_megatron.weight_sync.publish import Published
 
 

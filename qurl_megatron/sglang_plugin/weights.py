@@ -16,7 +16,7 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
 The HTTP process records the version of each bucket, too, and reads the last one only.
 `keep_newest` drops the others.
 
-A request of the learner announces what it sends (`weight_sync/stream.py`), and `update_bucket`
+A request of the learner announces what it sends (`weight_sync/bucket.py`), and `update_bucket`
 receives each bucket by a broadcast from its sender. While one bucket is written into the
 parameters, the next is received. Whole tensors and deltas are written into the parameters where
 they are, through the map that `held_parts` has; SGLang's loaders would look up each tensor anew.
@@ -51,10 +51,16 @@ from torch import Tensor
 from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
 from qurl_megatron.rollout.wire import FILE_PREFIX
 from qurl_megatron.sglang_plugin.linear import BLOCK
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.bucket import (
+    IN_PLACE,
+    Bucket,
+    Manifest,
+    channel_name,
+    is_key_frame,
+    read_key_frame,
+)
 from qurl_megatron.weight_sync.delta import base_version, unpack
-from qurl_megatron.weight_sync.shared_memory import describe
-from qurl_megatron.weight_sync.stream import IN_PLACE, channel_name, is_key_frame, read_key_frame
+from qurl_megatron.weight_sync.direct import describe
 
 # A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
 LEARNER_TIMEOUT_S = 120.0
@@ -270,7 +276,7 @@ def handle(original: Callable[..., Any], checker: Any, action: str, **options: A
     """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
 
     The action `parameters` hands out the parameters to processes of this machine, in the form of
-    `compute_checksum`, with texts of `shared_memory.describe` for checksums.
+    `compute_checksum`, with texts of `direct.describe` for checksums.
     """
     if action != "parameters":
         return original(checker, action=action, **options)
