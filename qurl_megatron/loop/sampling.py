@@ -27,8 +27,7 @@ from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.producer import Producer
-from qurl_megatron.report.metrics import count_rewards
-from qurl_megatron.report.samples import KINDS, SHOWN_TOKENS, Sample, shorten
+from qurl_megatron.report.metrics import KINDS, SHOWN_TOKENS, Sample, count_rewards, shorten
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
