@@ -28,7 +28,7 @@ from qurl_megatron.report.metrics import (
     Sample,
 )
 from qurl_megatron.report.page import samples_section
-from qurl_megatron.report.record import RunRecord, read_run
+from qurl_megatron.report.plots import RunRecord, read_run
 from qurl_megatron.report.run_log import COLUMNS, markdown_table
 from samplers import sampler_of
 from tiny import build_tiny_model

@@ -15,9 +15,9 @@ from typing import Any
 
 from qurl_megatron.files import write_whole
 from qurl_megatron.report import plots
-from qurl_megatron.report.advice import KL, advice
+from qurl_megatron.report.console import KL, Watch
 from qurl_megatron.report.metrics import KINDS, PHASES, mean_and_error
-from qurl_megatron.report.record import RunRecord, read_run
+from qurl_megatron.report.plots import RunRecord, read_run
 
 NOT_MEASURED = "not measured"
 VISIBLE_LOG_RATIO = 0.02  # a token whose ratio is closer to 1 has no colour
@@ -67,6 +67,20 @@ def _page(runs: list[RunRecord]) -> str:
         f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main>"
         f"{''.join(samples_section(run) for run in runs)}</html>\n"
     )
+
+
+def advice(run: RunRecord) -> list[str]:
+    """Return the warnings that are not over at the end of a run, or that there are none."""
+    watch = Watch(run.config)
+    for step in run.steps:
+        watch.update(step)
+    kind = "quantized" if run.config.quantization.format != "bf16" else "BF16"
+    return [f"{line[0].upper()}{line[1:]}." for line in watch.raised] or [
+        f"No sign that {kind} rollouts harm this run: no warning stands at its last step. "
+        f"KL(behaviour, proximal) went from {run.early(KL):.1e} to {run.late(KL):.1e}, and "
+        f"{run.late('tis_truncated_fraction'):.2%} of tokens have a ratio proximal / behaviour "
+        "above C."
+    ]
 
 
 _GLOSSARY = (
