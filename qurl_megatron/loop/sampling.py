@@ -286,11 +286,9 @@ def _choose(
     )
     queues = dict(zip(KINDS, map(iter, candidates), strict=True))
     chosen: dict[Row, str] = {}
-    while queues and len(chosen) < count:
-        for kind, queue in list(queues.items()):
+    while len(chosen) < min(count, len(log_ratios)):
+        for kind, queue in queues.items():
             row = next((row for row in queue if row not in chosen), None)
-            if row is None:
-                del queues[kind]
-            elif len(chosen) < count:
+            if row is not None and len(chosen) < count:
                 chosen[row] = kind
     return chosen
