@@ -52,18 +52,11 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    fields = {"data": config.data}
+    read = functools.partial(read_problems, seed=config.seed)
+    fields = Fields(config.question_key, config.answer_key)
+    sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
-        fields[f"evaluation.data.{name}"] = data
-    sources: dict[str, Source] = {}
-    for field, data in fields.items():
-        trains = field == "data"
-        sources[field] = read_problems(
-            data,
-            config.data_options if trains else {},
-            seed=config.seed,
-            fields=Fields(config.question_key, config.answer_key, required=trains),
-        )
+        sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
     keep_verifiable(sources, config, drops="data")
     prompts = {
         field: tokenize(

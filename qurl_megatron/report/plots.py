@@ -89,12 +89,6 @@ class RunRecord:
         """True if any trained token was sampled under older weights."""
         return any(step.get("stale_token_fraction", 0) > 0 for step in self.steps)
 
-    def series_by_lag(self, metric: str) -> dict[str, list[float]]:
-        """Return the values of a metric of `by_lag`, one per step, by lag; NaN without tokens."""
-        tables = [step.get("by_lag") or {} for step in self.steps]
-        lags = sorted({lag for table in tables for lag in table})
-        return {lag: [table.get(lag, {}).get(metric, math.nan) for table in tables] for lag in lags}
-
     def scores(self) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
         """Return the averages of evaluations, by file and measure, then by step (0: before RL)."""
         by_step = {0: self.summary.get("evaluation_before")}
@@ -210,9 +204,11 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
 
 
 def by_lag(axes: Axes, runs: list[RunRecord], metric: str) -> None:
-    """Draw a metric of `by_lag` for a single run: one line for each lag."""
+    """Draw a metric of `by_lag` for a single run: one line for each lag, NaN without tokens."""
     (run,) = runs
-    for number, (lag, values) in enumerate(run.series_by_lag(metric).items()):
+    tables = [step.get("by_lag") or {} for step in run.steps]
+    for number, lag in enumerate(sorted({lag for table in tables for lag in table})):
+        values = [table.get(lag, {}).get(metric, math.nan) for table in tables]
         _draw(axes, run, metric, values, color=run_colour(number), label=f"lag {lag}")
     axes.set_ylabel("nats" if metric in LOGARITHMIC else "fraction of tokens")
     axes.legend(fontsize=7)

@@ -3,7 +3,7 @@
     metrics.jsonl     every field of `StepMetrics`, one line per step
     weights.jsonl     measures of every quantized weight, one line per publish
     samples.jsonl     some completions of each step, each a `Sample`
-    mismatch.json        train-inference mismatch before training, by server set
+    mismatch.json     train-inference mismatch before training, by server set
     evaluation/       every answer of each evaluation
     tensorboard/      the numbers of metrics.jsonl as curves, and samples as tables
     wandb/            the same for Weights & Biases, if `wandb_project` is set
