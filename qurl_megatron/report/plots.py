@@ -156,20 +156,13 @@ def curves(axes: Axes, runs: list[RunRecord], metrics: Sequence[str], ylabel: st
     axes.set_ylabel(ylabel)
 
 
-def _draw(
-    axes: Axes,
-    run: RunRecord,
-    metric: str,
-    values: list[float],
-    label: str | None = None,
-    **style: Any,
-) -> None:
+def _draw(axes: Axes, run: RunRecord, metric: str, values: list[float], **style: Any) -> None:
     """Draw the value at each step as a thin line, and the running mean of known ones as a thick."""
     steps = run.series("step")
-    axes.plot(steps, values, **style, alpha=0.35, linewidth=0.8)
+    axes.plot(steps, values, **(style | {"label": None}), alpha=0.35, linewidth=0.8)
     known = {step: value for step, value in zip(steps, values, strict=True) if value == value}
     means = _running_mean(list(known.values()))
-    axes.plot(list(known), means, **style, linewidth=1.6, label=label)
+    axes.plot(list(known), means, **style, linewidth=1.6)
     if metric in LOGARITHMIC and any(value > 0 for value in values):
         axes.set_yscale("log")
 
