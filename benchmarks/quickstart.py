@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 from benchmarks import machine
 from benchmarks.runs import complete_run
 from qurl_megatron.report import plots
-from qurl_megatron.report.record import read_run
+from qurl_megatron.report.plots import read_run
 
 INK = "#808080"  # text and axes of the plot, legible on light and on dark paper
 

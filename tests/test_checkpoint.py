@@ -72,7 +72,7 @@ def train(
     from qurl_megatron.learner.checkpoint import Checkpoints, RunState
     from qurl_megatron.learner.critic import Critic
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.loop.warmup import negative_log_likelihood
+    from qurl_megatron.loop.assemble import negative_log_likelihood
     from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)

@@ -36,9 +36,8 @@ from qurl_megatron.config.text import load
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.non_finite import NonFinite
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.assemble import Run, assemble
-from qurl_megatron.loop.step_metrics import StepResults, step_metrics, weight_metrics
-from qurl_megatron.loop.warmup import warm_up
+from qurl_megatron.loop.assemble import Run, assemble, warm_up
+from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.roster import SERVERS_AT

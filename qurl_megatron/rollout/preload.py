@@ -191,12 +191,13 @@ def main(threads: str, *options: str) -> None:
     """
     import_sglang()
     gc.freeze()  # a collection would write to, and so copy, every page that its processes share
+    import torch
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import engine
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    device.limit_threads(int(threads))
+    torch.set_num_threads(int(threads))
     original = engine._set_envs_and_config
 
     def fork_after(server_args: object) -> None:
