@@ -20,9 +20,8 @@ from functools import cached_property
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.publish_time import PublishPlan
 from qurl_megatron.planning.rollout_time import ServerLoad, SteadyState
-from qurl_megatron.planning.step_time import Workload, learner_s
+from qurl_megatron.planning.step_time import PublishPlan, Workload, learner_s
 
 REMEDIES = {
     "decoding": "more GPUs for servers shorten it",

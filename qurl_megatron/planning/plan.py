@@ -1,7 +1,7 @@
 """Plan a run without allocating anything: check that it fits, or find the fastest layout that does.
 
-`memory` estimates bytes; `step_time`, `rollout_time` and `publish_time` estimate seconds. Runs with
-a critic are refused.
+`memory` estimates bytes; `step_time` and `rollout_time` estimate seconds. Runs with a critic are
+refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ from qurl_megatron.planning.memory import (
     with_cheapest_recomputation,
 )
 from qurl_megatron.planning.nodes import fit_on_nodes, nodes_of_learner
-from qurl_megatron.planning.publish_time import is_direct, plan_publish
 from qurl_megatron.planning.rollout_time import rollout_s, server_load, steady_state
-from qurl_megatron.planning.step_time import GPUS_PER_NODE, Workload, learner_s
+from qurl_megatron.planning.step_time import (
+    GPUS_PER_NODE,
+    Workload,
+    is_direct,
+    learner_s,
+    plan_publish,
+)
 
 
 def plan(
