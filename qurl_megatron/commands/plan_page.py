@@ -8,9 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qurl_megatron.planning.limits import Plan, largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
-from qurl_megatron.planning.plan import layout_overrides
+from qurl_megatron.planning.plan import Plan, largest_part, layout_overrides
 from qurl_megatron.planning.step_time import PublishPlan
 
 
