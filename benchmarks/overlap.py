@@ -15,13 +15,15 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from statistics import NormalDist
 
 import numpy as np
 
 from benchmarks import machine
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.planning import plan
-from qurl_megatron.planning.limits import Plan
+from qurl_megatron.planning.plan import Plan
+from qurl_megatron.planning.rollout_time import ResponseLengths
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
@@ -93,6 +95,16 @@ class SimulatedServer:
             self._finished_s[batch] = self.now_s
 
 
+def quantile(lengths: ResponseLengths, fraction: float) -> float:
+    """Return the length that `fraction` of the responses do not exceed."""
+    if lengths.mean >= lengths.maximum:
+        return lengths.maximum
+    if lengths.log_deviation is None:
+        return lengths.maximum * fraction ** ((lengths.maximum - lengths.mean) / lengths.mean)
+    logarithm = NormalDist(lengths.log_median, lengths.log_deviation).inv_cdf(fraction)
+    return min(math.exp(logarithm), lengths.maximum)
+
+
 def simulate(planned: Plan, seed: int) -> float:
     """Return the mean seconds of a step, without the first steps, in which the pipeline fills."""
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
@@ -105,7 +117,7 @@ def simulate(planned: Plan, seed: int) -> float:
         for _ in range(rollout.prompts_per_step):
             server = min(servers, key=lambda server: server.num_sequences)
             for fraction in generator.random(rollout.completions_per_prompt):
-                server.add(batch, round(load.lengths.quantile(fraction)) or 1)
+                server.add(batch, round(quantile(load.lengths, fraction)) or 1)
         for server in servers:
             server.now_s += load.prompts_s
 

@@ -21,9 +21,8 @@ from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
-from qurl_megatron.planning.publish_time import plan_publish
 from qurl_megatron.planning.rollout_time import rollout_s, server_load
-from qurl_megatron.planning.step_time import Workload
+from qurl_megatron.planning.step_time import Workload, plan_publish
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]

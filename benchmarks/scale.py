@@ -20,8 +20,7 @@ from benchmarks import machine
 from benchmarks.overlap import describe, simulate
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.planning.limits import REMEDIES, Plan
-from qurl_megatron.planning.plan import suggest
+from qurl_megatron.planning.plan import REMEDIES, Plan, suggest
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 

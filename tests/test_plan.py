@@ -15,10 +15,9 @@ from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.planning import plan, step_time
-from qurl_megatron.planning.limits import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
-from qurl_megatron.planning.publish_time import stage_bytes
-from qurl_megatron.planning.step_time import Workload
+from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
+from qurl_megatron.planning.step_time import Workload, stage_bytes
 from qurl_megatron.recipes import scaling_32b
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study
 from tiny import build_tiny_model
