@@ -33,8 +33,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.yaml_file import load
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble
 from qurl_megatron.loop.step_metrics import StepResults, step_metrics, weight_metrics
