@@ -33,8 +33,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.text import load
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble, warm_up
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics

@@ -52,8 +52,7 @@ import torch.distributed as dist
 
 from qurl_megatron.config.schema import PauseMode, QuantizationConfig
 from qurl_megatron.device import from_rank_zero
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import (
