@@ -216,14 +216,20 @@ def _forward_s(
     ring_bytes = (learner.context_parallel_size - 1) * element_bytes(learner) * channels * tokens
     ranks = learner.tensor_parallel_size * learner.context_parallel_size
     layers_s += layers * ring_bytes / _link_bytes_per_s(ranks)
-    # Every token of a rank goes to its experts and comes back.
+    layers_s += layers * _all_to_all_s(architecture, learner, tokens)
+    output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
+    return layers_s, output / (rate / learner.pipeline_parallel_size)
+
+
+def _all_to_all_s(architecture: Architecture, learner: LearnerConfig, tokens: float) -> float:
+    """Return the seconds in which one layer's tokens go to their experts and come back.
+
+    `tokens` are those of a tensor-parallel group.
+    """
     size = learner.expert_parallel_size
     copies = architecture.experts_per_token * tokens / learner.tensor_parallel_size
     num_bytes = 2 * copies * element_bytes(learner) * architecture.hidden_size * (size - 1) / size
-    all_to_all_s = num_bytes / _link_bytes_per_s(size * learner.expert_tensor_parallel_size)
-    layers_s += layers * all_to_all_s
-    output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
-    return layers_s, output / (rate / learner.pipeline_parallel_size)
+    return num_bytes / _link_bytes_per_s(size * learner.expert_tensor_parallel_size)
 
 
 def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
