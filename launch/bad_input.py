@@ -3,8 +3,6 @@
 It imports nothing of the package before there is an error, so that commands start fast.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

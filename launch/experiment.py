@@ -6,8 +6,6 @@ script, whose words are all quoted, replaces its shell with the batch process, `
 that this process gets the signal before the time limit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

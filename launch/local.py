@@ -6,8 +6,6 @@ that dies is started again (`launch/servers.py`). If the launcher itself is kill
 them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -9,8 +9,6 @@ With `writes=False` they check only. With `asks_servers=False` they do not ask t
 `rollout.servers_at`, for a run that starts later or elsewhere.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

@@ -4,8 +4,6 @@
 has the same key, sends it the current ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

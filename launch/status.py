@@ -10,8 +10,6 @@ works on its own host only. An owner recorded on another host may have died with
 never stops a requeued job.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

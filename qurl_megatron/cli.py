@@ -4,8 +4,6 @@ Those functions import what they need when they are called, so that `qurl --help
 input ends a command with one line and exit code 2 before anything starts.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or G
 `launch`, this is also the only module that reads environment variables.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -17,8 +17,6 @@ Sources of the settings:
   without that, the activations of Qwen3-32B have no room for 8k tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from qurl_megatron.config.schema import (

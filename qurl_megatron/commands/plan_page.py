@@ -1,7 +1,5 @@
 """The page that `qurl plan` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich import box

@@ -5,8 +5,6 @@ the distribution it was drawn from, and the version of the weights that computed
 options, and each release adds more. So one that is not on this list is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from difflib import get_close_matches
 

@@ -4,8 +4,6 @@ Whatever is read, every value is checked. The page of `qurl config` is YAML with
 comments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

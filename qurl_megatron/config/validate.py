@@ -1,7 +1,5 @@
 """Checks that the fields of a configuration fit each other, the model and its layout."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

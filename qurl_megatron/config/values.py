@@ -1,7 +1,5 @@
 """What a field of a configuration may hold."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

@@ -34,8 +34,6 @@ Invariants:
 - Nothing is downloaded, and nothing is written outside a temporary directory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -6,8 +6,6 @@ Invariants:
 - No question that a run is evaluated on is trained on, whatever its case and spacing.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

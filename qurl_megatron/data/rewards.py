@@ -16,8 +16,6 @@ started. A file may import its neighbours.
 The processes of `data/scoring.py` import this file, so it imports no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

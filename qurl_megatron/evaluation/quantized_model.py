@@ -5,8 +5,6 @@ Each layer can be switched between codes and BF16. The arithmetic is that of the
 the server's, bit for bit. The rest is that of transformers in BF16, and logits are float32.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

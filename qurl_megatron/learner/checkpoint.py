@@ -25,8 +25,6 @@ that you trust as you trust a program. `qurl eval` of an exported directory read
 The learner has no dropout and so no random state. The RunState holds the order of prompts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import multiprocessing

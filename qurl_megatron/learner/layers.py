@@ -1,7 +1,5 @@
 """The transformer layers of the learner: Transformer Engine's on a GPU, torch's elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

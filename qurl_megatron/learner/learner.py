@@ -10,8 +10,6 @@ computes, and which `Share` of a minibatch it has. Invariants:
   pass uses them rounded to the compute dtype.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 A run can begin with a supervised warm-up of the learner.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a run measures: each step, the policy in BF16, and the train-inference mismatch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial

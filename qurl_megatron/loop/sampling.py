@@ -4,8 +4,6 @@ The producer samples and scores groups on global rank 0, which has the batch: th
 critic deal it out. Other ranks get the summary. Some completions of the batch are kept to be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean

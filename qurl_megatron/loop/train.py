@@ -18,8 +18,6 @@ The phases of a step:
     publish     shards of the learner -> quantize -> gather -> SGLang, verified
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence

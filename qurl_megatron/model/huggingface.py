@@ -5,8 +5,6 @@ parameters in 17 files take a fraction of a second. The values of a small model 
 larger one NaN and infinity are found by the learner rank that loads them, while the servers start.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -63,8 +63,6 @@ max_running_requests. SGLang admits more than fit at full length and retracts so
 out.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools

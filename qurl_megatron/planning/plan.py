@@ -15,8 +15,6 @@ A synchronous step is the sum of them all. With `rollout.max_staleness` it has t
 the learner's four, or decoding, or the longest response and the learner's four that follow it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -23,8 +23,6 @@ context of every running sequence again.
 `benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import (
     element_bytes,

@@ -23,8 +23,6 @@ Example:
     combine([{part_key("w", 0, 0): top}, {part_key("w", 8, 0): bottom}]) == {"w": checksum(w)}
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

@@ -21,8 +21,6 @@ Integer sums wrap around, so their order does not matter. Codes of one byte are 
 time, as one word.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ Invariants:
   `MAX_PIECE_BYTES`. Each piece is written as one file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -43,8 +43,6 @@ Example:
     quantized.scale   # [[1.0], [0.003937]]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

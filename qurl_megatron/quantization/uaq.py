@@ -42,8 +42,6 @@ Example:
     scale("model.layers.0.mlp.down_proj.weight", weight)           # weight
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

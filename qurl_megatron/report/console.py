@@ -12,8 +12,6 @@ of the last `WINDOW` steps. It is over when it held at none of them; then it can
 metric that is not finite is told at once.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 import time

@@ -7,8 +7,6 @@ truncated importance sampling (QuRL Eq. 5), and C is their cap on the ratio prox
 (`objective.ratio_cap`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Text that a model has written is always escaped, and set apart from the direction of the page.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Sequence

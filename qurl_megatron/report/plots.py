@@ -5,8 +5,6 @@ The plots answer whether quantized rollouts are safe for a run: QuRL's Figures 2
 measures of Figure 9 in every layer, evaluations, and the time of each phase.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence

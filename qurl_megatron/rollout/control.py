@@ -1,7 +1,5 @@
 """Control one server during a publish: pause, receive weights, report checksums, resume."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The run reaches such a server by its URL and a key, and has nothing else of it: 
 no shared file system, no process group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import ipaddress

@@ -9,8 +9,6 @@ A fork copies the calling thread only, so a process with several threads starts 
 machine with a GPU nothing is forked: a CUDA context does not survive a fork.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

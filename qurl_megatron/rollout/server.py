@@ -10,8 +10,6 @@ Loopback servers are unauthenticated. A server that other machines can reach req
 every request. The key is stored in `Server` and never appears on a command line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

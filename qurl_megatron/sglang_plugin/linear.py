@@ -20,8 +20,6 @@ by 8). On a CPU they are float32 products of the codes, which are as exact as `t
 bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ No module that imports `current_platform` may be imported here at module level, 
 imports this module to define it.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ run names itself in a header of every request. `Claim` knows which run the serve
 refuses the requests of any other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -28,8 +28,6 @@ up to full tensors' checksums. They are computed from the parameters that the la
 after SGLang's own loaders have fused and sharded what was sent.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

@@ -11,8 +11,6 @@ rank 0 opens them: it hands every sender the server's endpoint. There are two ki
   every bucket that is large enough to tell. The first is always all tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import zlib

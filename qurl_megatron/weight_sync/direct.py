@@ -14,8 +14,6 @@ and nothing is sent. The learner's parts and the server's may be cut differently
 The servers must not sample meanwhile.
 """
 
-from __future__ import annotations
-
 import base64
 import pickle
 from collections.abc import Iterable, Mapping, Sequence

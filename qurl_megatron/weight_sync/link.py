@@ -1,7 +1,5 @@
 """Links: global rank 0's connections to the servers, by which it coordinates a publish."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets

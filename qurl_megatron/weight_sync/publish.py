@@ -39,8 +39,6 @@ Example, on every learner rank:
     publisher.close()
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

@@ -35,8 +35,6 @@ Example, on every learner rank:
     converter.write(parameters)           # or into the parameters of servers on this machine
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
