@@ -1,4 +1,4 @@
-"""Start, watch and stop SGLang servers. Only this folder speaks HTTP.
+"""Start, watch and stop SGLang servers. Requests are sent from this folder only.
 
 Callers rely on three properties of SGLang 0.5.17 with this package's plugin. Tests check each of
 them on the real server:
