@@ -168,7 +168,7 @@ def delta_bytes(sizes: Sizes, weight_format: WeightFormat, minibatches: int) -> 
     num_bytes = 0.0
     for rule in weight_map.rules(MODEL):
         sent_format: WeightFormat = weight_format if rule.quantized else "bf16"
-        uaq_scale = UAQ_SCALES[1] if rule.norm_fed else UAQ_SCALES[0]
+        uaq_scale = UAQ_SCALES[1] if rule.fed_by else UAQ_SCALES[0]
         for tensor in rule.tensors:
             shape = weight_map.full_shape(tensor, MODEL)
             width = shape[1] if len(shape) == 2 else WIDTHS[0]

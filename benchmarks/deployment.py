@@ -25,8 +25,8 @@ from qurl_megatron.config.schema import (
     ServerConfig,
 )
 from qurl_megatron.launch import servers
-from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import place_servers, server_specs
+from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.client import RolloutClient

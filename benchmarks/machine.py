@@ -103,7 +103,7 @@ def _run_rank(
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.update({name: str(value) for name, value in variables.items()})
-    device.limit_threads(1)
+    torch.set_num_threads(1)
     returned = function(*arguments)
     if rank == 0:
         result.write_bytes(pickle.dumps(returned))

@@ -15,13 +15,15 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from statistics import NormalDist
 
 import numpy as np
 
 from benchmarks import machine
-from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.planning import plan
-from qurl_megatron.planning.limits import Plan
+from qurl_megatron.planning.plan import Plan
+from qurl_megatron.planning.rollout_time import ResponseLengths
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
@@ -93,21 +95,29 @@ class SimulatedServer:
             self._finished_s[batch] = self.now_s
 
 
-def simulate(planned: Plan, workload: Workload, seed: int) -> float:
+def quantile(lengths: ResponseLengths, fraction: float) -> float:
+    """Return the length that `fraction` of the responses do not exceed."""
+    if lengths.mean >= lengths.maximum:
+        return lengths.maximum
+    if lengths.log_deviation is None:
+        return lengths.maximum * fraction ** ((lengths.maximum - lengths.mean) / lengths.mean)
+    logarithm = NormalDist(lengths.log_median, lengths.log_deviation).inv_cdf(fraction)
+    return min(math.exp(logarithm), lengths.maximum)
+
+
+def simulate(planned: Plan, seed: int) -> float:
     """Return the mean seconds of a step, without the first steps, in which the pipeline fills."""
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
     generator = np.random.default_rng(seed)
     learner_s = sum(time_s for phase, time_s in planned.step_s.items() if phase != "rollout")
-    load = plan.server_load(
-        MODEL, planned.config, planned.servers, planned.slots, workload, planned.publish.time_s
-    )
-    servers = [SimulatedServer(load.token_s, planned.slots) for _ in range(planned.servers)]
+    load = planned.load
+    servers = [SimulatedServer(load.token_s, load.slots) for _ in range(rollout.servers)]
 
     def issue(batch: int) -> None:
         for _ in range(rollout.prompts_per_step):
             server = min(servers, key=lambda server: server.num_sequences)
             for fraction in generator.random(rollout.completions_per_prompt):
-                server.add(batch, round(load.lengths.quantile(fraction)) or 1)
+                server.add(batch, round(quantile(load.lengths, fraction)) or 1)
         for server in servers:
             server.now_s += load.prompts_s
 
@@ -127,7 +137,7 @@ def simulate(planned: Plan, workload: Workload, seed: int) -> float:
 
 def describe(planned: Plan) -> str:
     """Return the layout: learner TP x PP x CP x DP, recomputation, then servers x TP."""
-    learner, server = planned.config.learner, planned.config.rollout.server
+    learner, rollout = planned.config.learner, planned.config.rollout
     sizes = [learner.tensor_parallel_size, learner.pipeline_parallel_size]
     sizes += [learner.context_parallel_size, learner.data_parallel_size]
     words = [" x ".join(map(str, sizes))]
@@ -136,7 +146,7 @@ def describe(planned: Plan) -> str:
         words.append(learner.recompute + (f" of {layers} layers" if layers else ""))
     if learner.offload_optimizer:
         words.append("offloaded")
-    return f"{', '.join(words)} + {planned.servers} x {server.tensor_parallel_size}"
+    return f"{', '.join(words)} + {rollout.servers} x {rollout.server.tensor_parallel_size}"
 
 
 def main() -> None:
@@ -153,7 +163,7 @@ def main() -> None:
             planned = plan.plan(
                 MODEL, with_overrides(layout.config, words), GPUS, workload=workload
             )
-            simulated = [simulate(planned, workload, seed) for seed in range(SEEDS)]
+            simulated = [simulate(planned, seed) for seed in range(SEEDS)]
             limit = planned.asynchronous.limit if planned.asynchronous else "everything in turn"
             print(
                 f"   {max_staleness:9}  {planned.total_s:8.1f} "

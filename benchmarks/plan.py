@@ -17,12 +17,12 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks import machine
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
-from qurl_megatron.planning.publish_time import plan_publish
-from qurl_megatron.planning.step_time import Workload
+from qurl_megatron.planning.rollout_time import rollout_s, server_load
+from qurl_megatron.planning.step_time import Workload, plan_publish
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
 QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
@@ -193,20 +193,12 @@ def colocated_step_s(
     ]
     words += ["learner.micro_batch_size=1", "rollout.prompts_per_step=64",
               "rollout.completions_per_prompt=32", "optimizer.minibatches_per_step=4",
-              "objective.kl_coefficient=0.01"]  # fmt: skip
+              "objective.kl_coefficient=0.01", "quantization.format=bf16",
+              f"rollout.max_response_length={4096 - 150}", f"rollout.servers={gpus // server_gpus}",
+              f"rollout.server.tensor_parallel_size={server_gpus}"]  # fmt: skip
     config = with_overrides(Config(), words)
-    servers = gpus / server_gpus
-    rollout = step_time.rollout_s(
-        architecture,
-        "bf16",
-        server_gpus,
-        sequences=2048 / servers,
-        prompts=64,
-        slots=256,
-        workload=workload,
-        max_response=4096 - 150,
-    )
-    return rollout + sum(step_time.learner_s(architecture, config, workload).values())
+    load = server_load(architecture, config, workload, slots=256, publish_s=0.0)
+    return rollout_s(load) + sum(step_time.learner_s(architecture, config, workload).values())
 
 
 def main() -> None:

@@ -47,9 +47,8 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.direct import Places
+from qurl_megatron.weight_sync.direct import ServerParameters, describe
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.shared_memory import describe_tensor
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8")
 PATHS = ("quantize first", "delta", "direct", "gather first")
@@ -92,23 +91,16 @@ def change_weights(learner: Learner) -> None:
             shard.view(-1)[chosen] *= -1
 
 
-def place_server(converter: Converter) -> tuple[Any, Places]:
-    """Make the parameters of a server of one rank, on rank 0; return them, and their places."""
-    held: Bucket | None = None
-    described: list[Any] = [None]
-    if dist.get_rank() == 0:
-        tensors = {
-            name: (dtype, shape)
-            for bucket in converter.descriptions()
-            for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
-        }
-        held = Bucket.empty(((name, *rest) for name, rest in tensors.items()), device.device())
-        described = [{part_key(name, 0, 0): describe_tensor(view) for name, view in held.tensors()}]
+def place_server(converter: Converter) -> tuple[list[Bucket], ServerParameters]:
+    """Allocate the parameters of a server of one rank, on rank 0; attach all ranks to them."""
+    held = [Bucket.empty(manifest, device.device()) for manifest in converter.manifests()]
+    views = [view for bucket in held for view in bucket.tensors()]
+    described: list[Any] = [{part_key(name, 0, 0): describe(view) for name, view in views}]
     dist.broadcast_object_list(described)
-    places = Places()
-    places.attach({"server": described})
-    places.keep(["server"], ["server"])
-    return held, places
+    parameters = ServerParameters()
+    parameters.attach({"server": described})
+    parameters.keep(["server"], ["server"])
+    return held, parameters
 
 
 def gather_then_quantize(learner: Learner, weight_format: WeightFormat, bucket_bytes: int) -> None:
@@ -186,11 +178,11 @@ def run_paths(arguments: argparse.Namespace) -> None:
         converter = Converter(learner, weight_format, bucket_bytes)
         changing = Converter(learner, weight_format, bucket_bytes, keeps_codes=True)
         direct = Converter(learner, weight_format, bucket_bytes)
-        held, places = place_server(converter)
+        held, parameters = place_server(converter)
         paths: dict[str, Callable[[], Any]] = {
             "quantize first": functools.partial(converter.convert, drop),
             "delta": functools.partial(changing.convert, drop, base=1),
-            "direct": functools.partial(direct.write, places),
+            "direct": functools.partial(direct.write, parameters),
             "gather first": functools.partial(
                 gather_then_quantize, learner, weight_format, bucket_bytes
             ),
@@ -211,7 +203,7 @@ def run_paths(arguments: argparse.Namespace) -> None:
                 if repetition:
                     figures = (time_s, cpu_s, sent.total, grown)
                     rows.append(Measured(weight_format, path, rank, *figures))
-        del converter, changing, direct, paths, places, held
+        del converter, changing, direct, paths, parameters, held
     of_ranks: list[Any] = [None] * size
     dist.gather_object(rows, of_ranks if rank == 0 else None)
     if rank == 0:

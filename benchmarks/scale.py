@@ -18,10 +18,9 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.overlap import describe, simulate
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
-from qurl_megatron.planning.limits import REMEDIES, Plan
-from qurl_megatron.planning.plan import suggest
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.planning.plan import REMEDIES, Plan, suggest
 from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 
@@ -51,7 +50,7 @@ def study_lengths(longest: int) -> dict[int, list[Plan]]:
                 print(f"{name}  nothing fits")
                 continue
             found.append(best)
-            simulated = f" (simulated {simulate(best, workload, seed=0):.0f} s)"
+            simulated = f" (simulated {simulate(best, seed=0):.0f} s)"
             print(
                 f"{name}  {best.total_s:6.0f} s  {describe(best)}{simulated if staleness else ''}",
                 flush=True,

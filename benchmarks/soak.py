@@ -69,12 +69,12 @@ from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.loop.producer import Producer, ScoredGroup
+from qurl_megatron.loop.producer import Producer
 from qurl_megatron.process import trim_heap
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, ServerBusy
-from qurl_megatron.rollout.server import Server, ServerFailed, preloaded_sglang
+from qurl_megatron.rollout.server import Server, ServerFailed
 from qurl_megatron.weight_sync.publish import Published
 
 FAULTS = ["kill", "kill all", "stop", "queue", "weights"]
@@ -262,29 +262,29 @@ class Soak:
     def run(self) -> Outcome:
         """Run all steps; return what was seen."""
         outcome, closed = self.outcome, threading.Event()
-        with (
-            ThreadPoolExecutor(1) as starter,
-            closing(self._faults),
-            self._faults.exchanging(),
-            closing(self._producer),
-            counted_refusals(outcome),
-        ):
-            checking = starter.submit(self._keep_servers, closed)
-            try:
-                for step in range(1, self._publishes + 1):
-                    if time.monotonic() > self._until:
-                        break
-                    self._step(step)
-                    outcome.publishes = step
-                    if checking.done():
-                        checking.result()
-                self._faults.wait()
-                fleet = self._deployment.fleet
-                wait_until(lambda: len(fleet.members("serving", "joining")) == 2)
-            finally:
-                closed.set()
-            checking.result()
-        self._look_back()
+        with ThreadPoolExecutor(1) as starter:  # the servers that it starts die with its thread
+            with (
+                closing(self._faults),
+                self._faults.exchanging(),
+                closing(self._producer),
+                counted_refusals(outcome),
+            ):
+                checking = starter.submit(self._keep_servers, closed)
+                try:
+                    for step in range(1, self._publishes + 1):
+                        if time.monotonic() > self._until:
+                            break
+                        self._step(step)
+                        outcome.publishes = step
+                        if checking.done():
+                            checking.result()
+                    self._faults.wait()
+                    fleet = self._deployment.fleet
+                    wait_until(lambda: len(fleet.members("serving", "joining")) == 2)
+                finally:
+                    closed.set()
+                checking.result()
+            self._look_back()
         return outcome
 
     def _step(self, step: int) -> None:
@@ -312,10 +312,9 @@ class Soak:
         for place, group in enumerate(groups):
             self._check(group, (step - 1) * PER_STEP + place, version)
         advantages = grpo_advantages([group.rewards for group in groups])
-        of_step = [RolloutGroup(group.prompt, group.completions, group.rewards) for group in groups]
-        return pack(of_step, advantages, version)
+        return pack(groups, advantages, version)
 
-    def _check(self, group: ScoredGroup, ordinal: int, version: int) -> None:
+    def _check(self, group: RolloutGroup, ordinal: int, version: int) -> None:
         """Check the group in this place of all that are trained on, counted from 0."""
         problems = self.outcome.problems
         if group.prompt.id != self._stream.prompt(ordinal).id:
@@ -336,9 +335,7 @@ class Soak:
         shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
         for share in shares:
             learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
-        scores = [
-            each for share in shares for each in share.collect(share.scores("proximal_logprobs"))
-        ]
+        scores = [each for share in shares for each in share.collect("proximal_logprobs")]
         assert batch.token_lags is not None and batch.behaviour_logprobs is not None
         of_version = batch.loss_mask & (batch.token_lags == 0)
         differences = (torch.cat(scores) - batch.behaviour_logprobs).abs() * of_version
@@ -387,7 +384,9 @@ class Soak:
                     if command:  # else it has ended, and its parent does not know yet
                         self._processes_seen.add(process)
                         if step > self._quiet_from:
-                            roles.append((f"{command[0].split()[0]} {index}", process))
+                            is_main = process.pid == server.pid
+                            name = "server" if is_main else command[0].split()[0]
+                            roles.append((f"{name} {index}", process))
         for role, process in roles:
             with contextlib.suppress(psutil.Error):  # it has ended
                 memory = process.memory_info()
@@ -490,16 +489,15 @@ def main() -> None:
     machine.print_machine("torch", "sglang", "megatron-core")
     until, mark = time.monotonic() + 60 * arguments.minutes, secrets.token_hex(8)
     device.extend_environment({MARK: mark, "GLOO_SOCKET_IFNAME": "lo", **FEW_RECORDS})
-    device.limit_threads(1)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         directory, scratch = Path(name), Path(name) / "scratch"
         scratch.mkdir()
         tempfile.tempdir = str(scratch)  # of this process and of the servers
         model = build_model(directory / "model")
         with ExitStack() as stack:
-            preload = stack.enter_context(preloaded_sglang(directory / "preload.log"))
             outcome = Soak(
-                Deployment(directory, model, preload, stack),
+                Deployment(directory, model, stack),
                 publishes=arguments.publishes,
                 seed=arguments.seed,
                 fault_every=arguments.fault_every,

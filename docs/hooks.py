@@ -28,12 +28,8 @@ from qurl_megatron import (
     recipes,  # noqa: E402
 )
 from qurl_megatron.config.schema import Config  # noqa: E402
-from qurl_megatron.config.values import (  # noqa: E402
-    LARGEST,
-    field_docs,
-    field_meanings,
-    first_line,
-)
+from qurl_megatron.config.text import field_docs, field_meanings, first_line  # noqa: E402
+from qurl_megatron.config.values import LARGEST  # noqa: E402
 from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
 from qurl_megatron.launch.serve import ServeConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402

@@ -3,8 +3,6 @@
 It imports nothing of the package before there is an error, so that commands start fast.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,22 +20,17 @@ def exit_on_bad_input() -> Iterator[None]:
         code, text = 2, str(error)
         if isinstance(error, OSError):
             text = f"{error.strerror}: {error.filename}" if error.filename else text
-        elif not isinstance(error, _input_errors()):
+        else:
+            from qurl_megatron.config.schema import ConfigError
+            from qurl_megatron.data.problems import DataError
+            from qurl_megatron.model.architecture import ArchitectureError
+            from qurl_megatron.quantization.quantize import NonFiniteWeight
             from qurl_megatron.rollout.server import ServerFailed
 
-            if not isinstance(error, ServerFailed):
+            # The errors whose text is the line that a user sees.
+            shown = (ArchitectureError, ConfigError, DataError, NonFiniteWeight, ServerFailed)
+            if not isinstance(error, shown):
                 raise
-            code = 1
+            code = 1 if isinstance(error, ServerFailed) else 2
         print(f"qurl: {text}", file=sys.stderr)
         sys.exit(code)
-
-
-def _input_errors() -> tuple[type[Exception], ...]:
-    """Return the errors whose text is the line that a user sees."""
-    from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.data.problems import DataError
-    from qurl_megatron.model.architecture import ArchitectureError
-    from qurl_megatron.quantization.offline import OfflineError
-    from qurl_megatron.quantization.quantize import NonFiniteWeight
-
-    return ArchitectureError, ConfigError, DataError, NonFiniteWeight, OfflineError

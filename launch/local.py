@@ -6,8 +6,6 @@ that dies is started again (`launch/servers.py`). If the launcher itself is kill
 them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -19,14 +17,12 @@ from typing import NoReturn
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
-from qurl_megatron.config.yaml_file import load
-from qurl_megatron.launch.attempt import Attempt
+from qurl_megatron.config.text import load
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import place_servers, server_specs
-from qurl_megatron.launch.servers import Servers
-from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
-from qurl_megatron.launch.status import how_to_resume
+from qurl_megatron.launch.serve import release_servers_at, save_servers_at
+from qurl_megatron.launch.servers import Attempt, Servers
+from qurl_megatron.launch.status import claim, how_to_resume
 from qurl_megatron.process import NO_THREADS, ending_signals, free_port, tail
 from qurl_megatron.rollout.preload import PreloadFailed, Program, Started, preload, start
 from qurl_megatron.rollout.server import ServerFailed, wait_ready

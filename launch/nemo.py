@@ -15,11 +15,10 @@ import sys
 
 import nemo_run as run
 
-from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import overrides_between, with_overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.launch.experiment import launch
-from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
+from qurl_megatron.launch.experiment import GPUS_PER_NODE, JobOptions, launch
 from qurl_megatron.launch.prepare import load_recipe, recipe_names
 
 # This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the

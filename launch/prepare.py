@@ -9,8 +9,6 @@ With `writes=False` they check only. With `asks_servers=False` they do not ask t
 `rollout.servers_at`, for a run that starts later or elsewhere.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil
@@ -23,19 +21,16 @@ from pathlib import Path
 from types import ModuleType
 
 from qurl_megatron.config.disk import check_disk
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
+from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import validate, validate_resume
-from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import place_servers
-from qurl_megatron.launch.servers_at import check_servers_at
+from qurl_megatron.launch.serve import check_servers_at
+from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.rollout.options import check_options
-
-DATA_SUMMARY = "data.txt"  # in a run's directory
 
 
 def prepare_new(
@@ -142,7 +137,7 @@ def prepare_resume_or_new(
 
 def _write(config: Config, data_summary: str) -> None:
     save(config, config.run_dir / "config.yaml")
-    (config.run_dir / DATA_SUMMARY).write_text(data_summary)
+    (config.run_dir / "data.txt").write_text(data_summary)
 
 
 def warn_of_pickles(directory: Path) -> None:

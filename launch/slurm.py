@@ -1,4 +1,4 @@
-"""The batch process of a Slurm job, which the job's script (`launch/job_script.py`) starts.
+"""The batch process of a Slurm job, which the job's script (`launch/experiment.py`) starts.
 
     python -m qurl_megatron.launch.slurm run RECIPE name=NAME [field=value ...]
 
@@ -41,15 +41,13 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import read_json_lines, write_whole
-from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.prepare import prepare_resume_or_new
-from qurl_megatron.launch.servers import RestartLimit
-from qurl_megatron.launch.servers_at import release_servers_at, save_servers_at
+from qurl_megatron.launch.serve import release_servers_at, save_servers_at
+from qurl_megatron.launch.servers import Attempt, RestartLimit
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
-from qurl_megatron.launch.status import how_to_resume, is_finished
+from qurl_megatron.launch.status import claim, how_to_resume, is_finished
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qurl_megatron.launch.attempt import Attempt
     from qurl_megatron.launch.placement import JobPlan
+    from qurl_megatron.launch.servers import Attempt
 
 POLL_S = 0.5
 START_FAILED = 3  # exit code of a rollout task with a server that failed during its first start
@@ -179,9 +179,9 @@ def roster_of(logs: Path, node: str) -> Path:
 
 def read_job(logs: Path) -> tuple[JobPlan, Attempt]:
     """Return the plan and the start of the run to which LOGS belong."""
-    from qurl_megatron.config.yaml_file import load
-    from qurl_megatron.launch.attempt import Attempt
+    from qurl_megatron.config.text import load
     from qurl_megatron.launch.placement import JobPlan
+    from qurl_megatron.launch.servers import Attempt
 
     plan = JobPlan.load(logs / "plan.json")
     run_dir = logs.parent.parent if plan.attempt else logs.parent  # of RUN/logs/resumed_N, RUN/logs

@@ -4,8 +4,6 @@ Those functions import what they need when they are called, so that `qurl --help
 input ends a command with one line and exit code 2 before anything starts.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from qurl_megatron.commands import models, plan, runs
+from qurl_megatron.commands import models, runs
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
@@ -41,7 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": models.quantize,
     "mismatch": models.mismatch,
     "uaq": models.uaq,
-    "plan": plan.plan,
+    "plan": models.plan,
 }
 for _name, _function in COMMANDS.items():
     app.command(_name)(exit_on_bad_input()(_function))

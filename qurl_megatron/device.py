@@ -6,8 +6,6 @@ tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or G
 `launch`, this is also the only module that reads environment variables.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -127,11 +125,6 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
 def extend_environment(additions: Mapping[str, str]) -> None:
     """Add variables to this process's environment."""
     os.environ.update(additions)
-
-
-def limit_threads(threads: int) -> None:
-    """Limit the CPU threads of this process's tensor operations."""
-    torch.set_num_threads(threads)
 
 
 def initialize_distributed() -> None:

@@ -1,7 +1,5 @@
 """Atomic writes: a file or directory is complete or absent, even if the process dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

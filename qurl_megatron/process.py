@@ -1,7 +1,5 @@
 """Helpers for processes: ports, addresses, logs, signals, ending with the parent, freed memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -22,8 +22,6 @@ Sources of the settings:
 - verl's DAPO scripts, which the paper's framework has: dual clip at 10.
 """
 
-from __future__ import annotations
-
 from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,

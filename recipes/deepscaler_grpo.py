@@ -24,8 +24,6 @@ Weights, optimizer and position in the data carry over from stage to stage. The 
 the model that the run started from.
 """
 
-from __future__ import annotations
-
 from qurl_megatron.config.schema import Config, EvaluationConfig, LearnerConfig, StageConfig
 from qurl_megatron.recipes import grpo
 

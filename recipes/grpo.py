@@ -15,8 +15,6 @@ Sources of the settings, which `deepscaler_grpo`, `scaling_32b` and `qwen3_moe` 
 - verl, which the paper ran on: dual clip at 3, its default.
 """
 
-from __future__ import annotations
-
 from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,

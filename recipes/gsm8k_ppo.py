@@ -22,8 +22,6 @@ Sources of the settings:
   clip at 3.
 """
 
-from __future__ import annotations
-
 from qurl_megatron.config.schema import (
     Config,
     CriticConfig,

@@ -5,8 +5,6 @@ brings it to a fifth of the words or more, and QuRL improves it from there. Task
 reasoning-gym's `spell_backward` with words of five letters. Held-out words are never trained on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qurl_megatron.config.schema import (

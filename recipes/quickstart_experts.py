@@ -5,8 +5,6 @@ in each layer. The learner divides them over two ranks. Update-aware quantizatio
 because a router needs a power of two.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, UaqConfig

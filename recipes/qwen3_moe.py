@@ -17,8 +17,6 @@ Sources of the settings:
   They were never run on GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from qurl_megatron.config.schema import Config, LearnerConfig, UaqConfig

@@ -17,8 +17,6 @@ Sources of the settings:
   without that, the activations of Qwen3-32B have no room for 8k tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from qurl_megatron.config.schema import (
@@ -67,7 +65,6 @@ ARCHITECTURES = {
         eos_token_ids=(151645, 151643),
     ),
 }
-FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
 # Number of GPUs -> tensor-, pipeline- and data-parallel size, offloaded optimizer, GPUs per server.
 LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
     24: (4, 4, 1, True, 4),

@@ -28,7 +28,7 @@ PRELOADED = [
     "qurl_megatron.learner.critic",
     "qurl_megatron.weight_sync.export",
     "qurl_megatron.weight_sync.publish",
-    "qurl_megatron.sglang_plugin.receive",
+    "qurl_megatron.sglang_plugin.weights",
 ]
 
 

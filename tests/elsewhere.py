@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout.wire import Description

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config.schema import Config
-from qurl_megatron.config.yaml_file import save
+from qurl_megatron.config.text import save
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 from qurl_megatron.report.run_log import RunLog
 

@@ -12,9 +12,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qurl_megatron.quantization.quantize import dequantize, engine_scale, quantize
-from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
+from qurl_megatron.sglang_plugin.formats import (
+    Fp8BlockConfig,
+    Fp8Config,
+    Int8Config,
+    QuantizedExpertsMethod,
+    QurlConfig,
+)
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
-from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {

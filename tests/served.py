@@ -42,10 +42,10 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
     """Answer requests until the process is killed."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    from qurl_megatron.sglang_plugin import receive, verify
+    from qurl_megatron.sglang_plugin import weights
 
     init = weight_updater.init_custom_process_group
-    weight_updater.init_custom_process_group = partial(receive.join_group, init)  # type: ignore[assignment]
+    weight_updater.init_custom_process_group = partial(weights.join_group, init)  # type: ignore[assignment]
     nothing: Any = None
     updater = weight_updater.WeightUpdater(
         tp_rank=rank,
@@ -60,8 +60,8 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
     )
     checker = sglang_loader.checker_of(model)
     checks = {
-        "checksum": lambda: verify.compute_checksum(checker),
-        "parameters": lambda: verify.handle(nothing, checker, "parameters"),
+        "checksum": lambda: weights.compute_checksum(checker),
+        "parameters": lambda: weights.handle(nothing, checker, "parameters"),
     }
     dies = False
     with sglang_loader.as_rank(rank, size):
@@ -78,7 +78,7 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
                 if dies:
                     return
                 if body["names"] != ["written in place"]:
-                    answer = receive.update_bucket(
+                    answer = weights.update_bucket(
                         nothing, updater, body["names"], body["dtypes"], body["shapes"],
                         body["group_name"],
                     )  # fmt: skip

@@ -98,7 +98,7 @@ def load(ranks: Sequence[Any], sent: Mapping[str, Tensor], expert_parallel_size:
 def checksums_of(ranks: Sequence[Any]) -> dict[str, int]:
     """Return the checksums that a server of these ranks answers with, combined."""
     from qurl_megatron.quantization.checksum import combine
-    from qurl_megatron.sglang_plugin.verify import compute_checksum
+    from qurl_megatron.sglang_plugin.weights import compute_checksum
 
     held = []
     for model in ranks:
@@ -119,7 +119,7 @@ def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str,
 
     Fails if ranks hold different values of the same element, or if no rank holds it.
     """
-    from qurl_megatron.sglang_plugin.verify import held_parts
+    from qurl_megatron.sglang_plugin.weights import held_parts
 
     whole = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in sent.items()}
     seen = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in sent.items()}

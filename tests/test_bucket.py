@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from qurl_megatron.rollout.wire import dtype_names
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
-from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.stream import (
+from qurl_megatron.weight_sync.bucket import (
+    Bucket,
+    Manifest,
     announce,
     announce_delta,
     announce_in_place,
@@ -15,6 +15,7 @@ from qurl_megatron.weight_sync.stream import (
     is_key_frame,
     read_key_frame,
 )
+from qurl_megatron.weight_sync.delta import base_version
 
 TENSORS = {
     "codes": torch.arange(-3, 4, dtype=torch.int8),  # 7 bytes, after which nothing wider fits

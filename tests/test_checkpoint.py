@@ -27,8 +27,8 @@ from distributed import run_ranks
 from learner_reference import CP2, DP2, PP2, TP2, VPP2
 from qurl_megatron.cli import app
 from qurl_megatron.config.disk import check_disk, checkpoint_bytes
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,
@@ -72,7 +72,7 @@ def train(
     from qurl_megatron.learner.checkpoint import Checkpoints, RunState
     from qurl_megatron.learner.critic import Critic
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.loop.warmup import negative_log_likelihood
+    from qurl_megatron.loop.assemble import negative_log_likelihood
     from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)

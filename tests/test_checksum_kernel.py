@@ -13,7 +13,7 @@ from compiled import compile_kernel
 # The interpreter must be chosen before Triton is imported, so the comparison runs in a new process.
 COMPARISON = """
 import torch
-from qurl_megatron.quantization.checksum_kernel import weighted_sum
+from qurl_megatron.quantization.kernels import weighted_sum
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 generator = torch.Generator().manual_seed(0)
@@ -38,12 +38,12 @@ def test_the_kernel_computes_the_sum_that_the_cpu_does() -> None:
 @pytest.mark.parametrize(("bits", "most"), [("*u32", 9), ("*i16", 12), ("*i32", 12), ("*u8", 9)])
 def test_the_kernel_keeps_its_sums_in_registers_on_hopper(bits: str, most: int) -> None:
     """A word holds four codes, so a code takes a quarter of its instructions."""
-    from qurl_megatron.quantization.checksum_kernel import BLOCK, NUM_WARPS, ROWS, _sum_rows
+    from qurl_megatron.quantization.kernels import SUM_BLOCK, SUM_ROWS, SUM_WARPS, _sum_rows
 
     types = {"bits": bits, **dict.fromkeys(("row_weights", "column_weights", "sums"), "*i64")}
     types |= {"rows": "i32", "columns": "i32"}
-    constants = {"ROWS": ROWS, "BLOCK": BLOCK}
-    compiled = compile_kernel(_sum_rows, types, constants, NUM_WARPS, 90)
+    constants = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK}
+    compiled = compile_kernel(_sum_rows, types, constants, SUM_WARPS, 90)
     (loop,) = compiled.loops
-    assert len(loop) / (ROWS * BLOCK / 32 / NUM_WARPS) <= most
+    assert len(loop) / (SUM_ROWS * SUM_BLOCK / 32 / SUM_WARPS) <= most
     assert compiled.stack_bytes == 0 and compiled.registers <= 128

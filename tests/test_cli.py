@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from qurl_megatron import cli
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import ConfigError, UaqConfig
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.evaluation import avg_at_k
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, warn_of_pickles

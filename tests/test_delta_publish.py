@@ -36,7 +36,7 @@ from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import BucketHeader
-from qurl_megatron.sglang_plugin.receive import write_bucket
+from qurl_megatron.sglang_plugin.weights import write_bucket
 from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import link as linking

@@ -17,8 +17,8 @@ import torch
 import sglang_loader
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
-from qurl_megatron.sglang_plugin.verify import handle
-from qurl_megatron.weight_sync.shared_memory import attach, describe
+from qurl_megatron.sglang_plugin.weights import handle
+from qurl_megatron.weight_sync.direct import attach, describe
 from sent import as_bytes
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model, quantized
 

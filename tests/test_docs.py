@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from qurl_megatron import recipes
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config
-from qurl_megatron.config.yaml_file import leaf_values
+from qurl_megatron.config.text import leaf_values
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics

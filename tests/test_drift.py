@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qurl_megatron.config.schema import MEASURED_ROWS
 from qurl_megatron.quantization.quantize import code_flips, dequantize, quantize
-from qurl_megatron.weight_sync import drift as drifts
-from qurl_megatron.weight_sync.drift import DriftMeter, WeightDrift
+from qurl_megatron.weight_sync import conversion
+from qurl_megatron.weight_sync.conversion import DriftMeter, WeightDrift
 
 
 def sum_of_squares(tensor: Tensor) -> float:
@@ -27,7 +27,7 @@ def test_drift_is_that_of_the_whole_weight(
     num_rows: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is exact for a weight of few rows, and otherwise an estimate."""
-    monkeypatch.setattr(drifts, "BATCH_ELEMENTS", 64 * 30)  # 30 rows, which do not divide 128
+    monkeypatch.setattr(conversion, "BATCH_ELEMENTS", 64 * 30)  # 30 rows, which do not divide 128
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(num_rows, 64, generator=generator)
     new = old + 0.01 * torch.randn(num_rows, 64, generator=generator)

@@ -17,14 +17,13 @@ import pytest
 import yaml
 from nemo_run.cli.api import create_cli
 
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, nemo, status
-from qurl_megatron.launch.experiment import Job, launch, named_runs
-from qurl_megatron.launch.job_script import JobOptions, job_script
-from qurl_megatron.launch.owner import claim
+from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
+from qurl_megatron.launch.status import claim
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
 

@@ -21,7 +21,7 @@ def run_and_export(
 ) -> torch.Tensor:
     """Load, update and export; return the learner's log-probs of TOKENS afterwards."""
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.loop.warmup import negative_log_likelihood
+    from qurl_megatron.loop.assemble import negative_log_likelihood
     from qurl_megatron.quantization import uaq
     from qurl_megatron.weight_sync.export import export
 

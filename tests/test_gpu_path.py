@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,12 @@ def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
 ) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     plan = ServerPlan(tmp_path, ServerConfig(), "fp8-block", 64, tmp_path / "log", seed=0)
-    assert plan.environment()["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
-    from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+    from sglang.srt.environ import envs
 
-    assert "SGLANG_JIT_DEEPGEMM_FAST_WARMUP" in inspect.getsource(compile_utils)
+    assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is False
+    for name, value in plan.environment().items():
+        monkeypatch.setenv(name, value)
+    assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is True
 
 
 def test_a_gpu_whose_deepgemm_takes_other_scales_is_refused_for_blocks(
@@ -41,14 +42,12 @@ def test_a_gpu_whose_deepgemm_takes_other_scales_is_refused_for_blocks(
     from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
 
     config = Fp8BlockConfig()
-    method, layer = config.linear_method(config), torch.nn.Module()
-    create: Any = method.create_scales
+    create: Any = config.linear_method(config).create_scales
     monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", True)
     with pytest.raises(ValueError, match=r"compute capability 10\); use format fp8"):
-        create(layer, 128, [128], None)
+        create(128, [128], None)
     monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", False)
-    create(layer, 128, [128], None)
-    assert layer.weight_scale_inv.shape == (1, 1)
+    assert create(128, [128], None).shape == (1, 1)
 
 
 class Gpu:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import fused_layers, kept_layers
-from qurl_megatron.config.overrides import overrides_between, with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import overrides_between, with_overrides
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory

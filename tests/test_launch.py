@@ -27,7 +27,6 @@ from qurl_megatron.config.schema import (
     ServerConfig,
 )
 from qurl_megatron.launch import local, slurm, slurm_task
-from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import (
     JobPlan,
     NodeGroup,
@@ -37,6 +36,7 @@ from qurl_megatron.launch.placement import (
     smallest_plan,
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
+from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.process import free_port
 from qurl_megatron.rollout.preload import Started
 

@@ -231,8 +231,7 @@ def test_recomputed_activations_give_the_same_updates(
 
 def spoil(model: Path, layout: dict[str, Any], culprit: int) -> dict[str, str]:
     """Put NaN into a loss, a gradient and a weight of rank `culprit`; return what each raises."""
-    from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.learner.non_finite import NonFinite
+    from qurl_megatron.learner.learner import Learner, NonFinite
 
     learner = Learner(model, learner_config(layout), OPTIMIZER)
     is_culprit = dist.get_rank() == culprit

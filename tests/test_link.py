@@ -52,7 +52,7 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     time.sleep(0.5)
     assert not sending.done()
 
-    link: Any = SimpleNamespace(store=store, url="http://lost")
+    link: Any = SimpleNamespace(store=store, server=SimpleNamespace(url="http://lost"))
     del store
     Link._leave(link)  # the link of a server that is lost lets go of its store
     assert link.store is None

@@ -12,13 +12,13 @@ import pytest
 from distributed import run_ranks
 from learner_memory import activations_of, allocated
 from published import MODELS, PARAMETERS
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
     RecomputeMode,
     WeightFormat,
 )
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner import packing
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family

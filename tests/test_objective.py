@@ -27,8 +27,8 @@ from qurl_megatron.algorithm.objective import (
     token_weights,
     value_loss,
 )
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, Objective, ObjectiveConfig
+from qurl_megatron.config.text import with_overrides
 
 torch.set_num_threads(1)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.objectives import DIGITS, SETTINGS, overrides, recipe, rows_of_digits
-from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.config.validate import validate
 from qurl_megatron.launch.prepare import load_recipe, prepare_new
 

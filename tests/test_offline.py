@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
-from qurl_megatron.config.schema import UaqConfig, WeightFormat
+from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
 from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model, random_model
 
@@ -128,7 +128,7 @@ def test_a_killed_call_is_resumed_by_the_same_job_only_and_gives_the_same_result
     assert not destination.exists()
     (first,) = (tmp_path / "quantized.partial").glob("*.safetensors")
     written_at = first.stat().st_mtime_ns
-    with pytest.raises(offline.OfflineError, match=r"partial was left by another conversion"):
+    with pytest.raises(ConfigError, match=r"partial was left by another conversion"):
         offline.quantize_directory(source, destination, "fp8", no_progress)
     # A file that the kill interrupted has another name.
     (tmp_path / "quantized.partial" / "model-00002-of-00002.safetensors.unfinished").write_bytes(

@@ -18,9 +18,9 @@ import pytest
 
 from qurl_megatron import cli
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import save
+from qurl_megatron.config.text import save
 from qurl_megatron.launch import local, slurm
-from qurl_megatron.launch.owner import FILE_NAME, claim, owner_of
+from qurl_megatron.launch.status import OWNER_FILE, claim, owner_of
 from qurl_megatron.process import start_ticks
 
 
@@ -63,13 +63,13 @@ def test_no_launcher_changes_a_directory_that_has_an_owner(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"qurl: {config.run_dir}: process {os.getpid()} on ")
-    assert {path.name for path in config.run_dir.iterdir()} == {"config.yaml", FILE_NAME}
+    assert {path.name for path in config.run_dir.iterdir()} == {"config.yaml", OWNER_FILE}
     assert (config.run_dir / "config.yaml").read_text() == saved
 
 
 def test_a_launcher_is_not_refused_because_somebody_asks_for_the_owner(tmp_path: Path) -> None:
     claim(tmp_path).close()
-    with (tmp_path / FILE_NAME).open() as asking:  # as `owner_of`, but for longer
+    with (tmp_path / OWNER_FILE).open() as asking:  # as `owner_of`, but for longer
         fcntl.flock(asking, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, [asking, fcntl.LOCK_UN]).start()
         claim(tmp_path).close()
@@ -77,7 +77,7 @@ def test_a_launcher_is_not_refused_because_somebody_asks_for_the_owner(tmp_path:
 
 def test_a_killed_owner_leaves_the_directory_free(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from qurl_megatron.launch.owner import claim\n"
+        "import sys; from pathlib import Path; from qurl_megatron.launch.status import claim\n"
         "file = claim(Path(sys.argv[1])); print('claimed', flush=True); input()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -111,14 +111,14 @@ def test_without_flock_a_recorded_process_is_the_owner_while_it_runs_on_this_hos
             "pid": other.pid,
             "start_ticks": start_ticks(other.pid),
         }
-        (tmp_path / FILE_NAME).write_text(json.dumps(record))
+        (tmp_path / OWNER_FILE).write_text(json.dumps(record))
         with pytest.raises(ConfigError, match=f"process {other.pid} on"):
             claim(tmp_path)
         for change in ({"host": "another"}, {"start_ticks": 0}):  # not known, and another process
-            (tmp_path / FILE_NAME).write_text(json.dumps({**record, **change}))
+            (tmp_path / OWNER_FILE).write_text(json.dumps({**record, **change}))
             claim(tmp_path).close()
         other.kill()
-    (tmp_path / FILE_NAME).write_text(json.dumps(record))
+    (tmp_path / OWNER_FILE).write_text(json.dumps(record))
     claim(tmp_path).close()
 
 
@@ -134,11 +134,11 @@ def test_without_flock_a_recorded_process_is_the_owner_while_it_runs_on_this_hos
     ids=["another host", "an earlier process", "a list", "cut off", "empty"],
 )
 def test_a_record_without_its_lock_is_stale_whatever_it_says(tmp_path: Path, record: str) -> None:
-    (tmp_path / FILE_NAME).write_text(record)
+    (tmp_path / OWNER_FILE).write_text(record)
     assert owner_of(tmp_path) == ""
     with claim(tmp_path):
         assert owner_of(tmp_path) == f"process {os.getpid()} on {socket.gethostname()}"
-        (tmp_path / FILE_NAME).write_text(record)  # a spoilt record does not free a lock
+        (tmp_path / OWNER_FILE).write_text(record)  # a spoilt record does not free a lock
         with pytest.raises(ConfigError, match="works on this run"):
             claim(tmp_path)
     assert owner_of(tmp_path) == ""

@@ -11,20 +11,20 @@ from typer.testing import CliRunner
 
 from published import PARAMETERS
 from qurl_megatron.cli import app
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.planning import plan, step_time
-from qurl_megatron.planning.limits import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
-from qurl_megatron.planning.publish_time import stage_bytes
-from qurl_megatron.planning.step_time import Workload
+from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
+from qurl_megatron.planning.step_time import Workload, stage_bytes
 from qurl_megatron.recipes import scaling_32b
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, FORMATS, LAYOUTS, study
+from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study
 from tiny import build_tiny_model
 
 SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
 QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+FORMATS = ("bf16", "int8", "fp8")
 
 
 def plan_of(gpus: int = 64, *words: str) -> Plan:

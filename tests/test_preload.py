@@ -15,7 +15,7 @@ import pytest
 STARTER = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from qurl_megatron.rollout import cpu_server, preload
+from qurl_megatron.rollout import preload
 
 def start(name, **fields):
     program = preload.Program("programs", [name], "its title", Path(name + ".log"), **fields)
@@ -26,7 +26,7 @@ def wait(started):
         time.sleep(0.01)
     return started.poll()
 
-cpu_server.import_sglang = lambda: None
+preload.import_sglang = lambda: None
 signal.signal(signal.SIGTERM, lambda *_: None)  # as a launcher handles it
 if "preload" in sys.argv:
     preload.preload(Path("preload.log"), "programs")

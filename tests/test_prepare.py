@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from recipe_inputs import write_inputs

@@ -19,8 +19,8 @@ from problem_files import (
     write_lines,
 )
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.problems import DataError, read_problems
 from qurl_megatron.data.prompts import (
     BAR_WIDTH,

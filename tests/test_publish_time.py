@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 
 from published import PARAMETERS
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.planning import memory
-from qurl_megatron.planning.publish_time import delta_part, plan_publish, stage_bytes
+from qurl_megatron.planning.step_time import delta_part, plan_publish, stage_bytes
 from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
 from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
 

@@ -21,7 +21,7 @@ COMPARISON = """
 import torch
 from qurl_megatron.quantization.checksum import hash_codes
 from qurl_megatron.quantization.quantize import SMALLEST_SCALE, block_absmax, code_dtype, quantize
-from qurl_megatron.quantization.quantize_kernels import fits, quantize_on_gpu
+from qurl_megatron.quantization.kernels import fits, quantize_on_gpu
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(1)
@@ -166,7 +166,7 @@ POINTERS = {
 
 
 def channel_kernel(weight_format: str, sums: bool, columns: int, target: int) -> Compiled:
-    from qurl_megatron.quantization.quantize_kernels import _quantize_row, count_warps
+    from qurl_megatron.quantization.kernels import _quantize_row, count_warps
 
     types = {"weight": "*bf16", **POINTERS}
     types |= dict.fromkeys(("columns", "weight_stride", "words_stride"), "i32")
@@ -183,7 +183,7 @@ def channel_kernel(weight_format: str, sums: bool, columns: int, target: int) ->
 
 
 def block_kernel(sums: bool, target: int) -> Compiled:
-    from qurl_megatron.quantization.quantize_kernels import NUM_WARPS, SIDE, STRIP, _quantize_block
+    from qurl_megatron.quantization.kernels import NUM_WARPS, SIDE, STRIP, _quantize_block
 
     types = {"weight": "*bf16", **POINTERS, "rows": "i32", "columns": "i32", "rows_before": "i32"}
     types |= dict.fromkeys(("columns_before", "weight_stride", "words_stride"), "i32")
@@ -241,7 +241,7 @@ def test_the_kernels_compile_for_other_gpus_without_spilling(target: int) -> Non
 
 
 def test_the_rows_that_a_multiprocessor_works_on_fit_its_cache() -> None:
-    from qurl_megatron.quantization.quantize_kernels import WARPS_AT_ONCE, count_warps
+    from qurl_megatron.quantization.kernels import WARPS_AT_ONCE, count_warps
 
     cache_bytes = 50 * 2**20 / 132  # of the L2 of an H100, for each multiprocessor
     for columns in (640, 3584, 5120, 13824, 18944, 27648):

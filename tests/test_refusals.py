@@ -24,10 +24,10 @@ from torch import Tensor
 
 import qurl_megatron.weight_sync.export  # noqa: F401  # it makes temporary files
 from qurl_megatron import cli
-from qurl_megatron.config import yaml_file
-from qurl_megatron.config.overrides import with_overrides
+from qurl_megatron.config import text
 from qurl_megatron.config.schema import UaqConfig
-from qurl_megatron.launch import experiment, local, owner
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.launch import experiment, local, status
 from qurl_megatron.quantization import offline
 from qurl_megatron.recipes import grpo
 from recipe_inputs import good_problems
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("run", "spoilt"):
         run_dir = home / "runs" / name
         run_dir.mkdir(parents=True)
-        yaml_file.save(config, run_dir / "config.yaml")
+        text.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
     (home / "link").symlink_to("nowhere")
@@ -97,7 +97,7 @@ def refuse(
 
 def contents(directory: Path) -> dict[str, tuple[int, int]]:
     """Return size and last change of every file but locks, and zeros for every directory."""
-    stats = {path: path.lstat() for path in directory.rglob("*") if path.name != owner.FILE_NAME}
+    stats = {path: path.lstat() for path in directory.rglob("*") if path.name != status.OWNER_FILE}
     return {
         str(path): (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
         for path, stat in stats.items()

@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from logs import Page, write_run
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import save
+from qurl_megatron.config.text import save, with_overrides
 from qurl_megatron.report import plots
 from qurl_megatron.report.page import write_report
-from qurl_megatron.report.record import read_run
+from qurl_megatron.report.plots import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -29,8 +29,7 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.fleet import Fleet

@@ -17,7 +17,7 @@ import pytest
 from problem_files import submit
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.launch.prepare import prepare_new

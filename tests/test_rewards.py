@@ -6,8 +6,8 @@ import pytest
 import reasoning_gym
 
 from qurl_megatron.algorithm.score import Question, Score, mean_parts
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.rewards import failed, load
 from qurl_megatron.data.verifiers import VERIFIERS
 from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo

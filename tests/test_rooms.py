@@ -50,17 +50,13 @@ PURE = {
     "model/weight_map",
     "planning",
     "quantization/checksum",
-    "quantization/checksum_kernel",
+    "quantization/kernels",
     "quantization/quantize",
-    "quantization/quantize_kernels",
     "quantization/uaq",
     "rollout/wire",
     "weight_sync/bucket",
     "weight_sync/delta",
-    "weight_sync/drift",
-    "weight_sync/layout",
-    "weight_sync/shared_memory",
-    "weight_sync/stream",
+    "weight_sync/direct",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
@@ -193,9 +189,9 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "learner/logprobs",
             "quantization/checksum",
             "quantization/quantize",
+            "sglang_plugin/formats",
             "sglang_plugin/linear",
-            "sglang_plugin/moe",
-            "weight_sync/shared_memory",
+            "weight_sync/direct",
         },
     }
     for question, expected in by_question.items():

@@ -20,17 +20,16 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Trai
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.sampling import make_samples
-from qurl_megatron.report.metrics import Evaluation
-from qurl_megatron.report.record import RunRecord, read_run
-from qurl_megatron.report.samples import (
-    COLUMNS,
+from qurl_megatron.report.metrics import (
     KINDS,
     SHOWN_CHARACTERS,
     SHOWN_TOKENS,
+    Evaluation,
     Sample,
-    markdown_table,
-    section,
 )
+from qurl_megatron.report.page import samples_section
+from qurl_megatron.report.plots import RunRecord, read_run
+from qurl_megatron.report.run_log import COLUMNS, markdown_table
 from samplers import sampler_of
 from tiny import build_tiny_model
 
@@ -190,7 +189,7 @@ def record(samples: list[Sample]) -> RunRecord:
 
 
 def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
-    page = Page(section(record([sample_of(1)])))
+    page = Page(samples_section(record([sample_of(1)])))
     assert page.tags == {
         "h2", "h3", "p", "span", "div", "section", "b", "details", "summary", "pre",
     }  # fmt: skip
@@ -200,7 +199,7 @@ def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
 
 
 def test_tokens_are_coloured_by_their_ratio() -> None:
-    page = section(record([sample_of(1)]))
+    page = samples_section(record([sample_of(1)]))
     _, card = page.split('<section class="card">')
     spans = re.findall(
         r'<span style="background: rgba\(([^)]*)\)" title="([^"]*)">(.*?)</span>', card
@@ -210,11 +209,11 @@ def test_tokens_are_coloured_by_their_ratio() -> None:
 
 def test_each_kind_shows_its_first_middle_and_last_completion() -> None:
     samples = [sample_of(step, kind) for step in range(1, 8) for kind in KINDS[:2]]
-    page = section(record(samples + [sample_of(9, "cut off")]))
+    page = samples_section(record(samples + [sample_of(9, "cut off")]))
     rows = page.split("<h3>")[1:]
     shown = [re.findall(r"<b>step (\d+),", row) for row in rows]
     assert shown == [["1", "4", "7"], ["1", "4", "7"], ["9"]]
-    assert section(record([])) == ""
+    assert samples_section(record([])) == ""
 
 
 def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
 from qurl_megatron.config.server_options import ALLOWED, check_names
+from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.values import OptionValue
-from qurl_megatron.config.yaml_file import load, save
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.rollout.options import check_options, command_line, first_error, flag_of
 

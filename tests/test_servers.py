@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from qurl_megatron.config.schema import Config
-from qurl_megatron.config.yaml_file import save
+from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
-from qurl_megatron.launch.attempt import Attempt
 from qurl_megatron.launch.placement import server_specs
-from qurl_megatron.launch.servers import MAX_RESTARTS, Servers, how_it_ended
+from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers, how_it_ended
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout.roster import read_roster, report_lost
 from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan

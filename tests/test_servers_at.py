@@ -26,10 +26,10 @@ from answering import Address
 from elsewhere import KEPT, KEY, config_of, description
 from fleets import wait_for
 from qurl_megatron import cli
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import serve
-from qurl_megatron.launch.servers_at import (
+from qurl_megatron.launch.serve import (
     KEY_VARIABLE,
     check_servers_at,
     read_key,

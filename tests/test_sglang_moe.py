@@ -18,10 +18,13 @@ from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, route
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
+from qurl_megatron.sglang_plugin.formats import (
+    Fp8BlockConfig,
+    QuantizedExpertsMethod,
+    apply_unquantized_experts,
+)
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
-from qurl_megatron.sglang_plugin.moe import QuantizedExpertsMethod, apply_unquantized_experts
-from qurl_megatron.sglang_plugin.receive import write_bucket
+from qurl_megatron.sglang_plugin.weights import write_bucket
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
@@ -93,7 +96,7 @@ def test_every_layout_holds_what_was_sent_in_the_same_memory(
 def test_each_group_of_ranks_has_its_own_experts_and_no_others(
     weights: tuple[Path, str, list[dict[str, Tensor]]],
 ) -> None:
-    from qurl_megatron.sglang_plugin.verify import held_parts
+    from qurl_megatron.sglang_plugin.weights import held_parts
 
     model_dir, weight_format, _ = weights
     ranks = sglang_loader.build_ranks(model_dir, weight_format, 4, 2)

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from qurl_megatron.quantization.quantize import dequantize, quantize
-from qurl_megatron.sglang_plugin import attention, platform, receive, versions
+from qurl_megatron.sglang_plugin import attention, platform, weights
 from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
 from qurl_megatron.sglang_plugin.linear import Int8LinearMethod, quantize_tokens
 
@@ -160,8 +160,8 @@ def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_o
         return options
 
     own = timedelta(seconds=3)
-    assert receive.join_group(join, rank=1) == {"rank": 1, "timeout": timedelta(seconds=120)}
-    assert receive.join_group(join, rank=0, timeout=own) == {"rank": 0, "timeout": own}
+    assert weights.join_group(join, rank=1) == {"rank": 1, "timeout": timedelta(seconds=120)}
+    assert weights.join_group(join, rank=0, timeout=own) == {"rank": 0, "timeout": own}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
 ) -> None:
     """It closes the channels of a delta that it refuses, because the senders wait for it."""
     left: list[Any] = []
-    monkeypatch.setattr(versions, "leave", lambda *arguments: left.append(arguments))
+    monkeypatch.setattr(weights, "leave", lambda *arguments: left.append(arguments))
     loaded: list[Any] = []
     waiting = SimpleNamespace(extra_key="of its arrival")
     scheduler = SimpleNamespace(
@@ -196,7 +196,7 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
         loaded.append(request)
         return SimpleNamespace(success=True)
 
-    answer = versions.update_weights(load, updater, request)
+    answer = weights.update_weights(load, updater, request)
     assert answer.success == is_loaded
     assert loaded == (["waited", request] if is_loaded else [])
     assert scheduler.loaded_version == (7 if is_loaded else held)
@@ -212,9 +212,9 @@ def test_a_server_keeps_one_record_of_its_weight_version_however_many_it_is_sent
     manager = object.__new__(TokenizerManager)
     manager._config_updates = []
     record = TokenizerManager.record_config_updates
-    versions.keep_newest(record, manager, "load", load_format="auto", weight_version="0")
+    weights.keep_newest(record, manager, "load", load_format="auto", weight_version="0")
     for version in range(1, 100):
-        versions.keep_newest(record, manager, "version", weight_version=str(version))
+        weights.keep_newest(record, manager, "version", weight_version=str(version))
     assert len(manager._config_updates) == 2
     assert manager.config_value("weight_version") == "99"
     assert manager.config_value("load_format") == "auto"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.overlap import quantile
 from published import PARAMETERS
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, LearnerConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.plan import plan
@@ -301,7 +302,7 @@ def test_a_pause_is_time_in_which_nothing_is_decoded() -> None:
 def test_lengths_have_their_mean_and_mean_age(log_deviation: float | None) -> None:
     lengths = ResponseLengths(2000, 8000, log_deviation)
     generator = random.Random(0)
-    sample = [lengths.quantile(generator.random()) for _ in range(100_000)]
+    sample = [quantile(lengths, generator.random()) for _ in range(100_000)]
     assert max(sample) <= 8000
     assert fmean(sample) == pytest.approx(2000, rel=0.01)
     squares = fmean(length**2 for length in sample)

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
 
 

@@ -30,8 +30,8 @@ from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
-from qurl_megatron.sglang_plugin import receive
 from qurl_megatron.sglang_plugin import weight_routes as plugin
+from qurl_megatron.sglang_plugin import weights
 from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -265,7 +265,7 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
 def test_what_is_not_this_projects_goes_to_sglangs_own_code() -> None:
     answer = (True, "SGLang's")
     request: Any = (None, ["model.norm.weight"], ["int8"], [[1]], "a group")
-    assert receive.update_bucket(lambda *_: answer, *request) == answer
+    assert weights.update_bucket(lambda *_: answer, *request) == answer
     assert plugin.load_file(lambda *_: answer, *request) == answer
 
 

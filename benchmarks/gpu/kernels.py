@@ -1,8 +1,8 @@
 """Time quantization and quantized linear layers on a GPU: `python -m benchmarks.gpu.kernels`.
 
-First, the kernels of `quantize_kernels.py` compute a weight's absmax, scales and codes, without and
-with the codes' checksum. They are compared with a device-to-device copy that moves the same number
-of bytes. Bandwidth counts one read of each BF16 weight and one write of each code. Codes, scales
+First, the package's kernels compute a weight's absmax, scales and codes, without and with the
+codes' checksum. They are compared with a device-to-device copy that moves the same number of
+bytes. Bandwidth counts one read of each BF16 weight and one write of each code. Codes, scales
 and checksum must equal the CPU's, byte for byte.
 
 Then it times one linear layer with the server's kernels, by format and number of tokens, including
@@ -118,7 +118,7 @@ def run_kernel(
     hashes: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run the kernel that `quantize` uses on a GPU; return absmax, scale and checksum."""
-    from qurl_megatron.quantization.quantize_kernels import quantize_on_gpu
+    from qurl_megatron.quantization.kernels import quantize_on_gpu
 
     largest, by_block = LARGEST[weight_format], weight_format == "fp8-block"
     return quantize_on_gpu(

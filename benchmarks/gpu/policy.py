@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout.server import Server, start_server, wait_ready
+from qurl_megatron.rollout.server import Server, ServerPlan
 
 # Shapes of Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads.
 SHAPES = {
@@ -19,7 +19,6 @@ SHAPES = {
     "tiny": (256, 512, 2, 4, 2),
 }
 VOCABULARY = 152064
-START_TIMEOUT_S = 420.0
 
 
 @contextmanager
@@ -44,16 +43,6 @@ def run_server(
             eos_token_id=0,
             architectures=["Qwen2ForCausalLM"],
         ).save_pretrained(directory)
-        running = start_server(
-            Path(directory),
-            server,
-            weight_format,
-            context_length=context_length,
-            log_file=log,
-            seed=0,
-        )
-        try:
-            wait_ready([running], START_TIMEOUT_S)
+        plan = ServerPlan(Path(directory), server, weight_format, context_length, log, seed=0)
+        with plan.running() as running:
             yield running, Architecture.from_directory(directory)
-        finally:
-            running.stop()

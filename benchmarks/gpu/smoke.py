@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu import exact_interpreter, kernels, record
 from qurl_megatron import device
-from qurl_megatron.config.schema import ServerConfig
+from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
 
 LIMITS_S = {"quantize": 30.0, "products": 30.0, "rank": 20.0, "server": 100.0}  # 3 minutes in all
 REPETITIONS = 3
@@ -125,7 +125,7 @@ def check_server(arguments: argparse.Namespace) -> dict[str, Any]:
     with policy.run_server("tiny", "int8", server, 64, log) as (running, architecture):
         fleet = Fleet("rollout", {0: running})
         learner = random_learner(architecture)
-        publisher = Publisher(learner, fleet, "int8", throughput.BUCKET_BYTES, "gloo")
+        publisher = Publisher(learner, fleet, QuantizationConfig("int8"))
         published = publisher.publish()
         publisher.close()
         throughput.sample(running, 4, 16, 16, architecture.vocab_size)

@@ -24,7 +24,7 @@ import httpx
 from benchmarks.gpu import policy, publish, record
 from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.publish import Publisher
@@ -82,7 +82,8 @@ def measure(
     with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
         learner = random_learner(architecture)
         fleet = Fleet("rollout", {0: running})
-        publisher = Publisher(learner, fleet, weight_format, BUCKET_BYTES, "gloo")
+        settings = QuantizationConfig(weight_format, bucket_bytes=BUCKET_BYTES)
+        publisher = Publisher(learner, fleet, settings)
         assert publisher.publish().num_servers == 1
         publisher.close()
         vocabulary = architecture.vocab_size

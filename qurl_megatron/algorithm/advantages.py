@@ -4,8 +4,6 @@ DAPO (Yu et al., 2025) is GRPO with a looser upper clip and a token mean, which 
 objective, a soft penalty for long responses, and a replacement of zero-variance groups.
 """
 
-from __future__ import annotations
-
 import statistics
 
 import torch

@@ -54,8 +54,6 @@ after it, and ACR's r is not part of it, since r only widens the bound of positi
 gradient of such a token in log R is then at most weight * d * |A|.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping

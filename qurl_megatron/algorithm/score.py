@@ -3,8 +3,6 @@
 This file imports nothing heavy, because the processes that score import it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean

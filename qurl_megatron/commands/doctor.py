@@ -8,8 +8,6 @@ Each check yields a status and a text: what it found, or the remedy. The statuse
 - `--`: absent, and rarely needed.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,17 +1,14 @@
 """The page that `qurl plan` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qurl_megatron.planning.limits import Plan, largest_part
 from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
-from qurl_megatron.planning.plan import layout_overrides
-from qurl_megatron.planning.publish_time import PublishPlan
+from qurl_megatron.planning.plan import Plan, largest_part, layout_overrides
+from qurl_megatron.planning.step_time import PublishPlan
 
 
 def print_plan(plan: Plan) -> None:
@@ -45,7 +42,7 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
         f"once. {_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
-        "memory.py, step_time.py, rollout_time.py and publish_time.py in qurl_megatron/planning. "
+        "memory.py, step_time.py and rollout_time.py in qurl_megatron/planning. "
         "The errors of the estimate: docs/findings/planning.md.",
         soft_wrap=True,
     )

@@ -38,8 +38,7 @@ def doctor() -> None:
 
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
-    from qurl_megatron.config.overrides import with_overrides
-    from qurl_megatron.config.yaml_file import commented_yaml
+    from qurl_megatron.config.text import commented_yaml, with_overrides
     from qurl_megatron.launch.prepare import load_recipe
 
     config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
@@ -146,7 +145,6 @@ def launch(
     """
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch import experiment
-    from qurl_megatron.launch.job_script import GPUS_PER_NODE, JobOptions
 
     if executor not in ("local", "slurm"):
         raise ConfigError(f"--executor {executor}: executors are local and slurm")
@@ -156,10 +154,10 @@ def launch(
     others = [word.partition("=") for word in sbatch or []]
     if not all(name and value for name, _, value in others):
         raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
-    options = JobOptions(
+    options = experiment.JobOptions(
         sbatch={"account": account, "partition": partition, "time": time}
         | {name: value for name, _, value in others},
-        gpus_per_node=gpus_per_node or GPUS_PER_NODE,
+        gpus_per_node=gpus_per_node or experiment.GPUS_PER_NODE,
         heterogeneous=heterogeneous,
         container_image=container_image or "",
         container_mounts=container_mounts.split(",") if container_mounts else (),

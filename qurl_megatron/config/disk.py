@@ -1,7 +1,5 @@
 """The disk space that a run needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError

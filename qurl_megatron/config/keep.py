@@ -10,8 +10,6 @@ all linear layers in the module. `*`, `?` and `[abc]` match as in a shell.
     mlp.experts                      all experts of every block, which a server holds as one
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

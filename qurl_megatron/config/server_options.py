@@ -5,8 +5,6 @@ the distribution it was drawn from, and the version of the weights that computed
 options, and each release adds more. So one that is not on this list is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from difflib import get_close_matches
 
@@ -15,45 +13,23 @@ from qurl_megatron.config.schema import ConfigError, ServerConfig
 # SGLang takes no prompt within six tokens of a server's context length, or of its KV cache.
 CONTEXT_RESERVE = 6
 
-# Each option with what it is for.
-ALLOWED: dict[str, str] = {
-    "kv_cache_dtype": "memory",
-    "page_size": "memory",
-    "disable_radix_cache": "memory",
-    "radix_eviction_policy": "memory",
-    "chunked_prefill_size": "batches",
-    "enable_mixed_chunk": "batches",
-    "max_prefill_tokens": "batches",
-    "prefill_max_requests": "batches",
-    "schedule_conservativeness": "batches",
-    "schedule_policy": "batches",
-    "disable_overlap_schedule": "scheduler",
-    "num_continuous_decode_steps": "scheduler",
-    "scheduler_recv_interval": "scheduler",
-    "sleep_on_idle": "scheduler",
-    "attention_backend": "kernels",
-    "decode_attention_backend": "kernels",
-    "prefill_attention_backend": "kernels",
-    "triton_attention_num_kv_splits": "kernels",
-    "sampling_backend": "kernels",
-    "fp8_gemm_backend": "kernels",
-    "enable_fp32_lm_head": "exactness",
-    "enable_deterministic_inference": "exactness",
-    "disable_cuda_graph": "graphs",
-    "disable_cuda_graph_padding": "graphs",
-    "cuda_graph_backend_decode": "graphs",
-    "cuda_graph_backend_prefill": "graphs",
-    "cuda_graph_max_bs_decode": "graphs",
-    "cuda_graph_max_bs_prefill": "graphs",
-    "disable_custom_all_reduce": "ranks",
-    "enable_nccl_nvls": "ranks",
-    "dist_timeout": "limits",
-    "watchdog_timeout": "limits",
-    "skip_server_warmup": "start",
-    "decode_log_interval": "log",
-    "log_level": "log",
-    "enable_metrics": "log",
-}
+# By what they are for.
+ALLOWED = (
+    "kv_cache_dtype page_size disable_radix_cache radix_eviction_policy "  # memory
+    "chunked_prefill_size enable_mixed_chunk max_prefill_tokens prefill_max_requests "  # batches
+    "schedule_conservativeness schedule_policy "  # batches
+    "disable_overlap_schedule num_continuous_decode_steps "  # scheduler
+    "scheduler_recv_interval sleep_on_idle "  # scheduler
+    "attention_backend decode_attention_backend prefill_attention_backend "  # kernels
+    "triton_attention_num_kv_splits sampling_backend fp8_gemm_backend "  # kernels
+    "enable_fp32_lm_head enable_deterministic_inference "  # exactness
+    "disable_cuda_graph disable_cuda_graph_padding cuda_graph_backend_decode "  # graphs
+    "cuda_graph_backend_prefill cuda_graph_max_bs_decode cuda_graph_max_bs_prefill "  # graphs
+    "disable_custom_all_reduce enable_nccl_nvls "  # ranks
+    "dist_timeout watchdog_timeout "  # limits
+    "skip_server_warmup "  # start
+    "decode_log_interval log_level enable_metrics"  # log
+).split()
 
 # What to do instead of setting an option that users of SGLang know.
 _INSTEAD = {

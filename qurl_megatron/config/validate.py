@@ -1,7 +1,5 @@
 """Checks that the fields of a configuration fit each other, the model and its layout."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
@@ -17,7 +15,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_names
-from qurl_megatron.config.yaml_file import leaf_values
+from qurl_megatron.config.text import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -1,12 +1,7 @@
-"""What a field of a configuration may hold, and what its docstring says of it."""
+"""What a field of a configuration may hold."""
 
-from __future__ import annotations
-
-import dataclasses
-import functools
-import inspect
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
@@ -93,31 +88,3 @@ OptionName = Annotated[
 ]
 
 OptionValue = str | int | float | bool
-
-
-def field_meanings(config: Any, prefix: str = "") -> dict[str, str]:
-    """Return the docstring of every field of a dataclass and of those in it, by its dotted path.
-
-    Each path starts with `prefix`.
-    """
-    meanings: dict[str, str] = {}
-    for name, meaning in field_docs(type(config)).items():  # type: ignore[arg-type]
-        value, path = getattr(config, name), prefix + name
-        is_section = dataclasses.is_dataclass(value)
-        meanings |= field_meanings(value, f"{path}.") if is_section else {path: meaning}
-    return meanings
-
-
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass on one line, in the order of its fields."""
-    # pydantic gives a dataclass the settings of what holds it; here that is a list.
-    settings = pydantic.ConfigDict(use_attribute_docstrings=True)
-    schema = pydantic.TypeAdapter(list[kind], config=settings).json_schema()  # type: ignore[valid-type]
-    fields = schema["$defs"][kind.__name__]["properties"]
-    return {name: " ".join(field.get("description", "").split()) for name, field in fields.items()}
-
-
-def first_line(documented: Any) -> str:
-    """Return the first line of the docstring of an object or of its class."""
-    return (inspect.getdoc(documented) or "").partition("\n")[0]

@@ -8,8 +8,6 @@ number in another form.
 The reference is `rewards/math_reward.py` of DeepScaleR.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

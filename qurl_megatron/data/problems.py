@@ -34,8 +34,6 @@ Invariants:
 - Nothing is downloaded, and nothing is written outside a temporary directory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json
@@ -53,7 +51,6 @@ from qurl_megatron.data.verifiers import reasoning_gym_tasks
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
-CONVERSATION = "messages"
 DEFAULT_TASK_SIZE = 5000
 MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
 
@@ -376,7 +373,7 @@ def _choose_split(splits: Mapping[Any, Any], names: list[str], dataset: str) -> 
 def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(entry, dict):
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
-    name = _name(entry, fields.question, (*QUESTION_FIELDS, CONVERSATION), fields.required)
+    name = _name(entry, fields.question, (*QUESTION_FIELDS, "messages"), fields.required)
     messages = _messages(_value(entry, name, "question_key"), name)
     last = ""
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:

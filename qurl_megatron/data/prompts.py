@@ -1,18 +1,10 @@
 """Prompts: turn problems into tokens, split off the held-out ones, and serve them in order.
 
-    tokenize         [Problem] -> [Prompt]
-    split_held_out   [Prompt] -> those to train on, those held out
-    load_prompts     all prompts of a run, for training and evaluation
-    PromptStream     [Prompt] -> the prompts of each step, resumable
-    summarize        what was read, dropped and tokenized, as text
-
 Invariants:
 - Whether a question is held out depends on its text alone: not on the machine, the seed, its line
   or the other questions. Questions that differ only in case or spacing are on the same side.
 - No question that a run is evaluated on is trained on, whatever its case and spacing.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -34,7 +26,6 @@ from qurl_megatron.data.problems import (
     read_problems,
 )
 
-SYSTEM_ROLES = ("system", "developer")
 BINS = 8
 BAR_WIDTH = 40  # characters of the longest bar
 SHOWN_CHARACTERS = 2000  # of a prompt; the middle of a longer one is left out
@@ -59,18 +50,11 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    fields = {"data": config.data}
+    read = functools.partial(read_problems, seed=config.seed)
+    fields = Fields(config.question_key, config.answer_key)
+    sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
-        fields[f"evaluation.data.{name}"] = data
-    sources: dict[str, Source] = {}
-    for field, data in fields.items():
-        trains = field == "data"
-        sources[field] = read_problems(
-            data,
-            config.data_options if trains else {},
-            seed=config.seed,
-            fields=Fields(config.question_key, config.answer_key, required=trains),
-        )
+        sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
     keep_verifiable(sources, config, drops="data")
     prompts = {
         field: tokenize(
@@ -117,7 +101,7 @@ def tokenize(
     shortest = math.inf
     for problem in source.problems:
         messages = problem.messages
-        has_own = messages[0]["role"] in SYSTEM_ROLES
+        has_own = messages[0]["role"] in ("system", "developer")
         if system_prompt and not has_own:
             messages = [{"role": "system", "content": system_prompt}, *messages]
         token_ids = _token_ids(problem, messages, tokenizer)

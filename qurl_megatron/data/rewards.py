@@ -16,8 +16,6 @@ started. A file may import its neighbours.
 The processes of `data/scoring.py` import this file, so it imports no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib
@@ -38,7 +36,6 @@ from qurl_megatron.data.verifiers import VERIFIERS
 VERIFIER_CPU_LIMIT_S = 3.0
 MAX_FAILURE_LENGTH = 300
 REWARD = "reward"
-BATCH_PARAMETER = "completions"
 
 
 def absolute(reward: str) -> str:
@@ -89,7 +86,7 @@ class RewardFunction:
             ) from None
         self._function = function
         self._config = config
-        self._is_batch = next(iter(signature.parameters)) == BATCH_PARAMETER
+        self._is_batch = next(iter(signature.parameters)) == "completions"
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
         )

@@ -1,9 +1,5 @@
 """Score completions in worker processes, while others are still being sampled.
 
-    Scorer            worker processes that score; `submit` returns a future
-    unverifiable      why no completion of a problem could be right, for many problems
-    check_reward      whether the configured reward can be loaded
-
 A worker is a program of its own and not a fork: it imports this file, the verifier and nothing
 else, so it has no CUDA context, no threads of process groups and no torch.
 

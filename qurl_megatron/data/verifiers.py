@@ -6,8 +6,6 @@ with published results must have been rewarded for the same.
 This file imports no verifier's library at its top; a verifier imports its own when it is built.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

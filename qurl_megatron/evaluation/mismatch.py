@@ -14,6 +14,7 @@ measured on the rest: the largest of many noisy gains is larger than it will be 
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -209,12 +210,17 @@ def measure(
         chunk = prompts[start : start + BATCH]
         sampled += model.sample(chunk, options.max_response_length, options.seed + start)
     batches = _batches(sampled)
-    passes = len(model.groups) + 4  # quantized and BF16, twice
+    total = (len(model.groups) + 4) * len(batches)  # passes; quantized and BF16, twice
+    done = itertools.count(1)
 
-    def report(done: int) -> None:
-        progress(done, passes * len(batches))
+    def report() -> None:
+        progress(next(done), total)
 
-    measured, by_layer = _compare(model, sampled, batches, report)
+    by_batch, by_layer = _compare(model, sampled, batches, [(), *model.groups], report)
+    joined = (
+        torch.cat([part.flatten().cpu() for part in parts]) for parts in zip(*by_batch, strict=True)
+    )
+    measured = TokenMismatch(*joined)
     tokens = torch.tensor([len(response) for _, response in sampled])
     first, second = slice(0, None, 2), slice(1, None, 2)
     layers = [
@@ -228,8 +234,8 @@ def measure(
     server_bytes = published_bytes(architecture, options.weight_format)
     chosen = choose(layers, options.budget * server_bytes)
     kept = [name for layer in chosen for name in layer.names]
-    after = _kl_keeping(model, sampled, batches, kept) if kept else by_layer[0]
-    report(passes * len(batches))
+    after = _compare(model, sampled, batches, [kept], report)[1][0] if kept else by_layer[0]
+    progress(total, total)
     kl = float(by_layer[0][second].sum() / tokens[second].sum())
     fallen, error = gain(by_layer[0][second], after[second], tokens[second])
     tried = KeptLayers(kept, fallen, error, model.added_bytes(kept))
@@ -273,49 +279,31 @@ def _compare(
     model: QuantizedModel,
     sampled: Sequence[Sampled],
     batches: Sequence[Sequence[int]],
-    report: Callable[[int], None],
-) -> tuple[TokenMismatch, Tensor]:
-    """Compare the BF16 model with the quantized one: first whole, then with each layer in BF16.
+    groups: Sequence[Sequence[str]],
+    report: Callable[[], None],
+) -> tuple[list[TokenMismatch], Tensor]:
+    """Compare the BF16 model with the quantized one that has each of `groups` of layers in BF16.
+
+    `report` is called after each forward pass.
 
     Returns:
-        What is measured of the tokens of the whole model, [tokens], and the KL summed over each
-        completion: [1 + layers, completions].
+        What is measured of each batch's tokens for a group of no layers, [responses, length], and
+        the KL summed over each completion: [groups, completions].
     """
-    kl = torch.zeros(1 + len(model.groups), len(sampled), dtype=torch.float64)
+    kl = torch.zeros(len(groups), len(sampled), dtype=torch.float64)
     tokens: list[TokenMismatch] = []
-    done = 0
     for numbers in batches:
         sequences = [sampled[number] for number in numbers]
         exact = model.logits(sequences, model.names)
-        quantized = model.logits(sequences, measures=True)
-        responses = torch.tensor([response for _, response in sequences]).to(exact.device)
-        tokens.append(compare(quantized, exact, responses))
-        kl[0, numbers] = tokens[-1].kl.double().sum(1).cpu()
-        done += 2
-        for row, group in enumerate(model.groups, start=1):
-            kept = model.logits(sequences, group)
-            kl[row, numbers] = divergence(kept, exact).double().sum(1).cpu()
-            done += 1
-            report(done)
-    joined = (
-        torch.cat([part.flatten().cpu() for part in parts]) for parts in zip(*tokens, strict=True)
-    )
-    return TokenMismatch(*joined), kl
-
-
-def _kl_keeping(
-    model: QuantizedModel,
-    sampled: Sequence[Sampled],
-    batches: Sequence[Sequence[int]],
-    kept: Sequence[str],
-) -> Tensor:
-    """Return the KL summed over each completion, with these layers in BF16: [completions]."""
-    kl = torch.zeros(len(sampled), dtype=torch.float64)
-    for numbers in batches:
-        sequences = [sampled[number] for number in numbers]
-        exact = model.logits(sequences, model.names)
-        kl[numbers] = divergence(model.logits(sequences, kept), exact).double().sum(1).cpu()
-    return kl
+        report()
+        for row, kept in enumerate(groups):
+            quantized = model.logits(sequences, kept, measures=not kept)
+            if not kept:
+                responses = torch.tensor([response for _, response in sequences]).to(exact.device)
+                tokens.append(compare(quantized, exact, responses))
+            kl[row, numbers] = divergence(quantized, exact).double().sum(1).cpu()
+            report()
+    return tokens, kl
 
 
 def print_mismatch(result: dict[str, Any]) -> None:

@@ -1,11 +1,9 @@
 """A Hugging Face model whose linear layers compute what an SGLang server's layers compute.
 
 Each layer can be switched between codes and BF16. The arithmetic is that of the plugin on a CPU
-(`qurl_megatron/sglang_plugin/linear.py` and `moe.py`), so codes of weights and activations are the
-server's, bit for bit. The rest is that of transformers in BF16, and logits are float32.
+(`qurl_megatron/sglang_plugin/linear.py` and `formats.py`), so codes of weights and activations are
+the server's, bit for bit. The rest is that of transformers in BF16, and logits are float32.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -23,15 +21,10 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
-from qurl_megatron.sglang_plugin import formats, linear, moe
+from qurl_megatron.sglang_plugin import formats, linear
 
 Sampled = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response to it."""
-
-_CONFIGS: dict[str, type[formats.QurlConfig]] = {
-    config.get_name(): config
-    for config in (formats.Int8Config, formats.Fp8Config, formats.Fp8BlockConfig)
-}
 
 
 class SwitchedLinear(torch.nn.Module):
@@ -39,7 +32,7 @@ class SwitchedLinear(torch.nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: WeightFormat) -> None:
         super().__init__()
-        config = _CONFIGS[quantize.ENGINE_METHODS[weight_format]]()
+        config = formats.CONFIGS[quantize.ENGINE_METHODS[weight_format]]()
         self.method = config.linear_method(config)
         quantized = quantize.quantize(weight.detach(), weight_format)
         self.weight, self.bias = weight, bias
@@ -120,7 +113,7 @@ class Experts(torch.nn.ModuleList):
         dispatched: Any = SimpleNamespace(
             hidden_states=x, topk_output=(routing_weights, chosen, None)
         )
-        return moe.sum_over_experts(dispatched, multiply).hidden_states
+        return formats.sum_over_experts(dispatched, multiply).hidden_states
 
 
 class Float32Head(torch.nn.Module):

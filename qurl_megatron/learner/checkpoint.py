@@ -25,8 +25,6 @@ that you trust as you trust a program. `qurl eval` of an exported directory read
 The learner has no dropout and so no random state. The RunState holds the order of prompts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import multiprocessing
@@ -52,7 +50,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from qurl_megatron.config import yaml_file
+from qurl_megatron.config import text
 from qurl_megatron.config.disk import checkpoint_bytes
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.device import from_rank_zero
@@ -212,7 +210,7 @@ class Checkpoints:
         (partial / "megatron").mkdir(parents=True)
         (partial / "model").mkdir()
         copy_beside_weights(Path(self._config.model), partial / "model")
-        yaml_file.save(self._config, partial / "config.yaml")
+        text.save(self._config, partial / "config.yaml")
         (partial / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
 
     def _check_space(self, step: int) -> None:
@@ -278,7 +276,7 @@ def read_config(checkpoint: Path) -> Config:
             f"{checkpoint}: not a checkpoint, it {reason}; complete ones are in "
             "RUN/checkpoints/step_NNNNNN"
         )
-    return yaml_file.load(checkpoint / "config.yaml")
+    return text.load(checkpoint / "config.yaml")
 
 
 def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tuple[str, Tensor]]]:

@@ -8,8 +8,6 @@ describe the policy's layout. Each call to a `Critic` sets the critic's layout, 
 the policy's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The transformer layers of the learner: Transformer Engine's on a GPU, torch's elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools
@@ -102,7 +100,10 @@ class CausalAttention(torch.nn.Module):
         queries = query.split([length // size for length in lengths])
         keys, values = key.split(lengths), value.split(lengths)
         context = list(queries)
-        for numbers in _similar_lengths(lengths):
+        similar: dict[int, list[int]] = {}  # sequences by the binary digits of their lengths
+        for number, length in enumerate(lengths):
+            similar.setdefault(length.bit_length(), []).append(number)
+        for numbers in similar.values():
             mask = None
             if size > 1:
                 own = [torch.from_numpy(zigzag(lengths[n], rank, size)) for n in numbers]
@@ -144,14 +145,6 @@ def _flash_attention(
 def _rows(sequences: Sequence[Tensor], numbers: list[int]) -> Tensor:
     """Return sequences [tokens, heads, head_dim] as [rows, heads, time, head_dim]; padding is 0."""
     return pad_sequence([sequences[n] for n in numbers], batch_first=True).transpose(1, 2)
-
-
-def _similar_lengths(lengths: list[int]) -> list[list[int]]:
-    """Group the numbers of sequences whose lengths have as many binary digits."""
-    groups: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
-        groups.setdefault(length.bit_length(), []).append(number)
-    return list(groups.values())
 
 
 def _gather_context(

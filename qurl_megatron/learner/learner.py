@@ -10,14 +10,13 @@ computes, and which `Share` of a minibatch it has. Invariants:
   pass uses them rounded to the compute dtype.
 """
 
-from __future__ import annotations
-
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,14 +36,13 @@ from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.model import (
     Policy,
+    Routing,
     build_chunks,
     parameters_of,
     tensor_parallel_place,
     virtual_stages,
 )
-from qurl_megatron.learner.non_finite import Suspect, refuse
 from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
-from qurl_megatron.learner.routing import Routing
 from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -61,6 +59,13 @@ model other than `Policy` passes what its `score` returns in place of log-probs 
 
 Transform = Callable[[str, Tensor], Tensor]
 """An element-wise map: (Hugging Face name, this rank's float32 shard) -> its new values."""
+
+Suspect = tuple[tuple[int, ...], str, Tensor]
+"""Order, name, and a tensor that may hold NaN or infinity, and spoil those of a higher order."""
+
+
+class NonFinite(device.SharedError, FloatingPointError):
+    """A tensor of one rank holds NaN or infinity. The text names both, and is one line."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Learner:
         self.architecture = Architecture.from_directory(model_dir)
         check_layout(self.architecture, learner)
         weights = Weights(model_dir, self.architecture)
-        device.limit_threads(learner.threads_per_rank)
+        torch.set_num_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
             device.initialize_distributed()
@@ -163,7 +168,7 @@ class Learner:
             self._run(share.micro_batches, keep, temperature, forward_only=True)
         dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         if not is_finite:  # on every rank
-            refuse("a score is not finite", self._weights())
+            _refuse("a score is not finite", self._weights())
 
     def measure(
         self, share: Share, statistics: Callable[[TrainBatch], dict[str, Tensor]]
@@ -226,7 +231,7 @@ class Learner:
         # Both are the same on every rank, so no further exchange is needed while they are finite.
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             losses = [each["loss"] for each in measured]
-            refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(losses))
+            _refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(losses))
         return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
 
     def shards(
@@ -450,3 +455,19 @@ class Learner:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+def _refuse(problem: str, suspects: Iterator[Suspect]) -> NoReturn:
+    """Raise `NonFinite` on every rank: `problem`, and where it comes from.
+
+    Collective. Of all ranks' suspects that are not finite, the one of the first order is named.
+    """
+    rank = dist.get_rank()
+    own = [(order, rank, name) for order, name, tensor in suspects if not tensor.isfinite().all()]
+    found: list[list[tuple[tuple[int, ...], int, str]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, own[:1])
+    where = "though every tensor is finite"
+    if any(found):
+        _, rank, name = min(itertools.chain(*found))
+        where = f"on learner rank {rank} {name} holds NaN or infinity"
+    raise NonFinite(f"{problem}: {where}; resume from a checkpoint")

@@ -14,8 +14,6 @@ logit. One gather of these gives every rank
 where M and S are the maximum and sum over the whole vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ the names and shapes of the whole tensors, without a gather. Any layout can load
 saved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

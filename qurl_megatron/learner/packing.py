@@ -11,8 +11,6 @@ finds no room, all ranks get more micro batches. This is within 4/3 of the best 
 "Bounds on multiprocessing timing anomalies", 1969).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

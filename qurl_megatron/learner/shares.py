@@ -13,8 +13,6 @@ Megatron's parallel state says which ranks are a replica: those of one context-p
 the model-parallel groups of its members.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,7 @@
-"""Build the parts of a run: learner, critic, publisher, sampler, evaluator, checkpoints, log."""
+"""Build the parts of a run: learner, critic, publisher, sampler, evaluator, checkpoints, log.
 
-from __future__ import annotations
+A run can begin with a supervised warm-up of the learner.
+"""
 
 import itertools
 import time
@@ -11,16 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.algorithm.objective import token_weights
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.evaluator import Evaluator, measure_mismatch
+from qurl_megatron.loop.measurements import Evaluator, measure_mismatch
 from qurl_megatron.loop.sampling import Sampler
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -125,7 +129,16 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     score: Any = None  # other ranks score nothing
     if is_first:
         score = keep(Scorer(config, config.scoring_workers)).submit
-    learner = keep(closing(_load_learner(config)))
+    learner = Learner(
+        Path(config.model),
+        config.learner,
+        config.optimizer,
+        transform=uaq.transform(config.quantization.uaq),
+        replays_routing=config.rollout.routing == "replay",
+    )
+    keep(closing(learner))
+    if config.objective.kl_coefficient:
+        learner.keep_reference()  # before a checkpoint is restored
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
@@ -164,19 +177,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         checkpoints=checkpoints,
         log=log,
     )
-
-
-def _load_learner(config: Config) -> Learner:
-    learner = Learner(
-        Path(config.model),
-        config.learner,
-        config.optimizer,
-        transform=uaq.transform(config.quantization.uaq),
-        replays_routing=config.rollout.routing == "replay",
-    )
-    if config.objective.kl_coefficient:
-        learner.keep_reference()  # before a checkpoint is restored
-    return learner
 
 
 def _client(
@@ -220,3 +220,37 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
     )
     fleet.watch(lambda: read_set(rosters, name))
     return fleet
+
+
+def warm_up(config: Config, run: Run) -> None:
+    """Train on right answers until the accuracy reaches the target, at most `max_steps` steps.
+
+    RL needs a few rewards to start from, and a model with random weights gets none. The quickstart
+    therefore begins with this supervised phase, on the same learner and servers as RL. The accuracy
+    is measured on problems set aside for it. RL then starts with a fresh optimizer. Collective.
+    """
+    learner, evaluator = run.learner, run.evaluator
+    assert evaluator is not None  # `validate` refuses a warm-up without evaluation
+    warmup = config.warmup
+    learner.reset_optimizer(replace(config.optimizer, learning_rate=warmup.learning_rate))
+    for step in range(1, warmup.max_steps + 1):
+        batch = run.sampler.answers()
+        batch.loss_weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
+        update = learner.update(
+            learner.share(batch.only("loss_weights")),
+            negative_log_likelihood,
+            temperature=config.rollout.temperature,
+        )
+        if step % warmup.check_every_steps == 0:
+            accuracy = evaluator.warmup_accuracy()
+            run.log.say(f"warm-up step {step}  loss {update.loss:.3f}  accuracy {accuracy:.1%}")
+            if accuracy >= warmup.target_accuracy:
+                break
+    learner.reset_optimizer(config.optimizer)
+
+
+def negative_log_likelihood(
+    current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of supervised training; all tensors are `[1, tokens]` float32."""
+    return -(loss_weights * current_logprobs).sum(), {}

@@ -17,8 +17,6 @@ Invariants:
   nothing else: after a resume, all other prompts are sampled again, before any new one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

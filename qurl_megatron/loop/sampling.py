@@ -4,8 +4,6 @@ The producer samples and scores groups on global rank 0, which has the batch: th
 critic deal it out. Other ranks get the summary. Some completions of the batch are kept to be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -27,8 +25,7 @@ from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.producer import Producer
-from qurl_megatron.report.metrics import count_rewards
-from qurl_megatron.report.samples import KINDS, SHOWN_TOKENS, Sample, shorten
+from qurl_megatron.report.metrics import KINDS, SHOWN_TOKENS, Sample, count_rewards, shorten
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
@@ -287,11 +284,9 @@ def _choose(
     )
     queues = dict(zip(KINDS, map(iter, candidates), strict=True))
     chosen: dict[Row, str] = {}
-    while queues and len(chosen) < count:
-        for kind, queue in list(queues.items()):
+    while len(chosen) < min(count, len(log_ratios)):
+        for kind, queue in queues.items():
             row = next((row for row in queue if row not in chosen), None)
-            if row is None:
-                del queues[kind]
-            elif len(chosen) < count:
+            if row is not None and len(chosen) < count:
                 chosen[row] = kind
     return chosen

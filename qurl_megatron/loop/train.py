@@ -18,8 +18,6 @@ The phases of a step:
     publish     shards of the learner -> quantize -> gather -> SGLang, verified
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -32,13 +30,11 @@ import torch.distributed as dist
 from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
-from qurl_megatron.config.yaml_file import load
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.config.text import load
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.assemble import Run, assemble
-from qurl_megatron.loop.step_metrics import StepResults, step_metrics, weight_metrics
-from qurl_megatron.loop.warmup import warm_up
+from qurl_megatron.loop.assemble import Run, assemble, warm_up
+from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.roster import SERVERS_AT

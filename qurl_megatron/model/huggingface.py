@@ -1,11 +1,9 @@
-"""Read and write Hugging Face directories, and check them before anything starts.
+"""Read, check and write Hugging Face directories.
 
-A check reads only the headers of the weights, so 32 billion parameters in 17 files take a fraction
-of a second. The values of a small model are read too. In a larger one NaN and infinity are found by
-the learner rank that loads them, while the servers start.
+A directory is checked before anything starts. Of the weights only headers are read, so 32 billion
+parameters in 17 files take a fraction of a second. The values of a small model are read too. In a
+larger one NaN and infinity are found by the learner rank that loads them, while the servers start.
 """
-
-from __future__ import annotations
 
 import json
 import re

@@ -81,13 +81,10 @@ class Rule:
     tensors: tuple[HuggingFaceTensor, ...]
     merge: Merge = Merge.SINGLE
     quantized: bool = False  # True for the linear layers inside transformer blocks
-    fed_by: str | None = None  # Hugging Face name of the norm whose output this layer reads
+    # Hugging Face name of the norm whose output this layer reads: q, k, v, gate, up and a router,
+    # which UAQ scales (QuRL Eq. 11). None for all others.
+    fed_by: str | None = None
     expert: int | None = None  # the number of the expert; None: no expert's, or that of any
-
-    @property
-    def norm_fed(self) -> bool:
-        """True for q, k, v, gate, up and a router, which UAQ scales (QuRL Eq. 11)."""
-        return self.fed_by is not None
 
     @property
     def of_experts(self) -> bool:

@@ -63,8 +63,6 @@ max_running_requests. SGLang admits more than fit at full length and retracts so
 out.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools
@@ -360,16 +358,6 @@ def micro_batch_tokens(config: Config) -> int:
     return -(-max(budget, longest) // learner.context_parallel_size)
 
 
-def _layers_in_flight(layers: int, stage: int, config: Config) -> float:
-    """Return the layers of a stage times the most micro batches it keeps activations of."""
-    stages = config.learner.pipeline_parallel_size
-    virtual = config.learner.virtual_pipeline_parallel_size
-    if virtual > 1:
-        return layers * stages * (1 + (stages - 1) / (stages * virtual))
-    longest = config.rollout.max_length  # the case in which most memory is taken
-    return layers * min(stages - stage, num_micro_batches(config, longest))
-
-
 def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes of weight rows and their codes that the converter keeps between passes."""
     if config.quantization.format == "bf16":
@@ -425,9 +413,13 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
 
     tokens = micro_batch_tokens(config)
     layers = stage_layers(architecture, learner)
-    in_flight = _layers_in_flight(layers[stage], stage, config)
+    longest = config.rollout.max_length  # the case in which most memory is taken
+    # Layers of the stage times the most micro batches of which it keeps activations.
+    stages, virtual = learner.pipeline_parallel_size, learner.virtual_pipeline_parallel_size
+    in_flight: float = layers[stage] * min(stages - stage, num_micro_batches(config, longest))
+    if virtual > 1:
+        in_flight = layers[stage] * stages * (1 + (stages - 1) / (stages * virtual))
     hidden = architecture.hidden_size
-    longest = config.rollout.max_length
     whole = layer_activation_bytes(architecture, learner, tokens, longest)
     kept = layer_activation_bytes(
         architecture, learner, tokens, longest, recompute=learner.recompute
@@ -462,7 +454,6 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     }
 
 
-_IN_PASSES = ("activations", "backward", "logits")
 OFFLOADED = "optimizer, between passes"
 
 
@@ -473,7 +464,7 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
         parts: from `learner_memory`.
         bucket_bytes: from `bucket_memory`.
     """
-    in_passes = sum(parts[name] for name in _IN_PASSES)
+    in_passes = parts["activations"] + parts["backward"] + parts["logits"]
     between = parts.get(OFFLOADED, 0)
     return sum(parts.values()) - in_passes - between + max(in_passes, between + bucket_bytes)
 

@@ -3,8 +3,6 @@
 `qurl plan` and the launcher of Slurm jobs both ask here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

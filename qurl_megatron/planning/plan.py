@@ -1,19 +1,28 @@
 """Plan a run without allocating anything: check that it fits, or find the fastest layout that does.
 
-`memory` estimates bytes; `step_time`, `rollout_time` and `publish_time` estimate seconds. Runs with
-a critic are refused.
-"""
+`memory` estimates bytes; `step_time` and `rollout_time` estimate seconds. Runs with a critic are
+refused. A plan divides the time of its step into parts, and names the part that limits it:
 
-from __future__ import annotations
+    decoding            of all servers, beyond the longest response; divided by the servers
+    longest response    decoded alone, by a server that does nothing else; no GPU shortens it
+    passes              forward and backward passes, with the communication of tensor and context
+                        parallelism; divided by the learner's GPUs
+    pipeline bubble     time in which pipeline stages wait for each other
+    gradients           sum of the gradients over replicas, and the optimizer's step
+    publish             the weights on their way to the servers; grows with their number
+
+A synchronous step is the sum of them all. With `rollout.max_staleness` it has those that decide:
+the learner's four, or decoding, or the longest response and the learner's four that follow it.
+"""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import cached_property
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.planning.limits import Plan
 from qurl_megatron.planning.memory import (
     GIB,
     GPU_BYTES,
@@ -25,9 +34,95 @@ from qurl_megatron.planning.memory import (
     with_cheapest_recomputation,
 )
 from qurl_megatron.planning.nodes import fit_on_nodes, nodes_of_learner
-from qurl_megatron.planning.publish_time import is_direct, plan_publish
-from qurl_megatron.planning.rollout_time import rollout_s, server_load, steady_state
-from qurl_megatron.planning.step_time import GPUS_PER_NODE, Workload, learner_s
+from qurl_megatron.planning.rollout_time import (
+    ServerLoad,
+    SteadyState,
+    rollout_s,
+    server_load,
+    steady_state,
+)
+from qurl_megatron.planning.step_time import (
+    GPUS_PER_NODE,
+    PublishPlan,
+    Workload,
+    is_direct,
+    learner_s,
+    plan_publish,
+)
+
+REMEDIES = {
+    "decoding": "more GPUs for servers shorten it",
+    "longest response": "more GPUs do not shorten it, a larger rollout.max_staleness hides it",
+    "passes": "more GPUs for the learner shorten them",
+    "pipeline bubble": "fewer or virtual pipeline stages and more prompts_per_step shorten it",
+    "gradients": "fewer minibatches_per_step or a larger tensor_parallel_size shorten it",
+    "publish": "it grows with the number of servers: fewer and larger ones shorten it",
+}
+"""What shortens each part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Memory of a learner GPU and a server GPU, and the time of a step."""
+
+    architecture: Architecture
+    config: Config  # with the number of servers
+    workload: Workload
+    gpus: int  # GPUs of the learner and all servers together
+    learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
+    converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
+    server_bytes: dict[str, int]  # by part, on one GPU of a server
+    kv_tokens: int  # capacity of a server's KV cache
+    load: ServerLoad  # of each server
+    publish: PublishPlan
+    step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
+    asynchronous: SteadyState | None  # None: synchronous
+
+    @property
+    def total_s(self) -> float:
+        """Time of a whole step, in seconds."""
+        return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
+
+    @cached_property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of each part that decides the time of a step; they add up to `total_s`."""
+        step_s, config, state = self.step_s, self.config, self.asynchronous
+        longest = self.load.lengths.maximum
+        token_s = self.load.token_s(1, longest / 2)
+        longest_s = min(step_s["rollout"], longest * token_s)
+        # Without sequences a learner does nothing but sum gradients and step; with endless virtual
+        # stages its pipeline has no bubble.
+        without_prompts = dataclasses.replace(config.rollout, prompts_per_step=0)
+        empty = dataclasses.replace(config, rollout=without_prompts)
+        gradients_s = sum(learner_s(self.architecture, empty, self.workload).values())
+        endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=10**9)
+        without_bubble = dataclasses.replace(config, learner=endless)
+        busy_s = sum(learner_s(self.architecture, without_bubble, self.workload).values())
+        learner_time_s = sum(step_s.values()) - step_s["rollout"] - step_s["publish"]
+        learner = {
+            "passes": busy_s - gradients_s,
+            "pipeline bubble": learner_time_s - busy_s,
+            "gradients": gradients_s,
+            "publish": step_s["publish"],
+        }
+        if state is None:
+            decoding_s = step_s["rollout"] - longest_s
+            return {"decoding": decoding_s, "longest response": longest_s, **learner}
+        if state.limit == "servers":
+            return {"decoding": state.step_s}
+        if state.limit == "learner":
+            return learner
+        # The longest response, and then the learner, are spread over all these steps.
+        batches = config.rollout.max_staleness + 1
+        learner = {name: time_s / batches for name, time_s in learner.items()}
+        return {"longest response": state.step_s - sum(learner.values()), **learner}
+
+
+def largest_part(parts: dict[str, float]) -> str:
+    """Return the largest part, its share of the step and what shortens it, in one line."""
+    name = max(parts, key=lambda part: parts[part])
+    share = 100 * parts[name] / sum(parts.values())
+    return f"{name}, {share:.0f} % of the step; {REMEDIES[name]}"
 
 
 def plan(

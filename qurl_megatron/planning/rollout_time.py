@@ -23,8 +23,6 @@ context of every running sequence again.
 `benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +33,6 @@ from typing import Literal
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.step_time import Workload, decode_s, prefill_s
-
-Limit = Literal["learner", "servers", "longest response"]
 
 _NORMAL = NormalDist()
 _BISECTIONS = 30
@@ -56,22 +52,13 @@ class ResponseLengths:
     maximum: float
     log_deviation: float | None = None  # standard deviation of log(length); None: not lognormal
 
-    def quantile(self, fraction: float) -> float:
-        """Return the length that `fraction` of the responses do not exceed."""
-        if self.mean >= self.maximum:
-            return self.maximum
-        if self.log_deviation is None:
-            return self.maximum * fraction ** ((self.maximum - self.mean) / self.mean)
-        logarithm = self._log_median + self.log_deviation * _NORMAL.inv_cdf(fraction)
-        return min(math.exp(logarithm), self.maximum)
-
     def fraction_longer(self, length: float) -> float:
         """Return the fraction of responses longer than `length`, which is below the maximum."""
         if self.mean >= self.maximum or length <= 0:
             return 1.0
         if self.log_deviation is None:
             return 1 - (length / self.maximum) ** (self.mean / (self.maximum - self.mean))
-        return 1 - _NORMAL.cdf((math.log(length) - self._log_median) / self.log_deviation)
+        return 1 - _NORMAL.cdf((math.log(length) - self.log_median) / self.log_deviation)
 
     @property
     def mean_age(self) -> float:
@@ -81,10 +68,10 @@ class ResponseLengths:
         if self.log_deviation is None:
             exponent = self.mean / (self.maximum - self.mean)
             return self.maximum / 2 * (exponent + 1) / (exponent + 2)
-        return self._moment(self._log_median, 2) / (2 * self.mean)
+        return self._moment(self.log_median, 2) / (2 * self.mean)
 
     @cached_property
-    def _log_median(self) -> float:
+    def log_median(self) -> float:
         """The mean of log(length) before truncation, found by bisection of the truncated mean."""
         low, high = math.log(self.mean), math.log(self.maximum) + 10 * (self.log_deviation or 0)
         low -= 10 * (self.log_deviation or 0)
@@ -166,7 +153,7 @@ class SteadyState:
     """The steady state of servers that sample while the learner trains."""
 
     step_s: float
-    limit: Limit  # what determines the time of a step
+    limit: Literal["learner", "servers", "longest response"]  # what determines its time
     running: float  # mean number of sequences that a server decodes at once
 
 

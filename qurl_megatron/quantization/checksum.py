@@ -15,15 +15,13 @@ weight is the hash of j // 4, times 256 to the power of j % 4.
 Invariants:
 - The checksums of a tensor's shards add up to the tensor's checksum, for any layout.
 - It changes if one bit flips, and if a tensor is transposed, permuted, shifted or partly lost.
-- CPU and GPU compute the same number. On a GPU it is one pass of `checksum_kernel.py`.
+- CPU and GPU compute the same number. On a GPU it is one pass of `kernels.py`.
 
 Example:
 
     top, bottom = checksum(w[:8]), checksum(w[8:], row_offset=8)
     combine([{part_key("w", 0, 0): top}, {part_key("w", 8, 0): bottom}]) == {"w": checksum(w)}
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +108,7 @@ def _weighted_sums(values: Tensor, row: int, column: int) -> Tensor:
         column_weights = _byte_weights(column, columns, bits.device)
         bits = bits.view(torch.uint8)
     if bits.is_cuda and bits.numel():
-        from qurl_megatron.quantization.checksum_kernel import weighted_sum
+        from qurl_megatron.quantization.kernels import weighted_sum
 
         sums = [weighted_sum(part, row_weights, column_weights) for part in bits]
         return torch.stack(sums)

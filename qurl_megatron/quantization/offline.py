@@ -10,8 +10,6 @@ Invariants:
   `MAX_PIECE_BYTES`. Each piece is written as one file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -28,9 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import UaqConfig, WeightFormat
+from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
+from qurl_megatron.config.text import from_tree
 from qurl_megatron.config.validate import check_scales
-from qurl_megatron.config.yaml_file import from_tree
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -53,10 +51,6 @@ MAX_PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4
 
 Rewrite = Callable[[str, Tensor], dict[str, Tensor]]
 """(name, tensor as stored) -> the tensors written in its place, by name."""
-
-
-class OfflineError(ValueError):
-    """A source or destination that cannot be used; the message is the one line a user sees."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,8 @@ def quantize_directory(
     which SGLang's own `fp8` method reads.
 
     Raises:
-        OfflineError, ArchitectureError: the source or the destination cannot be used.
-        ConfigError: `keep` matches no layers, or only some that a server holds as one.
+        ArchitectureError, ConfigError: the source or the destination cannot be used, or `keep`
+            matches no layers, or only some that a server holds as one.
     """
     kept = kept_layers(keep, Architecture.from_directory(source))
 
@@ -124,11 +118,11 @@ def scale_directory(
     """Write a copy scaled by UAQ (QuRL Eq. 11), in the stored dtype, and compare logits.
 
     Raises:
-        OfflineError, ArchitectureError: the source or the destination cannot be used.
-        ConfigError: a scale does not fit the model.
+        ArchitectureError, ConfigError: the source or the destination cannot be used, or a scale
+            does not fit the model.
     """
     if UAQ_FIELD in read_config(source):
-        raise OfflineError(
+        raise ConfigError(
             f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo that first"
         )
     check_scales(config, Architecture.from_directory(source))
@@ -140,12 +134,12 @@ def unscale_directory(source: Path, destination: Path, progress: Progress) -> In
     """Undo `scale_directory`: exact for powers of two, else up to a rounding of the stored dtype.
 
     Raises:
-        OfflineError, ArchitectureError: the source or the destination cannot be used.
-        ConfigError: `UAQ_FIELD` in its config.json is spoilt.
+        ArchitectureError, ConfigError: the source or the destination cannot be used, or
+            `UAQ_FIELD` in its config.json is spoilt.
     """
     fields = read_config(source).get(UAQ_FIELD)
     if fields is None:
-        raise OfflineError(f"{source} is not scaled: its config.json has no {UAQ_FIELD}")
+        raise ConfigError(f"{source} is not scaled: its config.json has no {UAQ_FIELD}")
     config = from_tree(UaqConfig, fields)
     return _scale(source, destination, uaq.inverse(config), {UAQ_FIELD: None}, progress)
 
@@ -210,14 +204,14 @@ def _rewrite(
     weights = check_model(source)
     files = weights.files
     if os.path.lexists(destination):  # also a link to nowhere, which a rename would not replace
-        raise OfflineError(f"{destination} exists; choose another directory")
+        raise ConfigError(f"{destination} exists; choose another directory")
     partial = partial_of(destination)
     if partial.is_symlink():
-        raise OfflineError(f"{partial} is a link, and may lead elsewhere; remove it first")
+        raise ConfigError(f"{partial} is a link, and may lead elsewhere; remove it first")
     # An upper bound for a quantized copy, which the files of an interrupted call count towards.
     needed = weights.num_bytes - sum(path.stat().st_size for path in partial.glob("*.safetensors"))
     if free_bytes(partial) < needed:
-        raise OfflineError(
+        raise ConfigError(
             f"{destination}: needs up to {gigabytes(needed)} of disk, and has "
             f"{gigabytes(free_bytes(partial))} free"
         )
@@ -293,7 +287,7 @@ def _create_or_resume(partial: Path, job: dict[str, Any]) -> None:
     if partial.exists():
         job_file = partial / JOB_FILE
         if not job_file.exists() or json.loads(job_file.read_text()) != job:
-            raise OfflineError(f"{partial} was left by another conversion; remove it first")
+            raise ConfigError(f"{partial} was left by another conversion; remove it first")
         return
     partial.mkdir(parents=True)
     write_whole(partial / JOB_FILE, json.dumps(job))

@@ -32,7 +32,7 @@ Invariants:
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.
 
-On a GPU, the formats with a scale per channel and `fp8-block` are kernels of `quantize_kernels.py`,
+On a GPU, the formats with a scale per channel and `fp8-block` are kernels of `kernels.py`,
 if rows are contiguous multiples of 16 in bfloat16 or float32. They can take the checksum of the
 codes on the way. All else is the code below.
 
@@ -42,8 +42,6 @@ Example:
     quantized.codes   # [[127, -3], [127, 64]]
     quantized.scale   # [[1.0], [0.003937]]
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,11 +209,11 @@ def quantize(
     if codes is None:
         codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
     if weight.is_cuda and format_.block != (None, None):
-        from qurl_megatron.quantization import quantize_kernels
+        from qurl_megatron.quantization import kernels
 
-        if quantize_kernels.fits(weight, codes, offset):
+        if kernels.fits(weight, codes, offset):
             hashes = checksum.hash_codes(codes, *offset) if with_checksum else None
-            absmax, scale, total = quantize_kernels.quantize_on_gpu(
+            absmax, scale, total = kernels.quantize_on_gpu(
                 weight,
                 absmax,
                 codes,

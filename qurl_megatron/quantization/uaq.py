@@ -42,8 +42,6 @@ Example:
     scale("model.layers.0.mlp.down_proj.weight", weight)           # weight
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -96,7 +94,7 @@ def _power(name: str, config: UaqConfig) -> int:
     rule, layer = weight_map.find_hugging_face(name)
     module = name.split(".")[-2]
     is_weight = name.endswith(".weight")
-    power = -1 if rule.norm_fed and is_weight else 0
+    power = -1 if rule.fed_by and is_weight else 0
     if layer is not None and name in {norm.format(layer=layer) for norm in _NORMS}:
         power = 1
     for enabled, feeding, fed in (

@@ -1,4 +1,4 @@
-"""The metrics of a run: `Evaluation`, `StepMetrics` at each step, and `RunSummary` at the end.
+"""What a run writes: `StepMetrics`, `Evaluation` and `Sample` at steps, `RunSummary` at the end.
 
 In the docstrings below, behaviour is the policy on the rollout servers (usually quantized), which
 sampled the tokens; proximal is the learner before any update of the step; current is the learner
@@ -7,15 +7,18 @@ truncated importance sampling (QuRL Eq. 5), and C is their cap on the ratio prox
 (`objective.ratio_cap`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
 MAX_REWARDS = 20  # of `StepMetrics.reward_counts`
+SHOWN_CHARACTERS = 4096  # of a prompt or a completion; the middle of a longer one is left out
+SHOWN_TOKENS = 512  # with their ratios; likewise
 PHASES = ("rollout", "proximal", "critic", "update", "publish")  # of a step, each with its time
+
+KINDS = ("highest reward", "lowest reward", "cut off", "largest ratio")
+"""Why a completion was chosen."""
 
 Averages = dict[str, dict[str, float]]
 """`Avg@1`, and `Avg@k sampled` if answers were sampled -> `mean` and `standard_error`."""
@@ -280,6 +283,54 @@ def count_rewards(rewards: Sequence[float]) -> list[tuple[float, int]]:
         width = (high - low) / (MAX_REWARDS - 1)
         rewards = [low + round((reward - low) / width) * width for reward in rewards]
     return sorted(Counter(rewards).items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One line of samples.jsonl."""
+
+    step: int
+    """Step that trained it."""
+
+    kind: str
+    """Why it was chosen, of `KINDS`. The largest ratio is that of a single token, in either
+    direction."""
+
+    prompt: str
+    """The question, at most `SHOWN_CHARACTERS` of it."""
+
+    text: str
+    """The completion, at most `SHOWN_CHARACTERS` of it."""
+
+    reward: float
+    """Reward it was trained with, after the penalty for overlong responses."""
+
+    parts: dict[str, float]
+    """Named parts of the reward, from a verifier that gives them."""
+
+    length: int
+    """Number of tokens."""
+
+    truncated: bool
+    """Whether it was cut off at `rollout.max_response_length`."""
+
+    weight_versions: list[int]
+    """Versions of the weights that sampled its tokens, ascending."""
+
+    tokens: list[str]
+    """Text of each token; of more than `SHOWN_TOKENS`, the first and the last."""
+
+    ratios: list[float]
+    """Ratio proximal / behaviour of each token in `tokens`."""
+
+
+def shorten(text: str) -> str:
+    """Return a text without the middle, if it is longer than `SHOWN_CHARACTERS`."""
+    omitted = len(text) - SHOWN_CHARACTERS
+    half = SHOWN_CHARACTERS // 2
+    if omitted <= 0:
+        return text
+    return f"{text[:half]} [... {omitted} characters left out ...] {text[-half:]}"
 
 
 @dataclasses.dataclass(frozen=True)

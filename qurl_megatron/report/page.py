@@ -1,8 +1,10 @@
-"""Write the report: one HTML page on one run, or comparing several, that loads nothing else."""
+"""Write the report: one HTML page on one run, or comparing several, that loads nothing else.
 
-from __future__ import annotations
+Text that a model has written is always escaped, and set apart from the direction of the page.
+"""
 
 import html
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +12,15 @@ from statistics import fmean
 from typing import Any
 
 from qurl_megatron.files import write_whole
-from qurl_megatron.report import plots, samples
-from qurl_megatron.report.advice import KL, advice
-from qurl_megatron.report.metrics import PHASES, mean_and_error
-from qurl_megatron.report.record import RunRecord, read_run
+from qurl_megatron.report import plots
+from qurl_megatron.report.console import KL, Watch
+from qurl_megatron.report.metrics import KINDS, PHASES, mean_and_error
+from qurl_megatron.report.plots import RunRecord, read_run
 
 NOT_MEASURED = "not measured"
+VISIBLE_LOG_RATIO = 0.02  # a token whose ratio is closer to 1 has no colour
+FAINTEST, STRONGEST = 0.15, 0.8  # opacities of a colour; the strongest from C on
+LOWER, HIGHER = "43, 140, 214", "213, 94, 0"  # colours: blue below 1, orange above
 
 
 def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
@@ -58,8 +63,22 @@ def _page(runs: list[RunRecord]) -> str:
         f"<h2>Training</h2><p>{_GLOSSARY}</p>{_key(runs)}<main>{''.join(training)}</main>"
         f"{drift if stale else ''}"
         f"<h2>Layer by layer, at the last publish</h2><main>{''.join(layers)}</main>"
-        f"{''.join(samples.section(run) for run in runs)}</html>\n"
+        f"{''.join(samples_section(run) for run in runs)}</html>\n"
     )
+
+
+def advice(run: RunRecord) -> list[str]:
+    """Return the warnings that are not over at the end of a run, or that there are none."""
+    watch = Watch(run.config)
+    for step in run.steps:
+        watch.update(step)
+    kind = "quantized" if run.config.quantization.format != "bf16" else "BF16"
+    return [f"{line[0].upper()}{line[1:]}." for line in watch.raised] or [
+        f"No sign that {kind} rollouts harm this run: no warning stands at its last step. "
+        f"KL(behaviour, proximal) went from {run.early(KL):.1e} to {run.late(KL):.1e}, and "
+        f"{run.late('tis_truncated_fraction'):.2%} of tokens have a ratio proximal / behaviour "
+        "above C."
+    ]
 
 
 _GLOSSARY = (
@@ -191,3 +210,71 @@ def _kl_by_lag(run: RunRecord) -> str:
         kl = sum(measured["token_fraction"] * measured[KL] for measured in of_lags)
         means.append(f"{kl / weight:.1e}" if weight else NOT_MEASURED)
     return ", ".join(means)
+
+
+def samples_section(run: RunRecord) -> str:
+    """Return the completions of a run as a grid: a row for each kind; empty if none were kept."""
+    rows = []
+    for kind in KINDS:
+        samples = [sample for sample in run.samples if sample["kind"] == kind]
+        if not samples:
+            continue
+        places = dict.fromkeys([0, (len(samples) - 1) // 2, len(samples) - 1])
+        cards = "".join(_card(samples[place], run.config.objective.ratio_cap) for place in places)
+        rows.append(f'<h3>{html.escape(kind.capitalize())}</h3><div class="cards">{cards}</div>')
+    if not rows:
+        return ""
+    name = html.escape(run.name)
+    return f"<h2>Completions: {name}</h2><p>{_legend(run)}</p>{''.join(rows)}"
+
+
+def _legend(run: RunRecord) -> str:
+    cap = run.config.objective.ratio_cap
+    lower = f'<span style="background: rgba({LOWER}, {STRONGEST})">1/{cap:g} or less</span>'
+    higher = f'<span style="background: rgba({HIGHER}, {STRONGEST})">{cap:g} or more</span>'
+    return (
+        "The first, the middle and the last of each kind. A colour shows the ratio proximal / "
+        f"behaviour of a token: {lower}, what the quantized policy finds more likely than the "
+        f"learner, and {higher}, what it finds less likely. Tokens without a colour are within 2%. "
+        "The pointer over a token shows its ratio."
+    )
+
+
+def _card(sample: dict[str, Any], ratio_cap: float) -> str:
+    versions = ", ".join(str(version) for version in sample["weight_versions"])
+    facts = [
+        f"step {sample['step']}",
+        f"reward {sample['reward']:.3g}",
+        *(f"{html.escape(name)} {value:.3g}" for name, value in sample["parts"].items()),
+        f"{sample['length']} tokens",
+        *(["cut off"] if sample["truncated"] else []),
+        f"weights {versions}",
+    ]
+    pieces = _coloured(sample, ratio_cap)
+    if omitted := sample["length"] - len(pieces):
+        pieces.insert(len(pieces) // 2, f"<i>[{omitted} tokens left out]</i>")
+    return (
+        f'<section class="card"><b>{", ".join(facts)}</b>'
+        f'<details><summary>prompt</summary><pre dir="auto">{_escape(sample["prompt"])}</pre>'
+        f'</details><pre dir="auto">{"".join(pieces)}</pre></section>'
+    )
+
+
+def _coloured(sample: dict[str, Any], ratio_cap: float) -> list[str]:
+    """Return the tokens of a sample, with the colours of their ratios."""
+    pieces = []
+    for token, ratio in zip(sample["tokens"], sample["ratios"], strict=True):
+        log_ratio = math.log(ratio) if ratio > 0 else -math.inf
+        piece = _escape(token)
+        if abs(log_ratio) >= VISIBLE_LOG_RATIO:
+            share = min(1.0, abs(log_ratio) / math.log(ratio_cap)) if ratio_cap > 1 else 1.0
+            strength = FAINTEST + (STRONGEST - FAINTEST) * share
+            colour = f"rgba({HIGHER if log_ratio > 0 else LOWER}, {strength:.2f})"
+            piece = f'<span style="background: {colour}" title="{ratio:g}">{piece}</span>'
+        pieces.append(piece)
+    return pieces
+
+
+def _escape(text: str) -> str:
+    """Return text as HTML that shows it; control characters become visible and harmless."""
+    return html.escape("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text))

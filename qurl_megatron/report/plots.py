@@ -1,16 +1,16 @@
-"""The plots of the report, as SVG: what each shows, and how lines and colours tell runs apart.
+"""The runs of a report, read from their directories, and the plots of them, as SVG.
 
-They answer whether quantized rollouts are safe for a run: QuRL's Figures 2 (reward), 3 and 4b
+The plots answer whether quantized rollouts are safe for a run: QuRL's Figures 2 (reward), 3 and 4b
 (divergence and ratios of the quantized policy) and 9 (weight updates and quantization error), the
 measures of Figure 9 in every layer, evaluations, and the time of each phase.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -21,8 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import load
+from qurl_megatron.files import read_json_lines, read_json_object
 from qurl_megatron.report.metrics import MAX_REWARDS, PHASES
-from qurl_megatron.report.record import RunRecord
 
 COLOURS = (  # legible on light and on dark paper
     "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
@@ -45,6 +47,81 @@ matplotlib.rcParams.update(
         ),
     }
 )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run's directory, complete or still training."""
+
+    name: str
+    config: Config
+    steps: list[dict[str, Any]]  # metrics.jsonl
+    weights: dict[str, dict[str, float]]  # last line of weights.jsonl, by weight
+    summary: dict[str, Any]  # summary.json; empty until the run is complete
+    mismatch: dict[str, dict[str, float]]  # mismatch.json, by server set; empty if there is none
+    samples: list[dict[str, Any]]  # samples.jsonl
+
+    def series(self, metric: str) -> list[float]:
+        """Return the values of a metric, one per step; NaN where a step lacks it."""
+        return [math.nan if step.get(metric) is None else step[metric] for step in self.steps]
+
+    def early(self, metric: str) -> float:
+        """Return the mean of a metric over the first tenth of the steps."""
+        return fmean(self.series(metric)[: self._tenth])
+
+    def late(self, metric: str) -> float:
+        """Return the mean of a metric over the last tenth of the steps."""
+        return fmean(self.series(metric)[-self._tenth :])
+
+    @property
+    def late_steps(self) -> list[dict[str, Any]]:
+        """The last tenth of the steps."""
+        return self.steps[-self._tenth :]
+
+    @property
+    def _tenth(self) -> int:
+        return -(-len(self.steps) // 10)
+
+    @property
+    def has_stale_tokens(self) -> bool:
+        """True if any trained token was sampled under older weights."""
+        return any(step.get("stale_token_fraction", 0) > 0 for step in self.steps)
+
+    def scores(self) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+        """Return the averages of evaluations, by file and measure, then by step (0: before RL)."""
+        by_step = {0: self.summary.get("evaluation_before")}
+        by_step |= {step["step"]: step.get("evaluation") for step in self.steps}
+        if after := self.summary.get("evaluation_after"):
+            by_step[self.steps[-1]["step"]] = after
+        scores: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+        for step, files in by_step.items():
+            for name, averages in (files or {}).items():
+                for measure, average in averages.items():
+                    scores.setdefault((name, measure), {})[step] = average
+        return scores
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a run's directory.
+
+    Raises:
+        ConfigError: the directory is not that of a run, or no step is complete.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir}: not a run directory, it has no config.yaml")
+    steps = read_json_lines(run_dir / "metrics.jsonl")
+    if not steps:
+        raise ConfigError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
+    publishes = read_json_lines(run_dir / "weights.jsonl")
+    return RunRecord(
+        name=run_dir.name,
+        config=load(run_dir / "config.yaml"),
+        steps=steps,
+        weights=publishes[-1]["weights"] if publishes else {},
+        summary=read_json_object(run_dir / "summary.json"),
+        mismatch=read_json_object(run_dir / "mismatch.json"),
+        samples=read_json_lines(run_dir / "samples.jsonl"),
+    )
 
 
 Plot = Callable[[Axes, list[RunRecord]], None]
@@ -77,20 +154,13 @@ def curves(axes: Axes, runs: list[RunRecord], metrics: Sequence[str], ylabel: st
     axes.set_ylabel(ylabel)
 
 
-def _draw(
-    axes: Axes,
-    run: RunRecord,
-    metric: str,
-    values: list[float],
-    label: str | None = None,
-    **style: Any,
-) -> None:
+def _draw(axes: Axes, run: RunRecord, metric: str, values: list[float], **style: Any) -> None:
     """Draw the value at each step as a thin line, and the running mean of known ones as a thick."""
     steps = run.series("step")
-    axes.plot(steps, values, **style, alpha=0.35, linewidth=0.8)
+    axes.plot(steps, values, **(style | {"label": None}), alpha=0.35, linewidth=0.8)
     known = {step: value for step, value in zip(steps, values, strict=True) if value == value}
     means = _running_mean(list(known.values()))
-    axes.plot(list(known), means, **style, linewidth=1.6, label=label)
+    axes.plot(list(known), means, **style, linewidth=1.6)
     if metric in LOGARITHMIC and any(value > 0 for value in values):
         axes.set_yscale("log")
 
@@ -125,9 +195,11 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
 
 
 def by_lag(axes: Axes, runs: list[RunRecord], metric: str) -> None:
-    """Draw a metric of `by_lag` for a single run: one line for each lag."""
+    """Draw a metric of `by_lag` for a single run: one line for each lag, NaN without tokens."""
     (run,) = runs
-    for number, (lag, values) in enumerate(run.series_by_lag(metric).items()):
+    tables = [step.get("by_lag") or {} for step in run.steps]
+    for number, lag in enumerate(sorted({lag for table in tables for lag in table})):
+        values = [table.get(lag, {}).get(metric, math.nan) for table in tables]
         _draw(axes, run, metric, values, color=run_colour(number), label=f"lag {lag}")
     axes.set_ylabel("nats" if metric in LOGARITHMIC else "fraction of tokens")
     axes.legend(fontsize=7)

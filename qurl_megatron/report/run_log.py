@@ -3,7 +3,7 @@
     metrics.jsonl     every field of `StepMetrics`, one line per step
     weights.jsonl     measures of every quantized weight, one line per publish
     samples.jsonl     some completions of each step, each a `Sample`
-    mismatch.json        train-inference mismatch before training, by server set
+    mismatch.json     train-inference mismatch before training, by server set
     evaluation/       every answer of each evaluation
     tensorboard/      the numbers of metrics.jsonl as curves, and samples as tables
     wandb/            the same for Weights & Biases, if `wandb_project` is set
@@ -17,6 +17,7 @@ W&B run of its own, in a group named after the run.
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import shutil
 import time
@@ -33,15 +34,15 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.report.console import RunConsole, duration
-from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
-from qurl_megatron.report.samples import COLUMNS, Sample, markdown_table, table_rows
+from qurl_megatron.report.metrics import Evaluation, RunSummary, Sample, StepMetrics
 
 if TYPE_CHECKING:
     import wandb
     from torch.utils.tensorboard import SummaryWriter
 
-
 PACE_STEPS = 20  # that the estimate of the time left is based on
+# Of a table of samples.
+COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")
 
 
 def evaluation_directory(run_dir: Path, step: int) -> Path:
@@ -292,3 +293,26 @@ def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
             yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step":
             yield prefix + name, float(value)
+
+
+def table_rows(samples: list[Sample]) -> list[list[object]]:
+    """Return the rows of a table of samples, with `COLUMNS`."""
+    rows = []
+    for sample in samples:
+        row: dict[str, object] = dataclasses.asdict(sample)
+        row["weight_versions"] = ", ".join(map(str, sample.weight_versions))
+        rows.append([row[column] for column in COLUMNS])
+    return rows
+
+
+def markdown_table(samples: list[Sample]) -> str:
+    """Return a table of samples for TensorBoard, which renders Markdown and HTML."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *table_rows(samples)]
+    return "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
+
+
+def _markdown_cell(value: object) -> str:
+    """Return a value as one cell: none of its characters is a mark of Markdown or of HTML."""
+    text = html.escape(f"{value:.3g}" if isinstance(value, float) else str(value))
+    marks = {ord(mark): f"&#{ord(mark)};" for mark in "|\\`*_{}[]()#+!~$"}
+    return text.translate(marks).replace("\n", "<br>")

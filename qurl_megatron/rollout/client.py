@@ -1,7 +1,5 @@
 """Sample completions from the SGLang servers of a fleet."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Control one server during a publish: pause, receive weights, report checksums, resume."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +63,7 @@ class ServerControl:
         group_name: str,
         weight_version: int,
     ) -> None:
-        """Receive and load what these lists announce, in the form of `weight_sync.stream`.
+        """Receive and load what these lists announce, in the form of `weight_sync.bucket`.
 
         The server must be paused. Tokens sampled after it resumes carry `weight_version`. There is
         no time limit: the answer comes after all transfers, whose senders have limits.
@@ -95,7 +93,7 @@ class ServerControl:
     def parameters(self) -> list[dict[str, str]]:
         """Have each tensor-parallel rank hand out its parameters to processes of its machine.
 
-        Return a mapping for each rank, from `checksum.part_key` to `shared_memory.describe`.
+        Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
         """
         ranks = self._post("/weights_checker", {"action": "parameters"})["ranks"]
         return [rank["checksums"] for rank in ranks]

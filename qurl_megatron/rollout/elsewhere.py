@@ -4,8 +4,6 @@ The run reaches such a server by its URL and a key, and has nothing else of it: 
 no shared file system, no process group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import ipaddress
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.yaml_file import from_tree
+from qurl_megatron.config.text import from_tree
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.control import UpdateRefused

@@ -22,8 +22,6 @@ A fleet is used from several threads: the one that trains and publishes, the one
 its own, which watches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

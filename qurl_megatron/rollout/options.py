@@ -4,8 +4,6 @@ SGLang's argument parser knows their values, but importing it takes seconds. A p
 does it, and only if a run gives any options.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

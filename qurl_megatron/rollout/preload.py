@@ -3,16 +3,13 @@
 Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. So a launcher
 imports it once, and what it starts is then a fork of it, which begins at once. In all else a fork
 is like a fresh process: it has its own session, environment, log file and exit code, and the kernel
-kills it with its parent.
+kills it with its parent. The three processes of a server without a GPU (`main`) are forks too.
 
 A fork copies the calling thread only, so a process with several threads starts fresh ones. On a
 machine with a GPU nothing is forked: a CUDA context does not survive a fork.
 """
 
-from __future__ import annotations
-
 import atexit
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -22,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +28,8 @@ from setproctitle import setproctitle
 
 from qurl_megatron import device
 from qurl_megatron.process import die_with_parent, tail
-from qurl_megatron.rollout import cpu_server
+
+PLATFORM = "qurl_cpu"  # SGLang's without a GPU; an entry point in pyproject.toml
 
 
 class PreloadFailed(RuntimeError):
@@ -117,6 +115,17 @@ def exit_code(pid: int) -> int | None:
     return code
 
 
+def import_sglang() -> None:
+    """Load this package's plugin, then import the modules that a server's three processes use."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # first: it replaces functions that other modules import by name
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+
 def preload(log_file: Path, *modules: str) -> None:
     """Import SGLang and modules, of which programs are forks from now on; not on a GPU.
 
@@ -128,29 +137,22 @@ def preload(log_file: Path, *modules: str) -> None:
     global _has_preloaded
     if device.accelerator() == "cuda":
         return
-    device.extend_environment({"SGLANG_PLATFORM": cpu_server.PLATFORM})
-    with _errors_to(log_file):
-        try:
-            cpu_server.import_sglang()
-            for module in modules:
-                import_module(module)
-        except Exception:
-            traceback.print_exc()
-            raise PreloadFailed(f"an import failed; {log_file} ends:\n{tail(log_file)}") from None
-    gc.freeze()  # a collection would write to, and so copy, every page that forks share
-    _has_preloaded = True
-
-
-@contextlib.contextmanager
-def _errors_to(log_file: Path) -> Iterator[None]:
-    kept = os.dup(2)
+    device.extend_environment({"SGLANG_PLATFORM": PLATFORM})
+    standard_error = os.dup(2)
     with log_file.open("wb") as log:
         os.dup2(log.fileno(), 2)
     try:
-        yield
+        import_sglang()
+        for module in modules:
+            import_module(module)
+    except Exception:
+        traceback.print_exc()
+        raise PreloadFailed(f"an import failed; {log_file} ends:\n{tail(log_file)}") from None
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+    gc.freeze()  # a collection would write to, and so copy, every page that forks share
+    _has_preloaded = True
 
 
 def run_in_fork(program: Program, parent: int) -> None:
@@ -176,3 +178,36 @@ def run_in_fork(program: Program, parent: int) -> None:
         import_module(program.module).main(*program.arguments)
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends a fork without them
+
+
+def main(threads: str, *options: str) -> None:
+    """Run an SGLang server without a GPU until it is killed: `sglang.launch_server` in forks.
+
+    `python -m qurl_megatron.rollout.preload THREADS OPTION...` calls this. `threads` is the number
+    of CPU threads of each of the server's ranks. OMP_NUM_THREADS cannot set it, because OpenMP has
+    read that variable before the fork. The options are those of `sglang.launch_server`.
+    """
+    import_sglang()
+    gc.freeze()  # a collection would write to, and so copy, every page that its processes share
+    import torch
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    torch.set_num_threads(int(threads))
+    original = engine._set_envs_and_config
+
+    def fork_after(server_args: object) -> None:
+        original(server_args)  # asks multiprocessing to spawn
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = fork_after
+    try:
+        run_server(prepare_server_args(list(options)))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

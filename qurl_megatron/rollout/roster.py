@@ -11,8 +11,6 @@ another. All files are atomic, and readers poll them.
 Servers that somebody started elsewhere are in a roster too. The launcher writes it once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Start, watch and stop SGLang servers. Only this folder speaks HTTP.
+"""Start, watch and stop SGLang servers. Requests are sent from this folder only.
 
 Callers rely on three properties of SGLang 0.5.17 with this package's plugin. Tests check each of
 them on the real server:
@@ -8,12 +8,7 @@ them on the real server:
 
 Loopback servers are unauthenticated. A server that other machines can reach requires a key with
 every request. The key is stored in `Server` and never appears on a command line.
-
-A server that somebody started elsewhere (`elsewhere.py`) is a `Server` too, of which only the URL
-and the key are known.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -37,7 +32,7 @@ from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import LAUNCHER_SIGNALS, NO_THREADS, free_port, start_ticks, tail
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
-from qurl_megatron.rollout import cpu_server, preload
+from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.options import command_line
 from qurl_megatron.rollout.wire import RUN_HEADER
 
@@ -67,7 +62,7 @@ class ServerFailed(RuntimeError):
 class Server:
     """A running server, as every process of the run knows it.
 
-    Of a server that somebody started elsewhere, only URL, key and run are known.
+    Of a server that somebody started elsewhere (`elsewhere.py`), only URL, key and run are known.
     """
 
     url: str
@@ -173,7 +168,7 @@ class ServerPlan:
         words = command_line({**options, **self.config.options})
         on_cpu = device.accelerator() == "cpu"
         program = preload.Program(
-            cpu_server.__name__ if on_cpu else "sglang.launch_server",
+            preload.__name__ if on_cpu else "sglang.launch_server",
             [str(self.config.threads), *words] if on_cpu else words,
             title=f"sglang::server {host}:{self.port}",
             log_file=self.log_file,
@@ -262,7 +257,7 @@ class ServerPlan:
             # Its process groups are on this machine too, and need not listen elsewhere.
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.accelerator() == "cpu":
-            variables |= {**NO_THREADS, "SGLANG_PLATFORM": cpu_server.PLATFORM}
+            variables |= {**NO_THREADS, "SGLANG_PLATFORM": preload.PLATFORM}
             num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
             if num_ranks > 1:  # SGLang requires one core for each rank
                 bindings = "|".join(str(rank % cores) for rank in range(num_ranks))

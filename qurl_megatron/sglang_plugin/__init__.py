@@ -25,25 +25,14 @@ def register() -> None:
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import (
-        formats,
-        platform,
-        receive,
-        verify,
-        versions,
-        weight_routes,
-    )
+    from qurl_megatron.sglang_plugin import formats, platform, weight_routes, weights
 
     bind_stores()
-    configs = {
-        config.get_name(): config
-        for config in (formats.Int8Config, formats.Fp8Config, formats.Fp8BlockConfig)
-    }
-    BASE_QUANTIZATION_METHODS.update(configs)
-    QUANTIZATION_METHODS.update(configs)
-    add_quantization_method_choices(list(configs))
+    BASE_QUANTIZATION_METHODS.update(formats.CONFIGS)
+    QUANTIZATION_METHODS.update(formats.CONFIGS)
+    add_quantization_method_choices(list(formats.CONFIGS))
     replacements = {
-        "utils.weight_checker.WeightChecker._compute_checksum": verify.compute_checksum,
+        "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
         "configs.update_config.adjust_config_with_unaligned_cpu_tp": platform.keep_model_config,
     }
     for name, function in replacements.items():
@@ -51,19 +40,19 @@ def register() -> None:
     scheduler = "managers.scheduler.Scheduler"
     updater = "model_executor.model_runner_components.weight_updater"
     wrappers = {
-        f"{updater}.init_custom_process_group": receive.join_group,
-        "utils.weight_checker.WeightChecker.handle": verify.handle,
-        f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": receive.update_bucket,
+        f"{updater}.init_custom_process_group": weights.join_group,
+        "utils.weight_checker.WeightChecker.handle": weights.handle,
+        f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": weights.update_bucket,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".update_weights_from_distributed": versions.update_weights,
+        ".update_weights_from_distributed": weights.update_weights,
         f"{updater}.WeightUpdater.update_weights_from_distributed": weight_routes.load_file,
         "utils.auth.add_api_key_middleware": weight_routes.add_routes,
         "server_args.ServerArgs.__repr__": weight_routes.without_key,
         f"{scheduler}.continue_generation": platform.resume,
-        f"{scheduler}.run_batch": versions.run_batch,
-        f"{scheduler}._add_request_to_queue": versions.enqueue,
-        f"{scheduler}.flush_cache": versions.flush_cache,
-        "managers.tokenizer_manager.TokenizerManager.record_config_updates": versions.keep_newest,
+        f"{scheduler}.run_batch": weights.run_batch,
+        f"{scheduler}._add_request_to_queue": weights.enqueue,
+        f"{scheduler}.flush_cache": weights.flush_cache,
+        "managers.tokenizer_manager.TokenizerManager.record_config_updates": weights.keep_newest,
     }
     for name, function in wrappers.items():
         HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)

@@ -7,8 +7,6 @@ a sequence that has keys but no queries; decoding is a batch with one query per 
 float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -20,8 +20,6 @@ by 8). On a CPU they are float32 products of the codes, which are as exact as `t
 bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -89,22 +87,18 @@ class QuantizedLinearMethod(LinearMethodBase):
             weight_loader=weight_loader,
         )
         layer.register_parameter("weight", weight)
-        self.create_scales(layer, input_size_per_partition, output_partition_sizes, weight_loader)
+        scale = self.create_scales(input_size_per_partition, output_partition_sizes, weight_loader)
+        layer.register_parameter(self.scale_name, scale)
 
     def create_scales(
-        self,
-        layer: torch.nn.Module,
-        input_size: int,
-        output_sizes: list[int],
-        weight_loader: Callable[..., None],
-    ) -> None:
-        """Register the scales of this rank's shard."""
-        scale = ChannelQuantScaleParameter(
+        self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
+    ) -> torch.nn.Parameter:
+        """Return the scales of this rank's shard, which are 1."""
+        return ChannelQuantScaleParameter(
             data=torch.ones(sum(output_sizes), 1, dtype=torch.float32),
             output_dim=0,
             weight_loader=weight_loader,
         )
-        layer.register_parameter(self.scale_name, scale)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply `x` [..., in] bfloat16 by the weight; return [..., out] bfloat16."""
@@ -124,7 +118,7 @@ class QuantizedLinearMethod(LinearMethodBase):
 
         Returns [tokens, out] float32.
         """
-        raise NotImplementedError
+        return codes @ weight.float().t()
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
@@ -161,9 +155,6 @@ class Fp8LinearMethod(QuantizedLinearMethod):
 
     code_dtype = torch.float8_e4m3fn
 
-    def sum_products(self, codes: Tensor, weight: Tensor) -> Tensor:
-        return codes @ weight.float().t()
-
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
@@ -183,13 +174,9 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
     scale_name = "weight_scale_inv"
 
     def create_scales(
-        self,
-        layer: torch.nn.Module,
-        input_size: int,
-        output_sizes: list[int],
-        weight_loader: Callable[..., None],
-    ) -> None:
-        """Register the scales of blocks.
+        self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
+    ) -> torch.nn.Parameter:
+        """Return the scales of blocks, which are 1.
 
         Raises:
             ValueError: a block would belong to two of the layers fused on this rank, or the GPU
@@ -208,13 +195,12 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
                 f"all multiples of {BLOCK}, so a block would belong to two of them"
             )
         shape = (-(-sum(output_sizes) // BLOCK), -(-input_size // BLOCK))
-        scale = BlockQuantScaleParameter(
+        return BlockQuantScaleParameter(
             data=torch.ones(shape, dtype=torch.float32),
             input_dim=1,
             output_dim=0,
             weight_loader=weight_loader,
         )
-        layer.register_parameter(self.scale_name, scale)
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape

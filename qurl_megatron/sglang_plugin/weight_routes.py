@@ -13,8 +13,6 @@ run names itself in a header of every request. `Claim` knows which run the serve
 refuses the requests of any other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -42,7 +40,7 @@ from qurl_megatron.rollout.wire import (
     BucketHeader,
     Description,
 )
-from qurl_megatron.sglang_plugin.receive import write_bucket
+from qurl_megatron.sglang_plugin.weights import write_bucket
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 
 # A run that asks for nothing for so long has ended without saying so. The learner's part of a step

@@ -1,4 +1,15 @@
-"""The bucket: full tensors in one flat buffer, the unit in which weights leave the learner.
+"""Buckets: full tensors in one flat buffer, as weights leave the learner, and their announcement.
+
+An unquantized weight is sent as one tensor, a quantized one as two: codes and scales. Each is
+assembled from the parts of the tensor-parallel ranks, in one of two ways:
+
+    partition_dim   rank_slices    the full tensor
+    0 or 1          one per rank   the ranks' parts, one after another along `partition_dim`
+    None            None           the same on every rank; rank 0 sends it
+
+Scales are divided like the codes if the boundaries between ranks fall between blocks of one scale.
+If such a block lies on several ranks (as a row of a row-parallel layer does), every rank computes
+all scales from a shared absmax, and rank 0 sends them.
 
 A bucket is sent as two things. A manifest lists the name, dtype and shape of each tensor. A flat
 uint8 buffer holds their values, one tensor after another, without gaps and each in row-major order:
@@ -10,6 +21,19 @@ uint8 buffer holds their values, one tensor after another, without gaps and each
 The widest element types come first. Each tensor then starts at a multiple of its element size, so
 the reader takes views of the buffer and copies nothing. This is the layout of SGLang's
 `flattened_bucket` load format.
+
+A server has a process group with each sender (`gather.py`); see `channel_name`. One request
+announces all that comes through them. It is a manifest in one of three forms:
+
+    key frame        for each bucket a marker, which has the sender's number, and then the tensors:
+        names   [bucket of sender 0, q_proj.weight_scale, q_proj.weight, bucket of sender 1, ...]
+        dtypes  [uint8,              float32,             int8,          uint8,              ...]
+        shapes  [[bytes],            [256, 1],            [256, 512],    [bytes],            ...]
+    delta            names [delta of version 7], shapes [[number of senders]]
+    in place         names [written in place]: nothing comes
+
+Each bucket of a key frame is broadcast by its sender, in the order of the request. A delta is as
+many buckets as a sender needs: each is preceded by its size, and an empty one is the last.
 """
 
 from __future__ import annotations
@@ -18,9 +42,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from qurl_megatron.model.weight_map import TensorPart
+from qurl_megatron.quantization import quantize
+from qurl_megatron.weight_sync.delta import bucket_name
+
+IN_PLACE = "written in place"
+_MARKER = "bucket of sender "
 
 
 @dataclass(frozen=True)
@@ -98,3 +130,176 @@ def copy_values(target: Tensor, source: Tensor) -> None:
     # One-byte codes are copied as bytes, because not every backend copies float8.
     dtype = torch.uint8 if source.dtype.itemsize == 1 else source.dtype
     target.view(dtype).copy_(source.view(dtype))
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """One full tensor that is sent, and how the tensor-parallel ranks share it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    partition_dim: int | None = None  # dimension that ranks share; None: rank 0 sends all
+    rank_slices: list[slice] | None = None  # one per rank, along `partition_dim`
+
+    def index_on(self, tp_rank: int) -> tuple[slice, ...]:
+        """Return where a rank's part lies in the full tensor; empty if it sends nothing."""
+        index = [slice(0, size) for size in self.shape]
+        if self.partition_dim is not None and self.rank_slices is not None:
+            index[self.partition_dim] = self.rank_slices[tp_rank]
+        elif tp_rank != 0:
+            index[0] = slice(0, 0)
+        return tuple(index)
+
+    def offset_on(self, tp_rank: int) -> tuple[int, int]:
+        """Return the row and column of the full tensor at which a rank's part begins."""
+        row, *columns = self.index_on(tp_rank)
+        return row.start, columns[0].start if columns else 0
+
+    def shape_on(self, tp_rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part."""
+        return tuple(extent.stop - extent.start for extent in self.index_on(tp_rank))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the full tensor, in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SentWeight:
+    """A rank's part of one weight, and the tensors the full weight is sent as."""
+
+    part: TensorPart
+    tensors: Sequence[SentTensor]  # the weight, or its codes and then its scales
+
+    @classmethod
+    def plain(cls, part: TensorPart, dtype: torch.dtype) -> SentWeight:
+        """Describe a weight that is sent as it is, in `dtype`."""
+        return cls(
+            part, [SentTensor(part.name, dtype, part.full_shape, part.dim, part.rank_slices)]
+        )
+
+    @classmethod
+    def quantized(cls, part: TensorPart, weight_format: str) -> SentWeight:
+        """Describe a weight that is sent as codes and scales of `weight_format`."""
+        dtype = quantize.code_dtype(weight_format)
+        codes = SentTensor(part.name, dtype, part.full_shape, part.dim, part.rank_slices)
+        name = quantize.scale_name(part.name, weight_format)
+        shape = scale_shape(part, weight_format)
+        if weight_format == "fp8-tensor":
+            shape = (part.full_shape[0], 1)  # the shape of `quantize.engine_scale`
+        block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
+        if block is None or part.rank_slices is None or blocks_are_shared(part, weight_format):
+            return cls(part, [codes, SentTensor(name, torch.float32, shape)])
+        slices = [slice(rows.start // block, -(-rows.stop // block)) for rows in part.rank_slices]
+        return cls(part, [codes, SentTensor(name, torch.float32, shape, part.dim, slices)])
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the weight is sent as codes and scales."""
+        return len(self.tensors) == 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the full tensors, in bytes."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A rank's parts of the weights of one bucket."""
+
+    weights: Sequence[SentWeight]
+
+    @cached_property
+    def tensors(self) -> list[SentTensor]:
+        """The bucket's full tensors, in their order in the bucket."""
+        tensors = [tensor for weight in self.weights for tensor in weight.tensors]
+        return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the bucket."""
+        return Manifest.of((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+    def manifest_on(self, tp_rank: int) -> Manifest:
+        """Return the manifest of a smaller bucket, with the rank's part of each tensor."""
+        return Manifest.of(
+            (tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in self.tensors
+        )
+
+
+def blocks_are_shared(part: TensorPart, weight_format: str) -> bool:
+    """Return True if a block of one scale lies on more than one tensor-parallel rank."""
+    if part.dim is None or part.rank_slices is None or len(part.rank_slices) == 1:
+        return False
+    block = quantize.block_shape(weight_format)[part.dim]
+    inner_starts = [
+        rows.start for rows in part.rank_slices if 0 < rows.start < part.full_shape[part.dim]
+    ]
+    return block is None or any(start % block for start in inner_starts)
+
+
+def scale_shape(part: TensorPart, weight_format: str) -> tuple[int, ...]:
+    """Return the number of blocks of the full tensor along each dimension."""
+    return tuple(
+        1 if block is None else -(-size // block)
+        for size, block in zip(part.full_shape, quantize.block_shape(weight_format), strict=True)
+    )
+
+
+def scale_index(part: TensorPart, weight_format: str) -> tuple[slice, ...]:
+    """Return where the blocks that a part touches lie among those of the full tensor."""
+    return tuple(
+        slice(None) if block is None else slice(start // block, -(-(start + size) // block))
+        for start, size, block in zip(
+            part.offset, part.shape, quantize.block_shape(weight_format), strict=True
+        )
+    )
+
+
+def channel_name(token: str, sender: int) -> str:
+    """Return the name of a server's process group with the sender of this number.
+
+    That with the first sender has the server's token as its name, and stands for all of them in
+    requests.
+    """
+    return f"{token}.{sender}" if sender else token
+
+
+def announce(senders: Sequence[Sequence[Manifest]]) -> Manifest:
+    """Announce a key frame: the buckets of each sender. The senders take turns."""
+    names: list[str] = []
+    dtypes: list[torch.dtype] = []
+    shapes: list[Sequence[int]] = []
+    for turn in itertools.zip_longest(*senders):
+        for number, bucket in enumerate(turn):
+            if bucket is not None:
+                names += [f"{_MARKER}{number}", *bucket.names]
+                dtypes += [torch.uint8, *bucket.dtypes]
+                shapes += [[bucket.num_bytes], *bucket.shapes]
+    return Manifest(names, dtypes, shapes)
+
+
+def announce_delta(base: int, num_senders: int) -> Manifest:
+    """Announce a delta of version `base`."""
+    return Manifest([bucket_name(base)], [torch.uint8], [[num_senders]])
+
+
+def announce_in_place() -> Manifest:
+    """Announce that the parameters hold the new weights already."""
+    return Manifest([IN_PLACE], [torch.uint8], [[0]])
+
+
+def is_key_frame(names: Sequence[str]) -> bool:
+    """Return whether a request with these names announces a key frame."""
+    return bool(names) and names[0].startswith(_MARKER)
+
+
+def read_key_frame(request: Manifest) -> Iterator[tuple[int, Manifest]]:
+    """Yield the buckets that `announce` was given, as they come, each with its sender's number."""
+    starts = [index for index, name in enumerate(request.names) if name.startswith(_MARKER)]
+    for start, end in itertools.pairwise([*starts, len(request.names)]):
+        run = slice(start + 1, end)
+        bucket = Manifest(request.names[run], request.dtypes[run], request.shapes[run])
+        yield int(request.names[start].removeprefix(_MARKER)), bucket

@@ -11,8 +11,6 @@ rank 0 opens them: it hands every sender the server's endpoint. There are two ki
   every bucket that is large enough to tell. The first is always all tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import zlib
@@ -30,9 +28,8 @@ from qurl_megatron.device import device, rank
 from qurl_megatron.rollout.elsewhere import post_weights
 from qurl_megatron.rollout.server import Server, connect
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.stream import channel_name
 
 # To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
 # takes for the bytes that it saves (`python -m benchmarks.delta`).
@@ -131,6 +128,8 @@ class GroupChannel(Channel):
         """Begin to form the group, as the sender of this number."""
         self._endpoint = endpoint
         self._name = channel_name(endpoint.token, sender)
+        # The device on which the group exchanges sizes.
+        self._place = device() if endpoint.backend == "nccl" else torch.device("cpu")
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         super().__init__(self._name)
@@ -163,11 +162,6 @@ class GroupChannel(Channel):
         if len(bucket.flat):
             self._broadcast(bucket.flat)
         return len(bucket.flat)
-
-    @property
-    def _place(self) -> torch.device:
-        """The device on which the group exchanges sizes."""
-        return device() if self._endpoint.backend == "nccl" else torch.device("cpu")
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Send a tensor to all ranks of the server, unless rank 0 gives the channel up."""

@@ -181,11 +181,11 @@ def pack(changes: Sequence[Change], device: torch.device) -> Tensor:
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     num_bytes = sum(change.num_bytes for change in changes)
-    padding = b"\0" * (-num_bytes % _ALIGNMENT)
+    padding = torch.zeros(-num_bytes % _ALIGNMENT, dtype=torch.uint8)
     sizes = torch.tensor([len(header), num_bytes + len(padding)])
-    parts = [sizes, *_as_tensors(header)]
+    parts = [sizes, torch.frombuffer(bytearray(header), dtype=torch.uint8)]
     parts += [tensor for width in _WIDTHS for tensor in streams[width]]
-    parts += _as_tensors(padding)
+    parts.append(padding)
     return torch.cat([part.view(torch.uint8).to(device) for part in parts])
 
 
@@ -210,11 +210,6 @@ def unpack(flat: Tensor) -> Iterator[Change]:
             gaps = None if words is None else next(streams[2])
             values = next(streams[width])
             yield Change(name, tuple(offset), tuple(shape), gaps, values, is_relative)
-
-
-def _as_tensors(text: bytes) -> list[Tensor]:
-    """Return the bytes as a tensor, in a list that is empty if there are none."""
-    return [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
 
 
 def bucket_name(base: int) -> str:

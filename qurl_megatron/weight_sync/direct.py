@@ -1,9 +1,12 @@
 """Write weights straight into the parameters of servers on the learner's machine.
 
-A server hands out its parameters once (`shared_memory.py`): each of its processes names the parts
-of tensors that it holds, and where their memory is. From then on every learner rank copies what it
-has quantized into that memory. Nothing is gathered, and nothing is sent. The learner's parts and
-the server's may be cut differently:
+A server hands out its parameters once: each of its processes names the parts of tensors that it
+holds, and describes where their memory is, in a text to which the learner's ranks attach. On a GPU
+this is CUDA's inter-process memory, through PyTorch's own sharing of tensors. Without a GPU it is a
+file in shared memory. The server must keep its parameters meanwhile.
+
+From then on every learner rank copies what it has quantized into that memory. Nothing is gathered,
+and nothing is sent. The learner's parts and the server's may be cut differently:
 
     learner, 1 rank       q_proj [0:256]
     server, 2 ranks       [0:128] | [128:256]
@@ -11,16 +14,43 @@ the server's may be cut differently:
 The servers must not sample meanwhile.
 """
 
-from __future__ import annotations
-
+import base64
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
 from qurl_megatron.quantization.checksum import Part, part_of_key
-from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.delta import Change
-from qurl_megatron.weight_sync.gather import Team
-from qurl_megatron.weight_sync.layout import PlannedBucket
-from qurl_megatron.weight_sync.shared_memory import attach
+
+
+def describe(tensor: Tensor) -> str:
+    """Return a text with which another process of this machine can `attach` to a tensor.
+
+    On a CPU the tensor's storage moves to shared memory; tensors that share it move along.
+    """
+    if tensor.is_cuda:
+        described: object = reduce_tensor(tensor)[1]
+    else:
+        handle = tensor.untyped_storage()._share_filename_cpu_()
+        layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        described = handle, layout
+    return base64.b64encode(pickle.dumps((tensor.is_cuda, described))).decode()
+
+
+def attach(text: str) -> Tensor:
+    """Return the tensor that `describe` was given, in another process of this machine.
+
+    The text is unpickled, so its sender must be trusted.
+    """
+    on_gpu, described = pickle.loads(base64.b64decode(text))
+    if on_gpu:
+        return rebuild_cuda_tensor(*described)
+    handle, (dtype, offset, shape, stride) = described
+    storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
 class ServerParameters:
@@ -34,7 +64,7 @@ class ServerParameters:
         """Attach to the parameters of servers, each under a name of its own.
 
         A server has a mapping for each of its ranks, from `checksum.part_key` to
-        `shared_memory.describe`.
+        `describe`.
         """
         for server, ranks in servers.items():
             parts: dict[str, list[Part]] = {}
@@ -55,20 +85,3 @@ class ServerParameters:
         for server in self._paused:
             for values, row, column in self._servers[server].get(change.name, ()):
                 change.write_to(values, row, column)
-
-
-class ParameterWriter:
-    """Writes this rank's parts of a team's buckets into servers' parameters, as a `Gatherer`."""
-
-    def __init__(self, parameters: ServerParameters, team: Team) -> None:
-        self._parameters = parameters
-        self._team = team
-
-    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Write `own`, this rank's part of a bucket, whatever it was `before`."""
-        for tensor, (name, values) in zip(planned.tensors, own.tensors(), strict=True):
-            offset = tensor.offset_on(self._team.rank)
-            self._parameters.write(Change.whole(name, offset, values))
-
-    def finish(self) -> None:
-        """Do nothing more: all is written."""

@@ -5,8 +5,6 @@ the policy of a live learner, `export_checkpoint` that of a checkpoint.
 The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable

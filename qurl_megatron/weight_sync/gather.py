@@ -18,8 +18,8 @@ from torch import Tensor
 
 from qurl_megatron.device import device
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, copy_values
-from qurl_megatron.weight_sync.layout import PlannedBucket
+from qurl_megatron.weight_sync.bucket import Bucket, PlannedBucket, copy_values
+from qurl_megatron.weight_sync.direct import ServerParameters
 
 T = TypeVar("T")
 
@@ -66,13 +66,6 @@ class Team:
     def sends(self) -> bool:
         """True if this rank has full tensors to send."""
         return self.converts and self.rank == 0
-
-
-def find_senders(teams: Sequence[Team]) -> list[int]:
-    """Return the global ranks that send. Collective over all learner ranks."""
-    flags: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(flags, any(team.sends for team in teams))
-    return [rank for rank, sends in enumerate(flags) if sends]
 
 
 def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
@@ -180,6 +173,23 @@ class DeltaGatherer(Gatherer):
         flats = gather(own, torch.cat(sizes).tolist(), self._team)
         if flats is not None:
             self._release = self._send(delta_bucket(self._base, torch.cat(flats)))
+
+
+class ParameterWriter:
+    """Writes this rank's parts of a team's buckets into servers' parameters, as a `Gatherer`."""
+
+    def __init__(self, parameters: ServerParameters, team: Team) -> None:
+        self._parameters = parameters
+        self._team = team
+
+    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
+        """Write `own`, this rank's part of a bucket, whatever it was `before`."""
+        for tensor, (name, values) in zip(planned.tensors, own.tensors(), strict=True):
+            offset = tensor.offset_on(self._team.rank)
+            self._parameters.write(delta.Change.whole(name, offset, values))
+
+    def finish(self) -> None:
+        """Do nothing more: all is written."""
 
 
 def delta_bucket(base: int, flat: Tensor) -> Bucket:

@@ -1,14 +1,12 @@
 """Links: global rank 0's connections to the servers, by which it coordinates a publish."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,7 +15,8 @@ from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.weight_sync.bucket import Manifest
+from qurl_megatron.rollout.server import Server
+from qurl_megatron.weight_sync.bucket import Manifest, channel_name
 from qurl_megatron.weight_sync.channel import (
     NOTICE_S,
     Endpoint,
@@ -25,7 +24,8 @@ from qurl_megatron.weight_sync.channel import (
     HttpEndpoint,
     give_up,
 )
-from qurl_megatron.weight_sync.stream import channel_name
+
+T = TypeVar("T")
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
 # over 1 Gb/s, and a server compiles its kernels in the first publish.
@@ -53,7 +53,6 @@ class Link:
         self.endpoint: Endpoint | None = None  # at which the senders reach the server
         self.store: dist.TCPStore | None = None  # of the endpoint
         self.token = ""  # names the parameters that the server has handed out
-        self._parameters: list[dict[str, str]] | None = None  # until all ranks have them
         self._version: int | None = None  # that the server was verified to hold
         self._takes_delta = False
         self._is_paused = False
@@ -69,14 +68,9 @@ class Link:
         self._pause = contextlib.ExitStack()
 
     @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._member.server.url
-
-    @property
-    def is_local(self) -> bool:
-        """True if the server runs on this machine."""
-        return self._member.server.is_local
+    def server(self) -> Server:
+        """The server at the other end."""
+        return self._member.server
 
     @property
     def is_lost(self) -> bool:
@@ -106,20 +100,17 @@ class Link:
 
         return self._do(work)
 
-    def hand_out(self) -> Future[None]:
-        """Have the server hand out its parameters, if it has not done so."""
+    def hand_out(self) -> Future[list[dict[str, str]] | None]:
+        """Have the server hand out its parameters; None if it has done so before."""
 
-        def work() -> None:
-            if not self.token:
-                self._parameters = self._control.parameters()
-                self.token = secrets.token_hex(8)
+        def work() -> list[dict[str, str]] | None:
+            if self.token:
+                return None
+            parameters = self._control.parameters()
+            self.token = secrets.token_hex(8)
+            return parameters
 
         return self._do(work)
-
-    def new_parameters(self) -> list[dict[str, str]] | None:
-        """Return what the server handed out since the last call, if anything."""
-        parameters, self._parameters = self._parameters, None
-        return parameters
 
     def receive(self, request: Manifest, version: int) -> None:
         """Have the server load what the request announces."""
@@ -154,14 +145,14 @@ class Link:
         self._control.close()
         self._pause.close()
 
-    def _do(self, work: Callable[[], None]) -> Future[None]:
-        """Do work after all earlier work, unless that has failed."""
+    def _do(self, work: Callable[[], T]) -> Future[T | None]:
+        """Do work after all earlier work, unless that has failed; the result is then None."""
 
-        def guarded() -> None:
+        def guarded() -> T | None:
             if self.failure is not None:
-                return
+                return None
             try:
-                work()
+                return work()
             except RuntimeError as error:
                 self.failure = error
                 if self._takes_delta and isinstance(error, (PublishError, UpdateRefused)):
@@ -169,12 +160,13 @@ class Link:
                 else:
                     self._fleet.lose(self._member, str(error))
                 self._leave()
+                return None
 
         return self._thread.submit(guarded)
 
     def _open_endpoint(self) -> None:
         """Open a store in which the senders and the server meet."""
-        server = self._member.server
+        server = self.server
         endpoint = GroupEndpoint(
             token=f"weights-{secrets.token_hex(8)}",
             address=self._control.own_address(),
@@ -219,15 +211,15 @@ class Link:
             left_s, otherwise = self._all_sent.result()
             wait([answer], left_s)
             if not answer.done():
-                raise self._member.server.failed(otherwise)
+                raise self.server.failed(otherwise)
         answer.result()
 
     def _leave(self, notice_s: float = NOTICE_S) -> None:
         """End the channels, so that no sender waits for the server any longer."""
         if self.store is not None:
-            give_up(self.store, self.url)
+            give_up(self.store, self.server.url)
             time.sleep(notice_s)
-        self.endpoint, self.store, self.token, self._parameters = None, None, "", None
+        self.endpoint, self.store, self.token = None, None, ""
 
 
 class HttpLink(Link):
@@ -246,7 +238,7 @@ class HttpLink(Link):
     def _open_endpoint(self) -> None:
         self.endpoint = HttpEndpoint(
             token=f"weights-{secrets.token_hex(8)}",
-            server=self._member.server,
+            server=self.server,
             timeout_s=self._timeout_s,
             flush_cache=self._pause_mode == "retract",
         )

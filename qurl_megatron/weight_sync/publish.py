@@ -3,7 +3,7 @@
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
 Every sender (`gather.py`) sends its own buckets to all servers; global rank 0 coordinates. It
-pauses the servers, tells them in one request what will come from whom (`stream.py`), compares the
+pauses the servers, tells them in one request what will come from whom (`bucket.py`), compares the
 checksums and resumes them.
 
 For each server a publish is all or nothing:
@@ -39,8 +39,6 @@ Example, on every learner rank:
     publisher.close()
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -52,18 +50,22 @@ import torch.distributed as dist
 
 from qurl_megatron.config.schema import PauseMode, QuantizationConfig
 from qurl_megatron.device import from_rank_zero
-from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.non_finite import NonFinite
+from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.bucket import (
+    Bucket,
+    Manifest,
+    announce,
+    announce_delta,
+    announce_in_place,
+)
 from qurl_megatron.weight_sync.channel import Channel, Endpoint, HttpEndpoint
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, HttpLink, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.stream import announce, announce_delta, announce_in_place
 
 T = TypeVar("T")
 
@@ -241,7 +243,8 @@ class Publisher:
         one_machine = self._is_on_one_machine
 
         def is_possible() -> bool:
-            remote = [link.url for link in links if not (link.is_local and one_machine)]
+            servers = [link.server for link in links]
+            remote = [server.url for server in servers if not (server.is_local and one_machine)]
             if remote and transport == "direct":
                 raise PublishError(
                     f"quantization.transport=direct: server {remote[0]} and the learner are not "
@@ -308,14 +311,11 @@ class Publisher:
         """Write the weights into the servers' parameters."""
         for link in links:
             link.begin()
-        _wait([link.hand_out() for link in links])
+        handed_out = [link.hand_out() for link in links]
 
         def hand_out() -> tuple[dict[str, list[dict[str, str]]], list[str], list[str]]:
-            new = {}
-            for link in self._links.values():
-                parameters = link.new_parameters()
-                if parameters is not None:
-                    new[link.token] = parameters
+            results = [future.result() for future in handed_out]
+            new = {link.token: each for link, each in zip(links, results, strict=True) if each}
             held = [link.token for link in self._links.values() if link.token]
             return new, held, [link.token for link in links if link.token]
 

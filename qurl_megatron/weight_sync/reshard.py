@@ -35,8 +35,6 @@ Example, on every learner rank:
     converter.write(parameters)           # or into the parameters of servers on this machine
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
@@ -53,25 +51,25 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, checksum_tensor
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
-from qurl_megatron.weight_sync.conversion import Conversion, Measures
-from qurl_megatron.weight_sync.direct import ParameterWriter, ServerParameters
-from qurl_megatron.weight_sync.drift import DriftMeter
-from qurl_megatron.weight_sync.gather import (
-    DeltaGatherer,
-    Gatherer,
-    Send,
-    Team,
-    delta_bucket,
-    find_senders,
-    to_rank_zero,
-)
-from qurl_megatron.weight_sync.layout import (
+from qurl_megatron.weight_sync.bucket import (
+    Bucket,
+    Manifest,
     PlannedBucket,
     SentWeight,
     blocks_are_shared,
     scale_index,
     scale_shape,
+)
+from qurl_megatron.weight_sync.conversion import Conversion, DriftMeter, Measures
+from qurl_megatron.weight_sync.direct import ServerParameters
+from qurl_megatron.weight_sync.gather import (
+    DeltaGatherer,
+    Gatherer,
+    ParameterWriter,
+    Send,
+    Team,
+    delta_bucket,
+    to_rank_zero,
 )
 
 
@@ -122,7 +120,9 @@ class Converter:
     @cached_property
     def senders(self) -> list[int]:
         """The global ranks that send, in order. All learner ranks must ask at the same time."""
-        return find_senders(self.teams)
+        flags: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(flags, any(team.sends for team in self.teams))
+        return [rank for rank, sends in enumerate(flags) if sends]
 
     def manifests(self) -> list[Manifest]:
         """Return the buckets that this rank sends in every pass that is no delta, in order."""

@@ -16,7 +16,7 @@ from multiprocessing.connection import Pipe
 import pytest
 
 from qurl_megatron.process import NO_THREADS, die_with_parent, ending_signals
-from qurl_megatron.rollout import cpu_server, preload
+from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.preload import Program, Started
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -25,7 +25,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 def begin() -> None:
     """Start the process that programs are forks of; it does its imports in the background."""
     CONTEXT.set_forkserver_preload(["e2e.preloaded"])
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_PLATFORM": cpu_server.PLATFORM}
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_PLATFORM": preload.PLATFORM}
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in {**NO_THREADS, **variables}.items():
             monkeypatch.setenv(name, value)

@@ -5,10 +5,10 @@ from importlib import import_module
 
 import setproctitle
 
-from qurl_megatron.rollout import cpu_server
+from qurl_megatron.rollout import preload
 
 setproctitle.getproctitle()  # finds its place by the environment, so before that changes
-cpu_server.import_sglang()
+preload.import_sglang()
 for module in (
     "math_verify",
     "reasoning_gym",

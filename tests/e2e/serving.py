@@ -25,9 +25,8 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, announce
 from qurl_megatron.weight_sync.link import PublishError, verify
-from qurl_megatron.weight_sync.stream import announce
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 START_TIMEOUT_S = 300.0

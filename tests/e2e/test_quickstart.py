@@ -17,7 +17,7 @@ import reasoning_gym
 from transformers import AutoModelForCausalLM
 
 from e2e.running import SMALL, Command, Start, curve_steps
-from qurl_megatron.config.yaml_file import load
+from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.report.metrics import StepMetrics

@@ -15,8 +15,8 @@ import pytest
 
 from e2e.running import QUICK, Command, metrics_of
 from e2e.shaped_link import ShapedLink
-from qurl_megatron.config.overrides import with_overrides
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from e2e.running import SMALL
-from qurl_megatron.config.overrides import with_overrides
-from qurl_megatron.launch.job_script import JobOptions, job_script
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.launch.experiment import JobOptions, job_script
 from qurl_megatron.recipes import quickstart
 from slurm.cluster import GPUS_PER_NODE, Job
 

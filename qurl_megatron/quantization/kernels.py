@@ -1,9 +1,9 @@
-"""Quantization by output channel, and by blocks of 128 x 128, on a GPU, as Triton kernels.
+"""Triton kernels for GPUs: quantization by output channel or 128 x 128 block, and checksums.
 
-A program reads one row, or one block in strips of rows, twice: first for its absmax, then, from
-cache, for its codes. It can take the checksum of the codes on the way. The absmax can be given
-instead, for a shard that holds a part of each row or block. Codes, scales and checksum are those of
-`quantize.quantize` and `checksum.checksum`, byte for byte.
+`quantize_on_gpu`: a program reads one row, or one block in strips of rows, twice: first for its
+absmax, then, from cache, for its codes. It can take the checksum of the codes on the way. The
+absmax can be given instead, for a shard that holds a part of each row or block. Codes, scales and
+checksum are those of `quantize.quantize` and `checksum.checksum`, byte for byte.
 
 By channel, a weight is divided by the scale with one reciprocal a row and three multiply-adds a
 weight:
@@ -14,9 +14,12 @@ weight:
 Fused multiply-adds make this the float32 nearest to weight / scale, if the inner difference is no
 subnormal number. `quantize.SMALLEST_SCALE` sees to that. By block, the factor is a power of two, so
 the products are exact.
-"""
 
-from __future__ import annotations
+`weighted_sum` is the sum of `checksum.py`. Plain PyTorch would write every element to memory as 64
+bits, and read it again. Here each program takes a few rows and adds up the products in registers.
+Integer sums wrap around, so their order does not matter. Codes of one byte are summed four at a
+time, as one word.
+"""
 
 from typing import Any
 
@@ -24,8 +27,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from qurl_megatron.quantization.checksum_kernel import join_bytes, weigh_words
 
 ALIGNMENT = 16  # the length and the strides of rows are multiples of it, so that loads are wide
 # Weights that a multiprocessor's programs may hold at once, so that a second read finds a row in
@@ -39,6 +40,28 @@ UPPER_BITS = tl.constexpr(0xCB000000)
 SIDE = 128  # of a block
 STRIP, NUM_WARPS = 16, 8  # rows of a strip: 8 weights, one wide load, per thread
 INFINITY = tl.constexpr(float("inf"))
+SUM_ROWS, SUM_BLOCK, SUM_WARPS = 4, 512, 4  # per program of a checksum: 16 sums per thread
+
+
+@triton.jit
+def join_bytes(values, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the COUNT/4 words that COUNT numbers form, 8 bits each, the first one lowest.
+
+    Numbers are added up, so what they hold above 8 bits is carried into the next byte.
+    """
+    shifts = (tl.arange(0, 4) * 8)[None, :]
+    return tl.sum(tl.reshape(values, (COUNT // 4, 4)) << shifts, axis=1).to(tl.uint32)
+
+
+@triton.jit
+def weigh_words(words, weights, low_sum, high_sum):  # type: ignore[no-untyped-def]
+    """Add words * weights modulo 2^64 to low_sum + 2^32 * high_sum, with two multiply-adds a word.
+
+    Words and `high_sum` are uint32, weights int64, and `low_sum` is uint64.
+    """
+    low_sum += words.to(tl.uint64) * weights.to(tl.uint32).to(tl.uint64)
+    high_sum += words * (weights >> 32).to(tl.uint32)
+    return low_sum, high_sum
 
 
 @triton.jit
@@ -281,3 +304,61 @@ def count_warps(columns: int) -> int:
     """
     warps = triton.next_power_of_2(triton.cdiv(WARPS_AT_ONCE * columns, CACHED_ELEMENTS))
     return min(16, max(2, warps))
+
+
+@triton.jit
+def _sum_rows(  # type: ignore[no-untyped-def]
+    bits,
+    row_weights,
+    column_weights,
+    sums,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    IS_WORDS: tl.constexpr = bits.dtype.element_ty == tl.uint32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.int64)
+    low_sum = tl.zeros((ROWS, BLOCK), dtype=tl.uint64)
+    high_sum = tl.zeros((ROWS, BLOCK), dtype=tl.uint32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        values = tl.load(bits + row[:, None] * columns + column[None, :], mask=inside, other=0)
+        weights = tl.load(column_weights + column, mask=column < columns, other=0)[None, :]
+        if IS_WORDS:
+            low_sum, high_sum = weigh_words(values, weights, low_sum, high_sum)
+        else:
+            total += values.to(tl.int64) * weights
+    if IS_WORDS:
+        total = (low_sum + (high_sum.to(tl.uint64) << 32)).to(tl.int64)
+    weights = tl.load(row_weights + row, mask=row < rows, other=0)
+    tl.store(sums + row, tl.sum(total, axis=1) * weights, mask=row < rows)
+
+
+def weighted_sum(bits: Tensor, row_weights: Tensor, column_weights: Tensor) -> Tensor:
+    """Return the sum of bits[i, j] * row_weights[i] * column_weights[j] modulo 2^64.
+
+    Args:
+        bits: [rows, columns], contiguous integers.
+        row_weights: [rows] int64.
+        column_weights: [columns] int64.
+
+    Returns:
+        An int64 scalar.
+    """
+    rows, columns = bits.shape
+    sums = torch.empty(rows, dtype=torch.int64, device=bits.device)
+    _sum_rows[(triton.cdiv(rows, SUM_ROWS),)](
+        bits,
+        row_weights,
+        column_weights,
+        sums,
+        rows,
+        columns,
+        ROWS=SUM_ROWS,
+        BLOCK=SUM_BLOCK,
+        num_warps=SUM_WARPS,
+    )
+    return sums.sum()

@@ -1,0 +1,232 @@
+"""A configuration as text: `field=value` overrides, config.yaml, and the docstrings of fields.
+
+Whatever is read, every value is checked. The page of `qurl config` is YAML with the docstrings as
+comments.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+
+from qurl_megatron.config.schema import Config, ConfigError
+
+T = TypeVar("T")
+_WIDTH = 100
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
+
+
+def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the value of every field of a dataclass and of those in it, by its dotted path."""
+    leaves: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        path = prefix + name
+        is_section = dataclasses.is_dataclass(value)
+        leaves |= leaf_values(value, f"{path}.") if is_section else {path: value}
+    return leaves
+
+
+def from_tree(kind: type[T], tree: Any) -> T:
+    """Return a dataclass of type `kind` with every value converted to its field's type.
+
+    Raises:
+        ConfigError: the first value or key that its field does not accept.
+    """
+    try:
+        return _adapter(kind).validate_python(tree)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+    if not first["loc"]:
+        raise ConfigError("not a mapping of fields to values")
+    reason = first["msg"].removeprefix("Value error, ")
+    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    word = path if first["loc"][-1] == "[key]" else f"{path}={first['input']}"
+    if not word.isprintable():
+        word = ascii(word)
+    raise ConfigError(f"{word}: {reason[0].lower()}{reason[1:]}")
+
+
+def with_overrides(config: T, overrides: list[str]) -> T:
+    """Return `config`, a dataclass, with each `field=value` override applied.
+
+    The field of a section is given by its dotted path: `rollout.temperature=0.6`. A dict gets a
+    single key by its path, `data_options.size=9`, and all its keys by its own: `data_options={}`
+    leaves none.
+
+    Raises:
+        ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
+    """
+    tree: dict[str, Any] = dataclasses.asdict(config)  # type: ignore[call-overload]
+    leaves = leaf_values(config)
+    for override in overrides:
+        path, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override}: not of the form field=value")
+        section, _, leaf = path.rpartition(".")
+        is_key = isinstance(leaves.get(section), dict)
+        if path not in leaves and not is_key:
+            raise ConfigError(f"{path}: no such field{_suggestion(path, config)}")
+        node = tree
+        for name in section.split(".") if section else []:
+            node = node[name]
+        if is_key or isinstance(leaves[path], dict):
+            try:
+                node[leaf] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
+            if not is_key and not isinstance(node[leaf], dict):
+                raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
+        elif isinstance(leaves[path], list):
+            node[leaf] = _items(value)
+        else:
+            node[leaf] = None if value in ("null", "none", "None") else value
+    return from_tree(type(config), tree)
+
+
+def overrides_between(config: T, changed: T) -> list[str]:
+    """Return the `field=value` overrides that turn `config` into `changed`, of the same type."""
+    before = leaf_values(config)
+    overrides = []
+    for field, value in leaf_values(changed).items():
+        if value != before[field]:
+            text = "null" if value is None else value
+            if isinstance(value, dict | list):
+                text = json.dumps(value, default=vars)
+            overrides.append(f"{field}={text}")
+    return overrides
+
+
+def _items(value: str) -> list[str]:
+    """Return the texts of a list, in brackets or not; they need no quotes, unlike in YAML."""
+    if value.startswith("[") and value.endswith("]"):
+        value = value[1:-1]
+    return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
+
+
+def _suggestion(path: str, config: Any) -> str:
+    """Return `; did you mean ...?` with the closest fields and their meanings, or nothing."""
+    meanings = field_meanings(config)
+    close_fields = []
+    for name in _closest(path, meanings):
+        # "Eq. 5" does not end a sentence.
+        sentence = re.split(r"(?<!Eq)\. ", meanings[name], maxsplit=1)[0].removesuffix(".")
+        close_fields.append(f"{name} ({sentence})")
+    return f"; did you mean {' or '.join(close_fields)}?" if close_fields else ""
+
+
+def _closest(path: str, fields: Iterable[str]) -> list[str]:
+    """Return the fields of the same name, else of the most similar name, else of a similar path.
+
+    If `path` names a section, only its fields are searched for similar names.
+    """
+    section, _, leaf = path.rpartition(".")
+    leaves = {field: field.rpartition(".")[2] for field in fields}
+    same = [field for field in leaves if leaves[field] == leaf]
+    if same:
+        return same
+    siblings = [field for field in leaves if field.rpartition(".")[0] == section] if section else []
+    names = {leaves[field] for field in siblings or leaves}
+    similar = difflib.get_close_matches(leaf, names, n=2, cutoff=0.7)
+    return [field for field in siblings or leaves if leaves[field] in similar] or (
+        difflib.get_close_matches(path, leaves, n=3, cutoff=0.6)
+    )
+
+
+def save(config: Config, path: Path) -> None:
+    """Write `config` to a file that `load` reads."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def load(path: Path) -> Config:
+    """Return the configuration in a YAML file, also in one of an older version.
+
+    Raises:
+        ConfigError: it is not YAML, or has a value that its field does not accept.
+    """
+    try:
+        return from_tree(Config, _in_todays_fields(yaml.safe_load(path.read_text())))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not readable as YAML ({reason})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _in_todays_fields(tree: Any) -> Any:
+    """Return `tree` with the fields that an older version saved under their present names.
+
+    Raises:
+        ConfigError: a field that is gone has another value than the only one it could have.
+    """
+    sections = tree if isinstance(tree, dict) else {}
+    learner, rollout = (sections.get(name) for name in ("learner", "rollout"))
+    if isinstance(learner, dict) and learner.pop("recompute_activations", False):
+        learner["recompute"] = "full"
+    for name, value in {"top_p": 1, "top_k": -1}.items():
+        if isinstance(rollout, dict) and rollout.get(name, value) != value:
+            raise ConfigError(
+                f"rollout.{name}={rollout[name]}: training samples from the full vocabulary, "
+                "because SGLang's log-probs are not those of a truncated one; remove the field"
+            )
+    return tree
+
+
+def commented_yaml(config: Config) -> str:
+    """Return `config` as YAML with each field's meaning as a comment above it."""
+    return "\n".join(_commented(config, indent="")) + "\n"
+
+
+def _commented(section: Any, indent: str) -> Iterator[str]:
+    tree = dataclasses.asdict(section)
+    for name, meaning in field_docs(type(section)).items():  # type: ignore[arg-type]
+        value = getattr(section, name)
+        is_section = dataclasses.is_dataclass(value)
+        if is_section:
+            yield ""
+        margin = f"{indent}# "
+        text = first_line(value) if is_section else meaning
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+        if is_section:
+            yield f"{indent}{name}:"
+            yield from _commented(value, f"{indent}  ")
+        else:
+            text = yaml.safe_dump({name: tree[name]}, sort_keys=False, width=_WIDTH)
+            yield textwrap.indent(text.rstrip(), indent)
+
+
+def field_meanings(config: Any, prefix: str = "") -> dict[str, str]:
+    """Return the docstring of every field of a dataclass and of those in it, by its dotted path.
+
+    Each path starts with `prefix`.
+    """
+    meanings: dict[str, str] = {}
+    for name, meaning in field_docs(type(config)).items():  # type: ignore[arg-type]
+        value, path = getattr(config, name), prefix + name
+        is_section = dataclasses.is_dataclass(value)
+        meanings |= field_meanings(value, f"{path}.") if is_section else {path: meaning}
+    return meanings
+
+
+@functools.cache
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass on one line, in the order of its fields."""
+    # pydantic gives a dataclass the settings of what holds it; here that is a list.
+    settings = pydantic.ConfigDict(use_attribute_docstrings=True)
+    schema = pydantic.TypeAdapter(list[kind], config=settings).json_schema()  # type: ignore[valid-type]
+    fields = schema["$defs"][kind.__name__]["properties"]
+    return {name: " ".join(field.get("description", "").split()) for name, field in fields.items()}
+
+
+def first_line(documented: Any) -> str:
+    """Return the first line of the docstring of an object or of its class."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0]

@@ -1,0 +1,360 @@
+"""The weights that a server's layers hold: receiving them, their version, and their checksums.
+
+A server can receive weights while requests wait in the middle of their answers. Its scheduler, one
+process per tensor-parallel rank, therefore keeps the version of the weights it has loaded:
+
+- `update_weights` takes it from the request that brings a bucket. A publish pauses the server
+  first, so no token is sampled between two buckets. A delta of a version that the scheduler does
+  not hold is refused.
+- `run_batch` stamps it on every token that a forward pass samples. SGLang carries the stamps to
+  `meta_info["token_versions"]` of the answer, one per token. With the overlap schedule the tokens
+  of a pass are read after the next pass has begun; a stamp at that point could be too new.
+- `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled
+  finds only the prefixes of requests that began under the same version.
+- `flush_cache` lets a paused scheduler empty its cache although requests wait.
+
+The HTTP process records the version of each bucket, too, and reads the last one only.
+`keep_newest` drops the others.
+
+A request of the learner announces what it sends (`weight_sync/bucket.py`), and `update_bucket`
+receives each bucket by a broadcast from its sender. While one bucket is written into the
+parameters, the next is received. Whole tensors and deltas are written into the parameters where
+they are, through the map that `held_parts` has; SGLang's loaders would look up each tensor anew.
+Requests without this project's markers go to SGLang's own code.
+
+`POST /weights_checker {"action": "checksum"}` returns, for each tensor-parallel rank, the checksum
+of every part of a tensor that the rank holds, by `checksum.part_key`. `checksum.combine` adds them
+up to full tensors' checksums. They are computed from the parameters that the layers multiply with,
+after SGLang's own loaders have fused and sharded what was sent.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+from torch import Tensor
+
+from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
+from qurl_megatron.rollout.wire import FILE_PREFIX
+from qurl_megatron.sglang_plugin.linear import BLOCK
+from qurl_megatron.weight_sync.bucket import (
+    IN_PLACE,
+    Bucket,
+    Manifest,
+    channel_name,
+    is_key_frame,
+    read_key_frame,
+)
+from qurl_megatron.weight_sync.delta import base_version, unpack
+from qurl_megatron.weight_sync.direct import describe
+
+# A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
+LEARNER_TIMEOUT_S = 120.0
+
+HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
+
+
+def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
+    scheduler = updater.scheduler
+    base, held = base_version(request.names), loaded_version(scheduler)
+    # The first bucket of a delta sets the version that others of the same delta bring too.
+    if base is not None and held not in (base, int(request.weight_version)):
+        if not request.group_name.startswith(FILE_PREFIX):
+            # The senders would otherwise wait for their time limit.
+            leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
+        return UpdateWeightsFromDistributedReqOutput(
+            success=False, message=f"it holds version {held}, and was sent a delta of {base}"
+        )
+    scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
+    if request.names == [IN_PLACE]:
+        updater.flush_cache_after_weight_update(request)
+        answer = UpdateWeightsFromDistributedReqOutput(success=True, message="Written in place.")
+    else:
+        answer = original(updater, request)
+    if answer.success:
+        scheduler.loaded_version = int(request.weight_version)
+        for waiting in scheduler.waiting_queue:
+            waiting.extra_key = cache_key(scheduler)
+    return answer
+
+
+def run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *options: Any, **named: Any
+) -> Any:
+    """Stamp the version on the tokens of a forward pass, around `Scheduler.run_batch`."""
+    result = original(scheduler, batch, *options, **named)
+    output = getattr(result, "logits_output", None)
+    if output is not None:
+        stamps = {"token_versions": [loaded_version(scheduler)] * len(batch.reqs)}
+        output.customized_info = {**(output.customized_info or {}), **stamps}
+    return result
+
+
+def enqueue(
+    original: Callable[..., None], scheduler: Any, request: Any, *options: Any, **named: Any
+) -> None:
+    """Keep a request to prefixes of this version, around `Scheduler._add_request_to_queue`."""
+    request.extra_key = cache_key(scheduler)
+    original(scheduler, request, *options, **named)
+
+
+def flush_cache(original: Callable[..., bool], scheduler: Any, *options: Any, **named: Any) -> bool:
+    """Empty the cache of a paused scheduler, around `Scheduler.flush_cache`.
+
+    SGLang refuses while requests wait, and `pause_generation` in mode `retract` makes all of them
+    wait. They hold no keys and values then, so nothing of theirs is lost.
+    """
+    if not scheduler._engine_paused:
+        return original(scheduler, *options, **named)
+    queue, scheduler.waiting_queue = scheduler.waiting_queue, []
+    try:
+        return original(scheduler, *options, **named)
+    finally:
+        scheduler.waiting_queue = queue
+
+
+def keep_newest(original: Callable[..., None], manager: Any, source: str, **fields: Any) -> None:
+    """Drop records that a new one hides, around `TokenizerManager.record_config_updates`.
+
+    SGLang keeps a record of each bucket of every publish for as long as the server runs.
+    """
+    original(manager, source, **fields)
+    *earlier, newest = manager._config_updates
+    kept = [record for record in earlier if not record[1].keys() <= fields.keys()]
+    manager._config_updates = [*kept, newest]
+
+
+def loaded_version(scheduler: Any) -> int:
+    """Return the version of the weights that a scheduler has loaded; 0 before the first update."""
+    return getattr(scheduler, "loaded_version", 0)
+
+
+def cache_key(scheduler: Any) -> str:
+    """Return the part of a cached prefix's key that keeps versions apart."""
+    return f"weights {loaded_version(scheduler)}"
+
+
+def join_group(original: Callable[..., Any], **options: Any) -> Any:
+    """Join a process group for weights, as SGLang's `original` does, but with a time limit.
+
+    A learner that was forked from a process with this plugin comes here too, with its own limit.
+    """
+    return original(**{"timeout": timedelta(seconds=LEARNER_TIMEOUT_S), **options})
+
+
+def update_bucket(
+    original: Callable[..., tuple[bool, str]],
+    updater: Any,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    group_name: str,
+) -> tuple[bool, str]:
+    """Load what a request announces, in place of SGLang's loading of buckets.
+
+    Return whether it succeeded, and a message. After a failure the process groups are left, so that
+    no sender waits for this server. SGLang's `original` handles what has no markers.
+    """
+    base = base_version(names)
+    if base is None and not is_key_frame(names):
+        return original(updater, names, dtypes, shapes, group_name)
+    try:
+        request = Manifest.read(names, dtypes, shapes)
+        if base is not None:
+            for sender in range(request.shapes[0][0]):
+                for flat in _receive_delta(updater, channel_name(group_name, sender)):
+                    write_bucket(updater.get_model(), Bucket.around(request, flat))
+        else:
+            _receive_key_frame(updater, request, group_name)
+    except Exception as error:
+        leave(updater, group_name)
+        return False, f"Failed to load weights: {error!r}"
+    return True, "Succeeded to update parameter online."
+
+
+def _begin(updater: Any, channel: str, num_bytes: int) -> tuple[Tensor, Any]:
+    """Begin to receive a bucket; return its buffer, `[bytes]` uint8, and what to wait for."""
+    flat = torch.empty(num_bytes, dtype=torch.uint8, device=updater.device)
+    group = updater._model_update_group[channel]
+    return flat, dist.broadcast(flat, src=0, group=group, async_op=True)
+
+
+def _receive_delta(updater: Any, channel: str) -> Iterator[Tensor]:
+    """Yield a sender's buckets of a delta, `[bytes]` uint8, up to the empty one."""
+    group = updater._model_update_group[channel]
+    on_gpu = dist.get_backend(group) == "nccl"
+    size = torch.empty(1, dtype=torch.int64, device=updater.device if on_gpu else "cpu")
+    while True:
+        dist.broadcast(size, src=0, group=group)
+        if not size:
+            return
+        flat, receiving = _begin(updater, channel, int(size))
+        receiving.wait()
+        yield flat
+
+
+def _receive_key_frame(updater: Any, request: Manifest, group_name: str) -> None:
+    """Receive a key frame, and write each bucket while the next is received."""
+    model, last = updater.get_model(), None
+    for sender, manifest in read_key_frame(request):
+        channel = channel_name(group_name, sender)
+        flat, receiving = _begin(updater, channel, manifest.num_bytes)
+        if last:
+            write_bucket(model, last)
+        receiving.wait()
+        last = Bucket.around(manifest, flat)
+    if last:
+        write_bucket(model, last)
+    if torch.device(updater.device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def leave(updater: Any, group_name: str) -> None:
+    """Leave the process groups with all senders of one learner."""
+    groups = updater._model_update_group
+    for sender in itertools.count():
+        group = groups.pop(channel_name(group_name, sender), None)
+        if group is None:
+            return
+        with suppress(RuntimeError):  # the learner may have closed it
+            backend = dist.get_backend(group)
+            kind = torch.device(updater.device if backend == "nccl" else "cpu")
+            group._get_backend(kind).abort()
+            dist.destroy_process_group(group)
+
+
+def write_bucket(model: torch.nn.Module, bucket: Bucket) -> None:
+    """Write a bucket of whole tensors, or of a delta, into a model's parameters."""
+    held = held_parts(model)
+    if base_version(bucket.names) is not None:
+        for change in unpack(bucket.flat):
+            for values, row, column in held.get(change.name, ()):
+                change.write_to(values, row, column)
+        return
+    targets, sources = [], []
+    for name, tensor in bucket.tensors():
+        for values, row, column in held.get(name, ()):
+            source = tensor.narrow(0, row, len(values))
+            if values.dim() == 2:
+                source = source.narrow(1, column, values.shape[1])
+            targets.append(as_integers(values))
+            sources.append(as_integers(source))
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def compute_checksum(checker: Any) -> dict[str, Any]:
+    """Return this rank's checksums, in place of `WeightChecker._compute_checksum`.
+
+    SGLang's own method needs a GPU.
+    """
+    parts = _parts_by_key(checker)
+    values = dict(zip(parts, checksums(parts.values()), strict=True))
+    return {
+        "checksums": {key: str(value) for key, value in values.items()},
+        "per_gpu_checksum": str(sum(values.values())),
+        "parallelism_info": checker._parallelism_info().model_dump(),
+    }
+
+
+def handle(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> Any:
+    """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
+
+    The action `parameters` hands out the parameters to processes of this machine, in the form of
+    `compute_checksum`, with texts of `direct.describe` for checksums.
+    """
+    if action != "parameters":
+        return original(checker, action=action, **options)
+    return {
+        "checksums": {key: describe(part.values) for key, part in _parts_by_key(checker).items()},
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info().model_dump(),
+    }
+
+
+def _parts_by_key(checker: Any) -> dict[str, Part]:
+    """Return the parts of tensors that a checker's model holds, by `checksum.part_key`."""
+    held = held_parts(checker._get_model())
+    return {
+        part_key(name, part.row, part.column): part
+        for name, parts in held.items()
+        for part in parts
+    }
+
+
+def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
+    """Return this rank's parameters, cut into the Hugging Face tensors they were fused from.
+
+    They are lists of parts, by the tensors' names. They are made once for a model: its parameters
+    stay where they are.
+    """
+    parts: dict[str, list[Part]] | None = getattr(model, "_qurl_held_parts", None)
+    if parts is None:
+        parts = {}
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                for sent_name, part in _cut(module, path, name, parameter.detach()):
+                    parts.setdefault(sent_name, []).append(part)
+        object.__setattr__(model, "_qurl_held_parts", parts)
+    return parts
+
+
+def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
+    """Yield the parts of one parameter of a module that is at `path` in the model."""
+    rows_per_entry = BLOCK if name == "weight_scale_inv" else 1  # rows of the weight
+    fused: list[tuple[str, int, int]] = []  # projections: name, rows of a rank's weight, rank
+    if isinstance(module, QKVParallelLinear):
+        kv_rank = module.tp_rank // module.num_kv_head_replicas
+        fused = [
+            ("q_proj", module.q_proj_shard_size, module.tp_rank),
+            ("k_proj", module.kv_proj_shard_size, kv_rank),
+            ("v_proj", module.v_proj_shard_size, kv_rank),
+        ]
+    elif isinstance(module, MergedColumnParallelLinear):
+        gate, up = (size // module.tp_size for size in module.output_sizes)
+        fused = [("gate_proj", gate, module.tp_rank), ("up_proj", up, module.tp_rank)]
+    if fused:
+        parent, row = path.rpartition(".")[0], 0
+        for projection, weight_rows, rank in fused:
+            size = weight_rows // rows_per_entry
+            yield f"{parent}.{projection}.{name}", Part(tensor[row : row + size], rank * size, 0)
+            row += size
+    elif isinstance(module, FusedMoE):
+        yield from _cut_experts(module, path, name, tensor)
+    elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
+        yield f"{path}.{name}", Part(tensor, 0, module.tp_rank * tensor.shape[1])
+    elif isinstance(module, VocabParallelEmbedding):
+        shard = module.shard_indices
+        rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # without padding
+        yield f"{path}.{name}", Part(tensor[:rows], shard.org_vocab_start_index, 0)
+    else:
+        yield f"{path}.{name}", Part(tensor, 0, 0)
+
+
+def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
+    """Yield the parts of a fused parameter `[experts, ...]` of a layer's experts on this rank."""
+    fused, _, sent_name = name.partition("_")
+    first = layer.moe_ep_rank * layer.num_local_experts
+    for expert, values in enumerate(tensor, start=first):
+        if fused == "w13":
+            for projection, part in zip(("gate_proj", "up_proj"), values.chunk(2), strict=True):
+                row = layer.moe_tp_rank * len(part)
+                yield f"{path}.{expert}.{projection}.{sent_name}", Part(part, row, 0)
+        else:
+            # Ranks share the columns, but each has all scales of whole rows.
+            shared = sent_name != "weight_scale"
+            column = layer.moe_tp_rank * values.shape[1] if shared else 0
+            yield f"{path}.{expert}.down_proj.{sent_name}", Part(values, 0, column)
