@@ -3,7 +3,7 @@
 The owner is the one launcher that may work in the run's directory. It locks RUN/owner.json with
 flock for as long as it works, and writes its host and process id there, for the message to a second
 launcher. The kernel releases the lock when the owner ends, however it ends. The library filelock
-is not used, because it opens a file for writing even to ask: another user's run may not be asked so.
+would not do: it opens the file for writing even to ask, which fails for the run of another user.
 
 A network file system may apply flock to each node alone (Lustre with `localflock`) or lack it. Then
 a launcher on another node is not detected. Without flock, the recorded process is looked up, which
