@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from qurl_megatron.process import NO_THREADS
+
 # What starts programs here is a process of its own, because a fork needs one without threads.
 STARTER = """
 import os, signal, sys, threading, time
@@ -62,7 +64,8 @@ class Starter:
         (directory / "programs.py").write_text(PROGRAMS)
 
     def begin(self, code: str, *words: str) -> subprocess.Popen[str]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(self.directory), *sys.path])}
+        path = os.pathsep.join([str(self.directory), *sys.path])
+        environment = os.environ | NO_THREADS | {"PYTHONPATH": path}
         return subprocess.Popen(
             [sys.executable, "-c", STARTER + code, *words],
             cwd=self.directory,

@@ -205,8 +205,9 @@ def test_a_late_restart_is_a_failure_like_any_other(machine: Machine) -> None:
 def test_servers_that_share_a_gpu_restart_one_after_the_other(machine: Machine) -> None:
     with closing(start_both(machine, gpus=([0], [0]))) as started:
         first, second = machine.listed(0), machine.listed(1)
-        os.kill(first.pid, signal.SIGKILL)
-        os.kill(second.pid, signal.SIGKILL)
+        for server in (first, second):  # both are dead when the starter looks
+            os.kill(server.pid, signal.SIGKILL)
+            machine.processes[server.pid].wait()
         check_until(started, lambda: machine.listed(0) != first)
         for _ in range(3):
             started.check()
