@@ -14,8 +14,6 @@ of their deviation. A publish comes after 1, 4 or 16 optimizer steps.
    embedding counts as moving. Rows of tokens that a batch lacks do not move, so a run sends less.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from statistics import median

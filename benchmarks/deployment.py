@@ -1,7 +1,5 @@
 """A learner, two real servers and their starter: what `qurl train` has in several processes."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterable

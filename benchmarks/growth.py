@@ -16,8 +16,6 @@ their standard errors: 1 is proportional, 0 does not grow.
 Bytes are those that the process wrote to sockets, as the kernel counts them (/proc/self/io).
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the benchmarks share: arguments, the machine in words, spreads, memory, and ranks."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

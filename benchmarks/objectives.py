@@ -21,8 +21,6 @@ skips the runs that have figures and resumes the runs that were interrupted. The
 `qurl report` overlays the runs themselves.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

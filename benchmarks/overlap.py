@@ -8,8 +8,6 @@ finds it (median and range over seeds).
 Everything is arithmetic on the constants of `planning/step_time.py`; nothing is measured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import math

@@ -7,8 +7,6 @@
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 from unittest.mock import patch

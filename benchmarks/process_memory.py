@@ -11,8 +11,6 @@ The first half of a process's life is left out: caches fill up in it, and an HTT
 the first dozen full queues need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean

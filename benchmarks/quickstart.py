@@ -5,8 +5,6 @@ run one after the other. The README quotes the resulting table, and shows the pl
 draws: the reward of each step and the held-out accuracy, as `qurl report` does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from pathlib import Path

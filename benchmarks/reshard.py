@@ -19,8 +19,6 @@ With `--tiny` the model has 64 layers of tiny tensors instead. Then only the hos
 left: Python, and the calls of torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Complete runs of `qurl train`, which a second call does not repeat."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

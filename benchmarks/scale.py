@@ -12,8 +12,6 @@ and how much of the speed of the fewest GPUs is left on each. The figure is docs
 Everything is arithmetic on the constants of `planning/step_time.py`; nothing is measured.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks import machine

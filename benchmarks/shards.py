@@ -5,8 +5,6 @@ architecture and its shards. These have Megatron's shapes for any architecture. 
 are stored, and stand for every layer: 976 MB of a 32B model, far more than any cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import cast
 

@@ -26,8 +26,6 @@ After every publish the checksums of each server that serves are read back. The 
 and ends with code 1 if something must not be. `--minutes` ends it after fewer publishes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random

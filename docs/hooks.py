@@ -1,7 +1,5 @@
 """Pages that mkdocs generates from the code: recipes, configuration, metrics and commands."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

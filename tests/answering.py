@@ -1,7 +1,5 @@
 """An address of this machine that answers HTTP requests as a test says."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

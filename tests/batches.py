@@ -1,7 +1,5 @@
 """Padded rows `[batch, time]` as the ragged batches of a learner, and its scores as padded rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Compile Triton kernels for a GPU, on any machine, and read what the GPU would run."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -3,8 +3,6 @@
 The ranks communicate over gloo, or over NCCL with one GPU each on a machine with GPUs.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A run that uses servers elsewhere, and what it needs of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

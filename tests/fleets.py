@@ -1,7 +1,5 @@
 """Servers whose process is this one, and fleets of them: no engine is started."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Measure the bytes that a real learner allocates, to compare with a plan."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence

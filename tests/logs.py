@@ -1,7 +1,5 @@
 """A run's log, the directory of a run that was never run, and a parser of its report."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """A layer of random experts, and SGLang's fused kernels computing it in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

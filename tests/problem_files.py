@@ -1,7 +1,5 @@
 """Small files of problems, a tokenizer with a token for each character, texts to score."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shapes and parameter counts of 32B models, as published on Hugging Face."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # The fields of the published config.json files that define the shape.

@@ -1,7 +1,5 @@
 """A small model and small data files for each recipe, as overrides of a command."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

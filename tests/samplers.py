@@ -1,7 +1,5 @@
 """A sampler of training batches on the only learner rank, with stand-ins for what it asks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager

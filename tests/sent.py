@@ -1,7 +1,5 @@
 """The tensors of a publish, read back from its buckets, and their bytes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Each process has one tensor-parallel rank of a server and does what a scheduler 
 `ServerControl` in a learner's process reaches it by a pipe, once `connect` has patched it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """SGLang's own models and weight loaders without a server, one rank after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

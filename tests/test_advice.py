@@ -1,8 +1,6 @@
 """Rules on a run's metrics: warnings while it trains, told once and again after they were over,
 and advice in its report."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

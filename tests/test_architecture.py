@@ -1,7 +1,5 @@
 """Check what is read from config.json, and which models and layouts are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

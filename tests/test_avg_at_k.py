@@ -1,7 +1,5 @@
 """Avg@1 and Avg@k against hand-computed numbers."""
 
-from __future__ import annotations
-
 import json
 from math import sqrt
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every benchmark is a command that says what it does before it does anything."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server reads back tensors from a bucket, and from a request which buckets come from whom."""
 
-from __future__ import annotations
-
 import torch
 
 from qurl_megatron.rollout.wire import dtype_names

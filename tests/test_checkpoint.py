@@ -3,8 +3,6 @@
 A run asks for the disk of all its checkpoints before it starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checksums of shards add up, and a tensor that arrived wrong has another checksum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

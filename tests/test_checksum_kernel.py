@@ -3,8 +3,6 @@
 Without a GPU, the kernel runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import pytest
 
 import triton_program

@@ -1,7 +1,5 @@
 """The `qurl` command: recipes start in every format; wrong input is one line and leaves nothing."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A client asks any number of prompts at once, and takes no response that was cut short."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import resource

@@ -3,8 +3,6 @@
 `test_refusals` has the overrides that a command refuses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

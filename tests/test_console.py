@@ -1,7 +1,5 @@
 """What a run shows: a log that can be read after ten hours, and a bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

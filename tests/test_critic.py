@@ -1,7 +1,5 @@
 """The critic against transformers and torch, in layouts that differ from the policy's."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A delta turns old tensors into new ones, bit for bit, and takes no more bytes than those."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

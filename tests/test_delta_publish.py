@@ -5,8 +5,6 @@ servers of 1, 2 and 4 ranks then take random sequences of them: deltas, relative
 (whole publishes), deltas of which a message is lost or comes twice.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Ranks, backends and devices; work on rank 0; the runtime for machines without a GPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

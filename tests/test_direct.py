@@ -4,8 +4,6 @@ This process has the models, as the ranks of a server have them. The learner's r
 parameters and write; the models then hold what quantizing the checkpoint directly gives.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documentation builds, is complete, agrees with the source, and loads nothing external."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import html

@@ -1,7 +1,5 @@
 """`qurl doctor`: each check on a machine that passes and one that fails, and the printed page."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Drift measured on some rows of a weight estimates that of the whole weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

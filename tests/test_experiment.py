@@ -1,7 +1,5 @@
 """`qurl launch` and `nemorun`: nodes, scripts, sweeps and refusals; what `qurl status` says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

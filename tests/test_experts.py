@@ -3,8 +3,6 @@
 `tests/test_learner.py` trains it in every kind of layout.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An exported policy computes the same in transformers as in the learner."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Publishing for days takes no more memory than publishing once."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Which server is asked, and what becomes of what a lost server owed. No engine is needed."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

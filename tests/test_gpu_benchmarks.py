@@ -1,7 +1,5 @@
 """The GPU benchmarks: their result files, the kit for a bare machine, and rows made from tests."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import zipfile

@@ -3,8 +3,6 @@
 Headers tell whether a model of any size can be used; small models are read whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

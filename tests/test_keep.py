@@ -1,7 +1,5 @@
 """Layers that stay in BF16: how they are named, and what each part of a run makes of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decisions that launchers make before they start anything; tests/slurm runs real jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 torch's fake tensors claim to be on a GPU: they have shapes and dtypes, but no values.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from types import SimpleNamespace

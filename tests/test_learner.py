@@ -4,8 +4,6 @@ All dimensions differ (hidden, intermediate, heads x head_dim). The vocabulary n
 query heads share a key-value head, rows differ in length and do not divide evenly among replicas.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

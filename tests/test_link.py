@@ -1,7 +1,5 @@
 """What the learner learns when a server is lost, and which servers hold what was sent."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import time

@@ -1,7 +1,5 @@
 """Log-probs over sharded tokens and vocabulary against torch in float64; the memory they take."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Check planned bytes against hand-computed numbers and against what real learners allocate."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Check that a run's log holds each step once across resumes, in its files and its curves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

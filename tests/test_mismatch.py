@@ -1,7 +1,5 @@
 """What `qurl mismatch` says of tokens, layers and activations: by hand, and of a bad layer."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SGLang's fused kernels for experts, in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

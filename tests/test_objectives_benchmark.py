@@ -1,7 +1,5 @@
 """The runs of benchmarks/objectives.py are ones that `qurl train` accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

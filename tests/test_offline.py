@@ -1,7 +1,5 @@
 """Quantized directories hold the right tensors; an incomplete one never looks complete."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

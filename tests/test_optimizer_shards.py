@@ -1,7 +1,5 @@
 """Check how a flat range of a tensor is cut into boxes, and the kernel of torch's Adam."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

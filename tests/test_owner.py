@@ -1,7 +1,5 @@
 """A run directory has one owner at a time, and loses it when the owner's process dies."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The wheel works away from the checkout, and the lock meets the list of dependencies."""
 
-from __future__ import annotations
-
 import ast
 import glob
 import json

@@ -1,7 +1,5 @@
 """Check how sequences are packed into micro batches."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

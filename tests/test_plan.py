@@ -1,7 +1,5 @@
 """Check which plans are refused and suggested, what `qurl plan` prints, and what limits a step."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs in processes of their own, fresh ones and forks: their environment and their end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

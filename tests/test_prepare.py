@@ -1,7 +1,5 @@
 """A run asks for the disk it needs; its directory and what it reads can be moved."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ports, ends of logs and the identity of processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

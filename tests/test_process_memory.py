@@ -1,7 +1,5 @@
 """What `benchmarks/soak.py` says of the memory of a process."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

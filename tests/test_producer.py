@@ -1,7 +1,5 @@
 """Groups sampled ahead: their order, their age, and what a stop at any moment leaves behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

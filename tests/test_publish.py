@@ -4,8 +4,6 @@ The learner is real, on four ranks. The servers are SGLang's models and its rece
 of weights, in processes of their own (`served.py`).
 """
 
-from __future__ import annotations
-
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Check planned publishes against numbers computed by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, get_args
 

@@ -5,8 +5,6 @@ generations. The speed is that of memory as long as instructions are few: at 3 b
 Hopper GPU has time for 28 of them, on all its schedulers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ Each row of the tables below is one input and a part of the line that it must en
 run in this process, in a directory with a tiny model, problems and runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Check the report page: its contents, that it loads nothing, and its light and dark colours."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ padded tensor is noticed. `test_sglang_loader.py` and `test_sglang_moe.py` load 
 these tests expect into SGLang's layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace

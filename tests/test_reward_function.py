@@ -1,7 +1,5 @@
 """Reward functions of a user's own, called by the processes that score."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Rewards: from a verifier's credit to a number on the scale of the run."""
 
-from __future__ import annotations
-
 import pytest
 import reasoning_gym
 

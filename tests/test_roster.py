@@ -1,7 +1,5 @@
 """Rosters: what starters of servers and the learner read of each other's files."""
 
-from __future__ import annotations
-
 import dataclasses
 import stat
 from pathlib import Path

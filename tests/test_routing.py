@@ -3,8 +3,6 @@
 The reference is transformers' model, whose routers are made to choose the same experts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

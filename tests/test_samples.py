@@ -1,7 +1,5 @@
 """Completions kept to be read: which are chosen, what is stored, and how they are shown."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """The batch of a step: its groups, and the rewards and advantages of their completions."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Sequence

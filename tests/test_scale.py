@@ -4,8 +4,6 @@ Megatron builds each pipeline stage's model on the meta device, in one process t
 after another. Every shape and name is therefore Megatron's.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

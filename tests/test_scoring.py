@@ -1,7 +1,5 @@
 """The processes that score: each verifier's verdicts, and what happens when one hangs or dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Options of SGLang's own: which pass through, and what is said of the others."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

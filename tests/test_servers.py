@@ -1,7 +1,5 @@
 """Servers are restarted by the process that started them; here `sleep` stands for each server."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

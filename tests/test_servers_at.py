@@ -3,8 +3,6 @@
 SGLang's server is not started here; `tests/e2e/test_servers_at.py` does that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """After SGLang's own loaders, a server's ranks hold what was sent, for any number of ranks."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts in the server's ranks: loaded, reloaded, changed in place, read back, and multiplied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the replicas of a minibatch get, and what comes back, in real processes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

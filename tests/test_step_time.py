@@ -1,7 +1,5 @@
 """Check planned times of steps and rollouts against published and hand-computed numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The study's policies, exact scores and rivals; what it compares is tested with the project."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

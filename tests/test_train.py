@@ -1,7 +1,5 @@
 """Which passes a step has before its updates, and how a learner rank ends early."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ What Transformer Engine would build is found by `tests/transformer_engine_progra
 that can import it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

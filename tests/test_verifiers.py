@@ -1,7 +1,5 @@
 """Verifiers against cases worked by hand from the rules of their sources."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

@@ -3,8 +3,6 @@
 All sizes differ, so that a transposed or misplaced tensor cannot fit by accident.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Both ends are here, and SGLang's layers and loader. Its server is not:
 `tests/e2e/test_servers_at.py` starts that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

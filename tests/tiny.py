@@ -1,7 +1,5 @@
 """Tiny random models as Hugging Face directories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, batches and checkpoints that local layers and Transformer Engine's have in common."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ place of the compiled extension, so nothing can be computed.
 `tests/test_transformer_engine_layers.py` runs this file and knows what DIRECTORY holds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

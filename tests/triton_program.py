@@ -1,7 +1,5 @@
 """Run programs that call Triton kernels in a new process: Triton reads its settings once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

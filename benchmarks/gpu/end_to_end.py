@@ -6,8 +6,6 @@ same seeds, the same initial model and the same number of steps; `qurl report` o
 which are in logs/runs. The learning rates of the larger model are untested guesses.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from statistics import fmean

@@ -4,8 +4,6 @@ Its multiply-add rounds twice, its casts to FP8 and BF16 do not round to even, a
 integers are wider than their type. `install` replaces these.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -9,8 +9,6 @@ Then it times one linear layer with the server's kernels, by format and number o
 quantization of the activations. If throughput misses its goal, this shows which layer is slow.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

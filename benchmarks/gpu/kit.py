@@ -16,8 +16,6 @@ sglang-kernel is reduced to its Python files and the library for compute capabil
 use Triton's. `install` needs only pip, and prints the environment variables to set.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Servers of policies of real sizes, whose weights `benchmarks/shards.py` has on the same GPU."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ its codes; these are read once more, and written into the server's parameters. T
 of a copy on the same device in the same process.
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any, Literal

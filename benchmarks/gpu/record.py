@@ -5,8 +5,6 @@ rehearsal never mix: they have separate directories, and every file says which i
 to add to a file of the other kind, of another machine or of other versions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ the same command resumes a run that was killed. A part that fails does not stop 
 ends with a table, and with exit code 1 if a part failed.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

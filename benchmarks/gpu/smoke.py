@@ -11,8 +11,6 @@ A row holds "passed" and what was measured, or the end of the check's output. Th
 a check failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -12,8 +12,6 @@ Tests that need more GPUs or packages than there are, are skipped with a reason.
 of one file by outcome, with reasons, and the lines that they printed.
 """
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

@@ -12,8 +12,6 @@ If a batch does not fit the cache beside the weights, SGLang queues part of it, 
 its row says so.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

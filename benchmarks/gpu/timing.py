@@ -1,7 +1,5 @@
 """Time work on this machine's device: passes that alternate, with median and spread."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

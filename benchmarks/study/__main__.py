@@ -21,8 +21,6 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
                        rounding, for updates below and above a code's step, FP32 and BF16 masters
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

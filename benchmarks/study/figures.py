@@ -1,7 +1,5 @@
 """Draw the study's map: what each objective learns, by gap, staleness and minibatches."""
 
-from __future__ import annotations
-
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev

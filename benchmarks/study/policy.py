@@ -9,8 +9,6 @@ There are so few pairs of symbols that a policy is computed for all of them at o
 any length then reads a table, and an expectation over rollouts can be exact.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -24,8 +24,6 @@ the advantage, T the number of tokens of a sequence. Each objective maximizes J 
 They are no choice of `objective.objective`: docs/findings/objectives.md#rivals says why.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

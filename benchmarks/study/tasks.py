@@ -7,8 +7,6 @@ bandit   The prompt is one of `STATES` contexts, the answer one symbol. Each pai
          chance of a reward, so the best possible score is known.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

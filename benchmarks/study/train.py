@@ -1,7 +1,5 @@
 """Train all seeds of one arm, with the project's quantizer, UAQ, advantages and objective."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import deque

@@ -4,8 +4,6 @@ Imports are most of a program's start. A fork is otherwise what the program is: 
 own, with the same processes below it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models in plain PyTorch that compute with the tensors a server was sent."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A `qurl` command as a user runs it, and every process that it starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """One server, a sender of weights like rank 0 of a learner, and what both must fulfil."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

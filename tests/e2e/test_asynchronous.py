@@ -3,8 +3,6 @@
 Runs that are killed with groups in flight are in `test_kills.py`, servers in `test_faults.py`.
 """
 
-from __future__ import annotations
-
 import json
 
 from e2e.running import PER_STEP, QUICK, Start, metrics_of, prompts_trained

@@ -1,7 +1,5 @@
 """`qurl eval` on a real server: quantize a directory, serve it, and score its answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

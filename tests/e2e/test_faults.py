@@ -1,7 +1,5 @@
 """A run outlives its servers, reports why it ends, leaves no process behind, and can resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

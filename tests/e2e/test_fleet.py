@@ -3,8 +3,6 @@
 Lost servers are started again when a test says so.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import signal

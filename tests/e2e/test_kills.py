@@ -5,8 +5,6 @@ finds groups in flight. What the run has written tells its phase: a line, files 
 seconds of a phase that the last step measured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """A mixture of experts on the real server, in each format and over ranks and groups of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`qurl launch` of two quickstarts, one after the other: the first to its end, output and files."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The real SGLang server with this package's plugin, in each weight format."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import threading

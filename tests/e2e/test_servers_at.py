@@ -1,7 +1,5 @@
 """A server that `qurl serve` started, reached by URL and key only, over a slow link."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Some of their layers stay in BF16.
 """
 
-from __future__ import annotations
-
 import re
 import stat
 import time

@@ -1,7 +1,5 @@
 """`qurl train` with BF16 servers and a reward of the user's own, and with experts."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Weights that change under running requests, on the real server, in both pause modes."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Skip these tests on a machine without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

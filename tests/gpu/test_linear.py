@@ -1,7 +1,5 @@
 """The server's quantized layers compute the same on a GPU and on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

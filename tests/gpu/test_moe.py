@@ -1,7 +1,5 @@
 """SGLang's fused kernels compute on a GPU what the CPU's loop over experts computes."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_layer import CONFIGS, build_layer, routed

@@ -1,7 +1,5 @@
 """`fp8-tensor` and `fp8-block` equal the results of Transformer Engine's quantizers bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

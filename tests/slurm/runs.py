@@ -1,7 +1,5 @@
 """The run that the tests submit, and functions that wait for its output and end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training as Slurm jobs, with real Slurm, learner, servers and node failures, on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
