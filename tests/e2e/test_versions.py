@@ -202,7 +202,7 @@ def wait_for_tokens(server: Server) -> None:
         return len(re.findall(r"Decode batch", log.read_text()))
 
     before = batches()
-    for _ in range(600):
+    for _ in range(2400):
         if batches() > before + 1:
             return
         time.sleep(0.05)
