@@ -10,6 +10,8 @@ from qurl_megatron.recipes import quickstart
 from slurm.cluster import GPUS_PER_NODE, Job
 
 TIMEOUT_S = 900.0  # starting takes a minute on an idle machine
+# Of a job that has not ended; a preempted one is signalled for a moment.
+GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING")
 WORDS = [
     "quickstart",
     *SMALL,
@@ -35,7 +37,7 @@ def wait_for_text(job: Job, pattern: str, count: int = 1) -> None:
         text = job.text()
         if text.count(pattern) < count:
             state = job.state()
-            assert state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), f"{state}:\n{text}"
+            assert state in GOING_ON, f"{state}:\n{text}"
         return text
 
     job.cluster.wait_for(look, lambda text: text.count(pattern) >= count, TIMEOUT_S, repr(pattern))
