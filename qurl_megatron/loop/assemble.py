@@ -129,16 +129,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     score: Any = None  # other ranks score nothing
     if is_first:
         score = keep(Scorer(config, config.scoring_workers)).submit
-    learner = Learner(
-        Path(config.model),
-        config.learner,
-        config.optimizer,
-        transform=uaq.transform(config.quantization.uaq),
-        replays_routing=config.rollout.routing == "replay",
-    )
-    keep(closing(learner))
-    if config.objective.kl_coefficient:
-        learner.keep_reference()  # before a checkpoint is restored
+    learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
@@ -177,6 +168,19 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         checkpoints=checkpoints,
         log=log,
     )
+
+
+def _load_learner(config: Config) -> Learner:
+    learner = Learner(
+        Path(config.model),
+        config.learner,
+        config.optimizer,
+        transform=uaq.transform(config.quantization.uaq),
+        replays_routing=config.rollout.routing == "replay",
+    )
+    if config.objective.kl_coefficient:
+        learner.keep_reference()  # before a checkpoint is restored
+    return learner
 
 
 def _client(
