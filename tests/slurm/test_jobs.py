@@ -13,7 +13,7 @@ from qurl_megatron.launch.slurm import signal_lead_s
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.rollout.roster import read_roster
 from slurm.cluster import Cluster, Job
-from slurm.runs import WORDS, metrics_of, script_of, wait_for_end, wait_for_text
+from slurm.runs import TIMEOUT_S, WORDS, metrics_of, script_of, wait_for_end, wait_for_text
 
 QURL_TIMEOUT_S = 300.0  # one `qurl` command on a busy machine
 
@@ -140,7 +140,13 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
     logs = run_dir / "logs"
 
     def wait_for_steps(number: int) -> None:
-        wait_for_text(job, f"step {len(metrics_of(run_dir)) + number}/")
+        last = len(metrics_of(run_dir)) + number
+        cluster.wait_for(
+            lambda: len(metrics_of(run_dir)),
+            lambda steps: steps >= last,
+            TIMEOUT_S,
+            f"{last} steps",
+        )
 
     # A server is killed; its rollout task starts it again.
     wait_for_text(job, "step 3/")
