@@ -4,7 +4,6 @@ This process has the models, as the ranks of a server have them. The learner's r
 parameters and write; the models then hold what quantizing the checkpoint directly gives.
 """
 
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import sglang_loader
-from distributed import run_ranks
+from distributed import rank_context, run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
 from qurl_megatron.sglang_plugin.weights import handle
 from qurl_megatron.weight_sync.direct import attach, describe
@@ -106,7 +105,7 @@ def add_one(connection: Connection) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_process_writes_to_the_owners_memory(device: str) -> None:
     whole = torch.arange(200, dtype=torch.bfloat16, device=device).view(20, 10)
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     own, theirs = context.Pipe()
     reader = context.Process(target=add_one, args=(theirs,))
     reader.start()

@@ -176,6 +176,7 @@ FIELDS = rows(r"""
     wandb_project=a\x1b[31m                 must not have line breaks or other control characters
     data=                                   data=: missing
     data=no_such.jsonl                      no_such.jsonl
+    rollout.max_prompt_length=3             problems.jsonl: every prompt has more than
     data=a\x00b                             must not have line breaks or other control characters
     data=reasoning_gym:no_such_task         no_such_task
     data=reasoning_gym:                     reasoning_gym
