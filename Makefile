@@ -2,17 +2,17 @@
 PYTHON ?= python3
 PYTEST = .venv/bin/pytest -rs --durations=15
 # Files in the order of tests/conftest.py: xdist would begin with those of the most tests.
-TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILE = --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-slurm docs lint lock
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint docs test-fast
-	$(PYTEST) $(TWO_WORKERS) tests/e2e
+test: lint docs test-fast  # the last ones often wait: two workers would leave cores idle
+	$(PYTEST) -n 3 $(BY_FILE) tests/e2e
 
 test-fast: .venv/ready  # all that start no server
-	$(PYTEST) $(TWO_WORKERS) --ignore tests/e2e --ignore tests/slurm tests
+	$(PYTEST) -n 2 $(BY_FILE) --ignore tests/e2e --ignore tests/slurm tests
 
 test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm

@@ -3,6 +3,7 @@
 The ranks communicate over gloo, or over NCCL with one GPU each on a machine with GPUs.
 """
 
+import gc
 import io
 import multiprocessing
 import os
@@ -106,6 +107,7 @@ def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> 
 def _run(
     sender: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any
 ) -> None:
+    gc.freeze()  # a collection would write to, and so copy, every page of the fork server
     os.environ.update(environment)
     message = io.BytesIO()
     try:
