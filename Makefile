@@ -8,7 +8,7 @@ BY_FILE = --dist loadfile --no-loadscope-reorder
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint docs test-fast  # the last ones often wait: two workers would leave cores idle
+test: lint docs test-fast  # tests/e2e often waits: two workers would leave cores idle
 	$(PYTEST) -n 3 $(BY_FILE) tests/e2e
 
 test-fast: .venv/ready  # all that start no server

@@ -42,9 +42,13 @@ LONGEST_FILES = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort test files by how long they take; the tests of a file keep their order."""
-    gc.freeze()  # what the files import is never garbage
     place = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the test files imported out of garbage collections: it is never garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
