@@ -58,8 +58,8 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
     )
     checker = sglang_loader.checker_of(model)
     checks = {
-        "checksum": lambda: weights.compute_checksum(checker),
-        "parameters": lambda: weights.handle(nothing, checker, "parameters"),
+        "checksum": lambda: weights.compute_checksum(checker, role="target"),
+        "parameters": lambda: weights.handle(nothing, checker, "parameters", role="target"),
     }
     dies = False
     with sglang_loader.as_rank(rank, size):
@@ -76,10 +76,13 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
                 if dies:
                     return
                 if body["names"] != ["written in place"]:
-                    answer = weights.update_bucket(
-                        nothing, updater, body["names"], body["dtypes"], body["shapes"],
-                        body["group_name"],
-                    )  # fmt: skip
+                    announced = {key: body[key] for key in ("names", "dtypes", "shapes")}
+                    try:
+                        weights.receive(
+                            nothing, updater, **announced, group_name=body["group_name"]
+                        )
+                    except Exception as error:
+                        answer = (False, repr(error))
             pipe.send(answer)
 
 

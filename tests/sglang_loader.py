@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,15 @@ def engine(model_dir: Path) -> Iterator[None]:
     """Set up what SGLang needs to build a model: process groups of one rank, and its arguments."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.models.registry import import_model_classes
-    from sglang.srt.runtime_context import publish, reset_context
+    from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
     from sglang.srt.server_args import ServerArgs
 
     import_model_classes("sglang.srt.models")  # cached; fails under a meta default device
+    arguments = ServerArgs(model_path=str(model_dir), device="cpu")
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
     parallel_state.initialize_model_parallel(backend="gloo")
-    publish(ServerArgs(model_path=str(model_dir), device="cpu"), role="scheduler")
     try:
         yield
     finally:
@@ -47,7 +49,21 @@ def as_rank(rank: int, size: int, expert_parallel_size: int = 1) -> AbstractCont
         "moe_tp_size": sharing,
         "moe_tp_rank": rank % sharing,
     }
-    return get_parallel().override(tp_size=size, tp_rank=rank, **attention, **experts)
+    parallel = get_parallel()
+
+    def group_of(rank: int, size: int) -> Any:  # layers ask their group for their rank
+        group: Any = copy(parallel.tp_group)
+        group.rank_in_group, group.world_size = rank, size
+        return group
+
+    whole = group_of(rank, size)
+    groups = {
+        "tp_group": whole,
+        "attn_tp_group": whole,
+        "moe_ep_group": group_of(experts["moe_ep_rank"], experts["moe_ep_size"]),
+        "moe_tp_group": group_of(experts["moe_tp_rank"], experts["moe_tp_size"]),
+    }
+    return parallel.override(tp_size=size, tp_rank=rank, **attention, **experts, **groups)
 
 
 def build(model_dir: Path, weight_format: str) -> Any:
@@ -100,7 +116,7 @@ def checksums_of(ranks: Sequence[Any]) -> dict[str, int]:
 
     held = []
     for model in ranks:
-        answer = compute_checksum(checker_of(model))["checksums"]
+        answer = compute_checksum(checker_of(model), role="target")["checksums"]
         held.append({key: int(value) for key, value in answer.items()})
     return combine(held)
 
@@ -108,7 +124,7 @@ def checksums_of(ranks: Sequence[Any]) -> dict[str, int]:
 def checker_of(model: Any) -> Any:
     """Return what stands for SGLang's `WeightChecker` of a model."""
     return SimpleNamespace(
-        _get_model=lambda: model, _parallelism_info=lambda: SimpleNamespace(model_dump=dict)
+        _get_model=lambda: model, _parallelism_info=lambda role: SimpleNamespace(model_dump=dict)
     )
 
 

@@ -1,7 +1,6 @@
 """A client asks any number of prompts at once, and takes no response that was cut short."""
 
 import json
-import multiprocessing
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from answering import Address
+from distributed import run_ranks
 from fleets import make_server
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.process import raise_open_file_limit
@@ -29,24 +29,25 @@ META = {
 def client(tmp_path: Path, address: Address) -> RolloutClient:
     address.delay_s = 0.5  # all other prompts arrive meanwhile
     address.text = json.dumps({"output_ids": [1, 1], "meta_info": META})
-    fleet = Fleet("rollout", {0: make_server(0, tmp_path, url=address.url)}, loaded=True)
+    return client_of(address.url, tmp_path)
+
+
+def client_of(url: str, directory: Path) -> RolloutClient:
+    fleet = Fleet("rollout", {0: make_server(0, directory, url=url)}, loaded=True)
     return RolloutClient(fleet, SimpleNamespace(decode=lambda *_, **__: ""), [])
 
 
-def ask_with_few_files(client: RolloutClient, num_prompts: int) -> None:
+def ask_with_few_files(url: str, directory: Path, num_prompts: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
-    assert len(client.generate([PROMPT] * num_prompts, max_response_length=2, **ONE)) == num_prompts
+    client = client_of(url, directory)
+    return len(client.generate([PROMPT] * num_prompts, max_response_length=2, **ONE))
 
 
+@pytest.mark.usefixtures("client")
 def test_more_prompts_than_a_process_may_have_open_files_are_answered(
-    client: RolloutClient,
+    address: Address, tmp_path: Path
 ) -> None:
-    asking = multiprocessing.get_context("fork").Process(
-        target=ask_with_few_files, args=(client, 400)
-    )
-    asking.start()
-    asking.join(60)
-    assert asking.exitcode == 0
+    assert run_ranks(ask_with_few_files, 1, address.url, tmp_path, 400) == [400]
 
 
 def test_a_response_that_ends_before_its_limit_without_a_stop_token_is_refused(

@@ -63,7 +63,10 @@ def write_all(
 
 def hand_out(ranks: list[Any]) -> list[dict[str, str]]:
     checkers = [sglang_loader.checker_of(model) for model in ranks]
-    return [handle(lambda *_, **__: None, each, "parameters")["checksums"] for each in checkers]
+    return [
+        handle(lambda *_, **__: None, each, "parameters", role="target")["checksums"]
+        for each in checkers
+    ]
 
 
 @pytest.mark.usefixtures("engine")

@@ -198,10 +198,10 @@ def block_kernel(sums: bool, target: int) -> Compiled:
 @pytest.mark.parametrize(
     ("weight_format", "sums", "columns", "most"),  # every two of the first three occur together
     [
-        ("int8", False, 5120, 12),
-        ("int8", True, 27648, 15),
-        ("fp8", False, 27648, 12),
-        ("fp8", True, 5120, 15),
+        ("int8", False, 5120, 13),
+        ("int8", True, 27648, 16),
+        ("fp8", False, 27648, 13),
+        ("fp8", True, 5120, 16),
     ],
 )
 def test_a_channels_weight_takes_few_instructions_on_hopper(
@@ -215,16 +215,19 @@ def test_a_channels_weight_takes_few_instructions_on_hopper(
     assert weights % 8 == 0 and codes % 8 == 0  # one wide load, 8 weights, at least
     assert len(finding) / weights + len(coding) / codes <= most
     assert compiled.stack_bytes == 0
-    assert compiled.registers <= 32  # a multiprocessor then runs all its 64 warps
+    # A multiprocessor then runs 48 warps. A wide load in each is 3.2 MB on 132 multiprocessors: at
+    # 3.35 TB/s memory is busy unless a load takes more than 0.97 us.
+    assert compiled.registers <= 40
 
 
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_blocks_weight_takes_few_instructions_on_hopper(sums: bool) -> None:
     compiled = block_kernel(sums, 90)
-    (coding,) = compiled.loops  # the search for the absmax is unrolled
+    finding, coding = compiled.loops
     weights_per_thread = 128 * 128 // (32 * 8)
-    per_weight = len(coding) / moved_bytes(coding, "STG") + compiled.once / weights_per_thread
-    assert per_weight <= (20 if sums else 16)
+    found, coded = moved_bytes(finding, "LDG") // 2, moved_bytes(coding, "STG")
+    in_loops = len(finding) / found + len(coding) / coded
+    assert in_loops + compiled.once / weights_per_thread <= (20 if sums else 16)
     assert compiled.stack_bytes == 0 and compiled.registers <= 32
 
 

@@ -189,7 +189,12 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
         device_module=SimpleNamespace(synchronize=lambda: loaded.append("waited")),
     )
     runner = SimpleNamespace(weight_updater="the updater")
-    updater = SimpleNamespace(scheduler=scheduler, tp_worker=SimpleNamespace(model_runner=runner))
+    updater = SimpleNamespace(
+        scheduler=scheduler,
+        tp_worker=SimpleNamespace(model_runner=runner),
+        begin_weight_update=lambda request: loaded.append("begun"),
+        end_weight_update=lambda request: loaded.append("ended"),
+    )
     request = SimpleNamespace(names=[name], weight_version="7", shapes=[[24]], group_name="weights")
 
     def load(updater: Any, request: Any) -> Any:
@@ -198,7 +203,7 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
 
     answer = weights.update_weights(load, updater, request)
     assert answer.success == is_loaded
-    assert loaded == (["waited", request] if is_loaded else [])
+    assert loaded == (["waited", "begun", request, "ended"] if is_loaded else [])
     assert scheduler.loaded_version == (7 if is_loaded else held)
     assert waiting.extra_key == ("weights 7" if is_loaded else "of its arrival")
     assert left == ([] if is_loaded else [("the updater", "weights")])
@@ -207,17 +212,19 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
 
 
 def test_a_server_keeps_one_record_of_its_weight_version_however_many_it_is_sent() -> None:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    context = SimpleNamespace(_overrides_log=[])
 
-    manager = object.__new__(TokenizerManager)
-    manager._config_updates = []
-    record = TokenizerManager.record_config_updates
-    weights.keep_newest(record, manager, "load", load_format="auto", weight_version="0")
+    def record(context: Any, source: str, **fields: Any) -> None:
+        context._overrides_log.append((source, fields))
+
+    weights.keep_newest(record, context, "load", load_format="auto", weight_version="0")
     for version in range(1, 100):
-        weights.keep_newest(record, manager, "version", weight_version=str(version))
-    assert len(manager._config_updates) == 2
-    assert manager.config_value("weight_version") == "99"
-    assert manager.config_value("load_format") == "auto"
+        weights.keep_newest(record, context, "version", weight_version=str(version))
+    newest = ("version", {"weight_version": "99"})
+    assert context._overrides_log == [
+        ("load", {"load_format": "auto", "weight_version": "0"}),
+        newest,
+    ]
 
 
 def test_a_server_releases_unused_memory_when_it_resumes(monkeypatch: pytest.MonkeyPatch) -> None:

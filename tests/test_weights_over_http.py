@@ -107,14 +107,17 @@ class ServerProcess:
         self.files.append(Path(request.group_name.partition(":")[2]))
         assert self.files[-1].stat().st_mode & 0o777 == 0o600
         for rank, model in enumerate(self.ranks):
-            updater = SimpleNamespace(get_model=lambda model=model: model, device="cpu")
+            updater = SimpleNamespace(
+                get_model=lambda model=model: model, device="cpu", _model_update_group={}
+            )
             with sglang_loader.as_rank(rank, len(self.ranks)):
-                done = plugin.load_file(
-                    _never, updater, request.names, request.dtypes, request.shapes,
-                    request.group_name, request.load_format,
-                )  # fmt: skip
-            if not done[0]:
-                return done
+                try:
+                    weights.receive(
+                        _never, updater, names=request.names, dtypes=request.dtypes,
+                        shapes=request.shapes, group_name=request.group_name,
+                    )  # fmt: skip
+                except RuntimeError as error:
+                    return False, f"Failed to receive weights: {error}"
         return True, "loaded"
 
     def channel(self, key: str = KEY) -> HttpChannel:
@@ -124,7 +127,7 @@ class ServerProcess:
         return channel
 
 
-def _never(*arguments: object) -> tuple[bool, str]:
+def _never(*arguments: object, **named: object) -> None:
     raise AssertionError("not a file")
 
 
@@ -195,7 +198,7 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     for _ in range(2):  # after a failure a channel sends nothing more
         assert channel.send(wrong, 1).result() == 0
     assert isinstance(channel.failure, UpdateRefused) and len(process.versions) == 1
-    assert "server http://a refused weights: Failed to load weights" in str(channel.failure)
+    assert "server http://a refused weights: Failed to receive weights" in str(channel.failure)
     stranger = process.channel("another-key-of-it")
     assert process.http.get("/qurl").status_code == 401
     assert stranger.send(wrong, 1).result() == 0
@@ -261,14 +264,12 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
 
 
 def test_what_is_not_this_projects_goes_to_sglangs_own_code() -> None:
-    answer = (True, "SGLang's")
-    request: Any = (None, ["model.norm.weight"], ["int8"], [[1]], "a group")
-    assert weights.update_bucket(lambda *_: answer, *request) == answer
-    assert plugin.load_file(lambda *_: answer, *request) == answer
+    request: Any = {"names": ["model.norm.weight"], "dtypes": ["int8"], "shapes": [[1]]}
+    request |= {"group_name": "a group", "load_format": "flattened_bucket"}
+    passed_on = weights.receive(lambda updater, **given: (updater, given), "updater", **request)
+    assert passed_on == ("updater", request)
 
 
-def test_the_text_of_a_servers_arguments_lacks_its_key() -> None:
-    arguments = SimpleNamespace(api_key=KEY, port=7)
-    assert plugin.without_key(repr, arguments) == "namespace(api_key='...', port=7)"
-    arguments.api_key = None
-    assert plugin.without_key(repr, arguments) == "namespace(api_key=None, port=7)"
+def test_the_log_of_a_servers_arguments_lacks_its_key() -> None:
+    logged = plugin.without_key(vars, SimpleNamespace(api_key=KEY, port=7))
+    assert logged == {"port": 7}

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.kit pack DIR [--installed FREEZE] [--part-mib 60]
     python3 -m benchmarks.gpu.kit install DIR TARGET      # in this repository, on the bare machine
 
-The bare machine has Python 3.12, torch 2.11.0 for CUDA 13 with Triton and torchvision, and nvcc.
+The bare machine has Python 3.12, torch 2.14.1 for CUDA 13 with Triton and torchvision, and nvcc.
 `pack` follows the requirements in `pyproject.toml` and takes the versions of the environment it
 runs in. It repacks pure Python packages from this environment and downloads the others for that
 Python. It leaves out what the bare machine has and what SGLang starts without (`OPTIONAL`). With

@@ -1,8 +1,8 @@
 """The options of SGLang that `rollout.server.options` may set: those that were tried or are plain.
 
 An option may change how fast a server samples, but not what is known of a token: the log-prob of
-the distribution it was drawn from, and the version of the weights that computed it. SGLang has 475
-options, and each release adds more. So one that is not on this list is refused.
+the distribution it was drawn from, and the version of the weights that computed it. SGLang has over
+500 options, and each release adds more. So one that is not on this list is refused.
 """
 
 import dataclasses

@@ -7,6 +7,8 @@ route tokens to experts. Its sources stay unedited.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -21,6 +23,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qurl_megatron.device import accelerator
+
+
+def import_layer_specs() -> Any:
+    """Return Megatron's module of layer specifications.
+
+    Its attention imports flash_mla, which SGLang brings, and does without it on an ImportError. But
+    without a GPU's driver that import is an OSError.
+    """
+    if accelerator() == "cpu":
+        sys.modules["flash_mla"] = None  # type: ignore[assignment]  # an ImportError
+    return importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
 class _CudaMeansCpu(TorchFunctionMode):

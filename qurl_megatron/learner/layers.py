@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
@@ -29,8 +28,11 @@ from torch.nn.utils.rnn import pad_sequence
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_fp8
 from qurl_megatron.device import accelerator, device
+from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.model.architecture import Architecture
+
+gpt_layer_specs = import_layer_specs()
 
 # All of torch's but cuDNN, which makes a plan for every new shape. Packs have ever new shapes.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -137,6 +139,7 @@ def _flash_attention(
         sequences.max_seqlen_q,
         sequences.max_seqlen_kv,
         window_size=(-1, 0),  # causal
+        enable_gqa=key.shape[1] < query.shape[1],
     )
     assert isinstance(attended, Tensor)  # no log-sum-exp is asked for
     return attended

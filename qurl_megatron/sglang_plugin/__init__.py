@@ -19,40 +19,88 @@ def activate_cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Add this package's layers and hooks to SGLang, once per process, before a model is built."""
+    """Have SGLang add this package's layers and hooks, once per process, before a model is built.
+
+    SGLang logs what a plugin raises, and the hooks that it cannot apply, and serves on: the server
+    would fail at the first publish. What applying hooks raises, however, ends the process. So
+    everything happens there.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply_registered = HookRegistry.apply_hooks
+
+    def apply_hooks() -> None:
+        add_layers()
+        hooks = add_hooks()
+        apply_registered()
+        check_applied(hooks)
+
+    HookRegistry.apply_hooks = apply_hooks
+
+
+def add_layers() -> None:
+    """Let SGLang choose this package's quantized layers by name."""
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_quantization_method_choices
 
     from qurl_megatron.process import bind_stores
-    from qurl_megatron.sglang_plugin import formats, platform, weight_routes, weights
+    from qurl_megatron.sglang_plugin import formats
 
     bind_stores()
     BASE_QUANTIZATION_METHODS.update(formats.CONFIGS)
     QUANTIZATION_METHODS.update(formats.CONFIGS)
     add_quantization_method_choices(list(formats.CONFIGS))
+
+
+def add_hooks() -> list[str]:
+    """Register this package's hooks; return the names of what they replace or wrap."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from qurl_megatron.sglang_plugin import platform, weight_routes, weights
+
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
         "configs.update_config.adjust_config_with_unaligned_cpu_tp": platform.keep_model_config,
     }
-    for name, function in replacements.items():
-        HookRegistry.register(f"sglang.srt.{name}", function, HookType.REPLACE)
     scheduler = "managers.scheduler.Scheduler"
     updater = "model_executor.model_runner_components.weight_updater"
     wrappers = {
         f"{updater}.init_custom_process_group": weights.join_group,
-        "utils.weight_checker.WeightChecker.handle": weights.handle,
-        f"{updater}.WeightUpdater._update_bucketed_weights_from_distributed": weights.update_bucket,
+        f"{updater}.WeightUpdater.receive_weights_from_distributed": weights.receive,
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         ".update_weights_from_distributed": weights.update_weights,
-        f"{updater}.WeightUpdater.update_weights_from_distributed": weight_routes.load_file,
+        "utils.weight_checker.WeightChecker.handle": weights.handle,
         "utils.auth.add_api_key_middleware": weight_routes.add_routes,
-        "server_args.ServerArgs.__repr__": weight_routes.without_key,
+        "entrypoints.engine._server_args_for_logging": weight_routes.without_key,
         f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}.run_batch": weights.run_batch,
         f"{scheduler}._add_request_to_queue": weights.enqueue,
-        f"{scheduler}.flush_cache": weights.flush_cache,
-        "managers.tokenizer_manager.TokenizerManager.record_config_updates": weights.keep_newest,
+        "runtime_context.RuntimeContext.override": weights.keep_newest,
     }
-    for name, function in wrappers.items():
-        HookRegistry.register(f"sglang.srt.{name}", function, HookType.AROUND)
+    kinds = {HookType.REPLACE: replacements, HookType.AROUND: wrappers}
+    hooks = [
+        (f"sglang.srt.{name}", function, kind)
+        for kind, functions in kinds.items()
+        for name, function in functions.items()
+    ]
+    for hook in hooks:
+        HookRegistry.register(*hook)
+    return [name for name, _, _ in hooks]
+
+
+def check_applied(names: list[str]) -> None:
+    """Check that SGLang applied the hooks of these names.
+
+    Raises:
+        RuntimeError: it did not apply one.
+    """
+    from importlib.metadata import version
+
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [name for name in names if name not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            f"SGLang {version('sglang')} has no {', '.join(missing)}, which qurl-megatron changes; "
+            "install the version in requirements.txt"
+        )

@@ -65,7 +65,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     def __init__(self, linear: QuantizedLinearMethod) -> None:
         self.linear = linear
         self.quant_config = linear.quant_config
-        self.has_blocks = hasattr(linear.quant_config, "weight_block_size")
+        self.has_blocks = getattr(linear.quant_config, "weight_block_size", None) is not None
         self.scale_suffix = linear.scale_name
 
     def create_weights(

@@ -22,8 +22,7 @@ class CpuPlatform(CpuSRTPlatform):
     _enum = PlatformEnum.OOT
 
     def init_backend(self) -> None:
-        """Replace the slowest operators, and keep NCCL out of tensor parallelism."""
-        from sglang.srt.distributed.device_communicators import pynccl
+        """Replace the slowest operators, and those that need a GPU."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.moe.token_dispatcher import standard
         from sglang.srt.layers.quantization.unquant import (
@@ -44,8 +43,7 @@ class CpuPlatform(CpuSRTPlatform):
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
         # The table of each token's experts: SGLang pins its memory, which needs a GPU.
-        base.BaseHostCache = lambda *sizes, name: base.BaseDeviceCache(*sizes, "cpu", name)
-        pynccl.NCCLLibrary = refuse_nccl
+        base.BaseHostCache = base.BaseDeviceCache
 
     def empty_cache(self) -> None:
         """Free what an emptied cache of prefixes was made of, and give it back to the kernel.
@@ -62,28 +60,6 @@ class CpuPlatform(CpuSRTPlatform):
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"  # compiling a few helper functions would delay the first request by 40 s
-
-    def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-        return MHATokenToKVPool
-
-    def get_paged_allocator_cls(self) -> Any:
-        return build_allocator
-
-
-def build_allocator(size: int, page_size: int, **options: Any) -> Any:
-    """Return the allocator for pages of one token; SGLang's paged allocator sorts freed pages."""
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-
-    if page_size != 1:
-        raise ValueError(f"page_size is {page_size}; the qurl_cpu platform requires 1")
-    return TokenToKVPoolAllocator(size, **options)
-
-
-def refuse_nccl(path: str | None = None) -> None:
-    """Raise OSError in place of loading NCCL, which needs a GPU; SGLang then does without it."""
-    raise OSError("NCCL needs a GPU")
 
 
 def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:

@@ -5,8 +5,8 @@ does not get them. `without_key` keeps the key out of the log.
 
 The HTTP process writes the values of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
-`load_file` reads it there. So pausing, versions and refusals are those of every other update. The
-file is gone when the learner gets its answer.
+`weights.receive` reads it there. So pausing, versions and refusals are those of every other update.
+The file is gone when the learner gets its answer.
 
 A server serves one run: the weights of a second one would silently replace those of the first. A
 run names itself in a header of every request. `Claim` knows which run the server serves, and
@@ -15,18 +15,15 @@ refuses the requests of any other.
 
 import dataclasses
 import json
-import os
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from importlib.metadata import version
 from typing import IO, Any
 
-import torch
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from torch import Tensor
 
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
@@ -40,8 +37,6 @@ from qurl_megatron.rollout.wire import (
     BucketHeader,
     Description,
 )
-from qurl_megatron.sglang_plugin.weights import write_bucket
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 
 # A run that asks for nothing for so long has ended without saying so. The learner's part of a step
 # must be shorter.
@@ -59,10 +54,9 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     original(app, **keys)
 
 
-def without_key(original: Callable[[Any], str], arguments: Any) -> str:
-    """Return the text of `ServerArgs`, which SGLang writes to its log, without the key."""
-    text = original(arguments)
-    return text.replace(arguments.api_key, "...") if arguments.api_key else text
+def without_key(original: Callable[[Any], dict[str, Any]], arguments: Any) -> dict[str, Any]:
+    """Return what SGLang writes of its arguments to its log, but not the key."""
+    return {name: value for name, value in original(arguments).items() if name != "api_key"}
 
 
 async def _release(request: Any) -> Any:
@@ -138,38 +132,6 @@ async def receive_body(body: AsyncIterator[bytes], file: IO[bytes]) -> BucketHea
         whole = "a header" if header is None else f"{header.num_bytes} bytes"
         raise ValueError(f"the body is not complete: {num_bytes} bytes of weights, not {whole}")
     return header
-
-
-def load_file(
-    original: Callable[..., tuple[bool, str]],
-    updater: Any,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    group_name: str,
-    load_format: str | None = None,
-) -> tuple[bool, str]:
-    """Load a bucket from a file, around `WeightUpdater.update_weights_from_distributed`.
-
-    Return whether it succeeded, and a message. SGLang's `original` handles process groups.
-    """
-    if not group_name.startswith(FILE_PREFIX):
-        return original(updater, names, dtypes, shapes, group_name, load_format)
-    try:
-        flat = _read(group_name.removeprefix(FILE_PREFIX)).to(updater.device)
-        bucket = Bucket.around(Manifest.read(names, dtypes, shapes), flat)
-        write_bucket(updater.get_model(), bucket)
-    except Exception as error:
-        return False, f"Failed to load weights: {error!r}"
-    return True, "Succeeded to update parameter online."
-
-
-def _read(path: str) -> Tensor:
-    """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
-    size = os.path.getsize(path)
-    if size == 0:  # cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, size=size, dtype=torch.uint8)
 
 
 def _tokenizer_manager() -> Any:

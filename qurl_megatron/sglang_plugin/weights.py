@@ -11,16 +11,17 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
   of a pass are read after the next pass has begun; a stamp at that point could be too new.
 - `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled
   finds only the prefixes of requests that began under the same version.
-- `flush_cache` lets a paused scheduler empty its cache although requests wait.
 
-The HTTP process records the version of each bucket, too, and reads the last one only.
-`keep_newest` drops the others.
+SGLang has versions of its own (`meta_info["weight_versions"]`), which change where the tokens that
+it has read so far end. A pause in place leaves the last pass unread, so its tokens get the next
+version. SGLang records the version of each bucket, too, and reads the last one only. `keep_newest`
+drops the others.
 
-A request of the learner announces what it sends (`weight_sync/bucket.py`), and `update_bucket`
-receives each bucket by a broadcast from its sender. While one bucket is written into the
-parameters, the next is received. Whole tensors and deltas are written into the parameters where
-they are, through the map that `held_parts` has; SGLang's loaders would look up each tensor anew.
-Requests without this project's markers go to SGLang's own code.
+A request of the learner announces what it sends (`weight_sync/bucket.py`), and `receive` takes each
+bucket by a broadcast from its sender, or from the file in which the HTTP process has put it. While
+one bucket is written into the parameters, the next is received. Whole tensors and deltas are
+written into the parameters where they are, through the map that `held_parts` has; SGLang's loaders
+would look up each tensor anew. Requests without this project's markers go to SGLang's own code.
 
 `POST /weights_checker {"action": "checksum"}` returns, for each tensor-parallel rank, the checksum
 of every part of a tensor that the rank holds, by `checksum.part_key`. `checksum.combine` adds them
@@ -29,6 +30,7 @@ after SGLang's own loaders have fused and sharded what was sent.
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -36,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -43,7 +46,11 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    UpdateWeightsFromDistributedReqOutput,
+)
 from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
@@ -80,10 +87,14 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
         )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
     if request.names == [IN_PLACE]:
-        updater.flush_cache_after_weight_update(request)
-        answer = UpdateWeightsFromDistributedReqOutput(success=True, message="Written in place.")
+        success, message = updater.flush_cache_after_weight_update(request, True, "Written.")
+        answer = UpdateWeightsFromDistributedReqOutput(success=success, message=message)
     else:
+        # A session lasts for one request, so that none stays open if the learner dies. SGLang
+        # restores and packs layers at its ends; those of this project do neither.
+        updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target"))
         answer = original(updater, request)
+        updater.end_weight_update(EndWeightUpdateReqInput())
     if answer.success:
         scheduler.loaded_version = int(request.weight_version)
         for waiting in scheduler.waiting_queue:
@@ -111,30 +122,14 @@ def enqueue(
     original(scheduler, request, *options, **named)
 
 
-def flush_cache(original: Callable[..., bool], scheduler: Any, *options: Any, **named: Any) -> bool:
-    """Empty the cache of a paused scheduler, around `Scheduler.flush_cache`.
+def keep_newest(original: Callable[..., None], context: Any, source: str, **fields: Any) -> None:
+    """Drop records that a new one hides, around `RuntimeContext.override`.
 
-    SGLang refuses while requests wait, and `pause_generation` in mode `retract` makes all of them
-    wait. They hold no keys and values then, so nothing of theirs is lost.
+    SGLang keeps a record of each request's version for as long as the server runs.
     """
-    if not scheduler._engine_paused:
-        return original(scheduler, *options, **named)
-    queue, scheduler.waiting_queue = scheduler.waiting_queue, []
-    try:
-        return original(scheduler, *options, **named)
-    finally:
-        scheduler.waiting_queue = queue
-
-
-def keep_newest(original: Callable[..., None], manager: Any, source: str, **fields: Any) -> None:
-    """Drop records that a new one hides, around `TokenizerManager.record_config_updates`.
-
-    SGLang keeps a record of each bucket of every publish for as long as the server runs.
-    """
-    original(manager, source, **fields)
-    *earlier, newest = manager._config_updates
-    kept = [record for record in earlier if not record[1].keys() <= fields.keys()]
-    manager._config_updates = [*kept, newest]
+    original(context, source, **fields)
+    log = context._overrides_log
+    log[:-1] = [record for record in log[:-1] if not record[1].keys() <= fields.keys()]
 
 
 def loaded_version(scheduler: Any) -> int:
@@ -155,25 +150,38 @@ def join_group(original: Callable[..., Any], **options: Any) -> Any:
     return original(**{"timeout": timedelta(seconds=LEARNER_TIMEOUT_S), **options})
 
 
-def update_bucket(
-    original: Callable[..., tuple[bool, str]],
+def receive(
+    original: Callable[..., Any],
     updater: Any,
+    *,
     names: Sequence[str],
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
     group_name: str,
-) -> tuple[bool, str]:
-    """Load what a request announces, in place of SGLang's loading of buckets.
+    load_format: str | None = None,
+) -> Any:
+    """Load what a request announces, around `WeightUpdater.receive_weights_from_distributed`.
 
-    Return whether it succeeded, and a message. After a failure the process groups are left, so that
-    no sender waits for this server. SGLang's `original` handles what has no markers.
+    Return what is left for SGLang to load: nothing. SGLang's `original` handles what has no
+    markers. After a failure the process groups are left, so that no sender waits for this server.
     """
     base = base_version(names)
-    if base is None and not is_key_frame(names):
-        return original(updater, names, dtypes, shapes, group_name)
+    is_file = group_name.startswith(FILE_PREFIX)
+    if not is_file and base is None and not is_key_frame(names):
+        return original(
+            updater,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            group_name=group_name,
+            load_format=load_format,
+        )
     try:
         request = Manifest.read(names, dtypes, shapes)
-        if base is not None:
+        if is_file:
+            flat = _read(group_name.removeprefix(FILE_PREFIX)).to(updater.device)
+            write_bucket(updater.get_model(), Bucket.around(request, flat))
+        elif base is not None:
             for sender in range(request.shapes[0][0]):
                 for flat in _receive_delta(updater, channel_name(group_name, sender)):
                     write_bucket(updater.get_model(), Bucket.around(request, flat))
@@ -181,8 +189,16 @@ def update_bucket(
             _receive_key_frame(updater, request, group_name)
     except Exception as error:
         leave(updater, group_name)
-        return False, f"Failed to load weights: {error!r}"
-    return True, "Succeeded to update parameter online."
+        raise RuntimeError(repr(error)) from error  # SGLang answers with the text alone
+    return []
+
+
+def _read(path: str) -> Tensor:
+    """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
+    size = os.path.getsize(path)
+    if size == 0:  # cannot be mapped
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(path, size=size, dtype=torch.uint8)
 
 
 def _begin(updater: Any, channel: str, num_bytes: int) -> tuple[Tensor, Any]:
@@ -256,32 +272,36 @@ def write_bucket(model: torch.nn.Module, bucket: Bucket) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def compute_checksum(checker: Any) -> dict[str, Any]:
+def compute_checksum(
+    checker: Any, skip_tensor_list: list[str] | None = None, *, role: str
+) -> dict[str, Any]:
     """Return this rank's checksums, in place of `WeightChecker._compute_checksum`.
 
-    SGLang's own method needs a GPU.
+    SGLang's own are of the fused and sharded tensors. No tensor is skipped.
     """
     parts = _parts_by_key(checker)
     values = dict(zip(parts, checksums(parts.values()), strict=True))
     return {
         "checksums": {key: str(value) for key, value in values.items()},
         "per_gpu_checksum": str(sum(values.values())),
-        "parallelism_info": checker._parallelism_info().model_dump(),
+        "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }
 
 
-def handle(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> Any:
+def handle(
+    original: Callable[..., Any], checker: Any, action: str, *, role: str, **options: Any
+) -> Any:
     """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
 
     The action `parameters` hands out the parameters to processes of this machine, in the form of
     `compute_checksum`, with texts of `direct.describe` for checksums.
     """
     if action != "parameters":
-        return original(checker, action=action, **options)
+        return original(checker, action=action, role=role, **options)
     return {
         "checksums": {key: describe(part.values) for key, part in _parts_by_key(checker).items()},
         "per_gpu_checksum": "",
-        "parallelism_info": checker._parallelism_info().model_dump(),
+        "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }
 
 
@@ -315,27 +335,28 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
     """Yield the parts of one parameter of a module that is at `path` in the model."""
     rows_per_entry = BLOCK if name == "weight_scale_inv" else 1  # rows of the weight
+    rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     fused: list[tuple[str, int, int]] = []  # projections: name, rows of a rank's weight, rank
     if isinstance(module, QKVParallelLinear):
-        kv_rank = module.tp_rank // module.num_kv_head_replicas
+        kv_rank = get_group_rank_size(module.kv_tp_group)[0] // module.num_kv_head_replicas
         fused = [
-            ("q_proj", module.q_proj_shard_size, module.tp_rank),
+            ("q_proj", module.q_proj_shard_size, rank),
             ("k_proj", module.kv_proj_shard_size, kv_rank),
             ("v_proj", module.v_proj_shard_size, kv_rank),
         ]
     elif isinstance(module, MergedColumnParallelLinear):
-        gate, up = (size // module.tp_size for size in module.output_sizes)
-        fused = [("gate_proj", gate, module.tp_rank), ("up_proj", up, module.tp_rank)]
+        gate, up = (rows // size for rows in module.output_sizes)
+        fused = [("gate_proj", gate, rank), ("up_proj", up, rank)]
     if fused:
         parent, row = path.rpartition(".")[0], 0
-        for projection, weight_rows, rank in fused:
-            size = weight_rows // rows_per_entry
-            yield f"{parent}.{projection}.{name}", Part(tensor[row : row + size], rank * size, 0)
-            row += size
+        for projection, weight_rows, number in fused:
+            rows = weight_rows // rows_per_entry
+            yield f"{parent}.{projection}.{name}", Part(tensor[row : row + rows], number * rows, 0)
+            row += rows
     elif isinstance(module, FusedMoE):
         yield from _cut_experts(module, path, name, tensor)
     elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
-        yield f"{path}.{name}", Part(tensor, 0, module.tp_rank * tensor.shape[1])
+        yield f"{path}.{name}", Part(tensor, 0, rank * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # without padding

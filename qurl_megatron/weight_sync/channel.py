@@ -167,6 +167,7 @@ class GroupChannel(Channel):
         """Send a tensor to all ranks of the server, unless rank 0 gives the channel up."""
         assert self._store is not None
         work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
         looked = time.monotonic()
         while not work.is_completed():
             time.sleep(_POLL_S)

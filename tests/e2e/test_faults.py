@@ -128,6 +128,6 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
 
 def random_seed(log: Path) -> str:
     """Return a server's random seed, which SGLang logs with all its settings."""
-    match = re.search(r"random_seed=(\d+)", log.read_text())
+    match = re.search(r"'random_seed': (\d+)", log.read_text())
     assert match
     return match[1]
