@@ -23,7 +23,7 @@ from types import ModuleType
 from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.text import load, save, with_overrides
-from qurl_megatron.config.validate import validate, validate_resume
+from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.launch.placement import place_servers
@@ -199,6 +199,7 @@ def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool =
     """
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
+    from qurl_megatron.device import capabilities
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
@@ -206,6 +207,8 @@ def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool =
         {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
     )
     place_servers(config, num_gpus)
+    if num_gpus:
+        check_weight_format(config.quantization.format, capabilities())
     check_reward(config)
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:

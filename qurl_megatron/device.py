@@ -183,6 +183,11 @@ def from_rank_zero(work: Callable[[], T]) -> T:
     return result
 
 
+def capabilities() -> list[tuple[int, int]]:
+    """Return the compute capability of each GPU."""
+    return [(gpu.major, gpu.minor) for gpu in gpu_properties()]
+
+
 def gpu_properties() -> list[Any]:
     """Return torch's properties of each GPU: `name`, `major`, `minor`, `total_memory` in bytes."""
     return [torch.cuda.get_device_properties(index) for index in range(num_gpus())]

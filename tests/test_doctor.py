@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from qurl_megatron.commands import doctor
-from qurl_megatron.config.schema import WeightFormat
 
 QURL = Path(sys.executable).with_name("qurl")
 GIB = 2**30
@@ -43,11 +42,18 @@ MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
         ),
         (doctor.check_gpus, {GPUS: [], DRIVER: ""}, "--", "none; "),
         (doctor.check_gpus, {GPUS: [], DRIVER: "470.1"}, "!!", "driver 470.1 is installed, but"),
-        # The smallest compute capability decides.
+        # Every GPU must serve a format.
         (FORMATS, {GPUS: H100}, "ok", "bf16, int8, int4, fp8, fp8-tensor, fp8-block"),
         (FORMATS, {GPUS: [*H100, gpu(8, 9)]}, "ok", "bf16, int8, int4, fp8, fp8-tensor; fp8-block"),
         (FORMATS, {GPUS: [*H100, gpu(8, 0)]}, "ok", "bf16, int8, int4; fp8 needs compute capabil"),
         (FORMATS, {GPUS: [*H100, gpu(7, 5)]}, "!!", "none; bf16 needs compute capability 8.0"),
+        (
+            FORMATS,
+            {GPUS: [gpu(10, 0)]},
+            "ok",
+            "bf16, fp8, fp8-tensor; int8 needs compute capability 9.0 or less; int4 needs compute "
+            "capability 9.0 or less; fp8-block needs compute capability 9.0 or less",
+        ),
         (FORMATS, {GPUS: []}, "ok", "fp8-block (SGLang on the CPU)"),
         (ENGINE, {GPUS: H100, MODULE: object()}, "ok", "installed"),
         (ENGINE, {GPUS: H100, MODULE: None}, "--", "not installed"),
@@ -74,10 +80,6 @@ def test_a_check_finds_what_the_machine_has(
         monkeypatch.setattr(name, lambda *_, value=value: value)
     ((found, said),) = check()
     assert found == status and text in said
-
-
-def test_every_weight_format_has_a_compute_capability() -> None:
-    assert set(doctor.MIN_CAPABILITY) == set(get_args(WeightFormat))
 
 
 def test_packages_are_those_that_the_distribution_requires_as_it_pins_them(

@@ -10,14 +10,15 @@ import ast
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu import kit, timing
 from qurl_megatron import device
-from qurl_megatron.config.schema import ServerConfig
+from qurl_megatron.commands.models import plan
+from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.rollout.server import ServerPlan
 
 
@@ -34,20 +35,23 @@ def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
     assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is True
 
 
-def test_a_gpu_whose_deepgemm_takes_other_scales_is_refused_for_blocks(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_integers_are_refused_on_blackwell_which_has_no_product_for_them(
+    weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from sglang.srt.layers import deep_gemm_wrapper
-
-    from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig
-
-    config = Fp8BlockConfig()
-    create: Any = config.linear_method(config).create_scales
-    monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", True)
-    with pytest.raises(ValueError, match=r"compute capability 10\); use format fp8"):
-        create(128, [128], None)
-    monkeypatch.setattr(deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", False)
-    assert create(128, [128], None).shape == (1, 1)
+    monkeypatch.setattr(device, "capabilities", lambda: [(9, 0), (10, 0)])
+    refused = (
+        f"^weight format {weight_format}: needs compute capability 9.0 or less, and a GPU of this "
+        r"machine has 10.0, which serves bf16, fp8, fp8-tensor$"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = [f"quantization.format={weight_format}"]
+    with pytest.raises(ConfigError, match=refused):
+        ServerPlan(tmp_path, ServerConfig(), weight_format, 64, tmp_path / "log", seed=0).start()
+    with pytest.raises(ConfigError, match=refused):
+        prepare_new("quickstart", words, num_gpus=2)
+    with pytest.raises(ConfigError, match=refused):
+        plan("Qwen2.5-32B", words)
 
 
 class Gpu:

@@ -20,23 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qurl_megatron.config.schema import QuantizationConfig
+from qurl_megatron.config.validate import CAPABILITIES, why_not_served
 
 DISTRIBUTION = "qurl-megatron"
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 ENOUGH_SHARED_BYTES = 2 * QuantizationConfig().bucket_bytes  # one is filled while one is read
 PROBE_TIMEOUT_S = 5
-
-# Smallest compute capability that serves each format. The servers compute in bfloat16, and
-# sgl_kernel is compiled for 8.0 and above; the fp8 bounds are those of its matrix products.
-MIN_CAPABILITY = {
-    "bf16": (8, 0),
-    "int8": (8, 0),
-    "int4": (8, 0),
-    "fp8": (8, 9),
-    "fp8-tensor": (8, 9),
-    "fp8-block": (9, 0),
-}
 
 Status = Literal["ok", "!!", "--"]
 Findings = Iterator[tuple[Status, str]]
@@ -125,17 +115,16 @@ def check_weight_formats() -> Findings:
     if not gpus:
         yield (
             "ok",
-            f"{', '.join(MIN_CAPABILITY)} (SGLang on the CPU); only `qurl eval format=fp8-block` "
+            f"{', '.join(CAPABILITIES)} (SGLang on the CPU); only `qurl eval format=fp8-block` "
             "needs a GPU",
         )
         return
-    capability = min((gpu.major, gpu.minor) for gpu in gpus)
-    served = [name for name, minimum in MIN_CAPABILITY.items() if capability >= minimum]
-    others = [
-        f"{name} needs compute capability {minimum[0]}.{minimum[1]}"
-        for name, minimum in MIN_CAPABILITY.items()
-        if capability < minimum
-    ]
+    reasons = {
+        name: next(filter(None, (why_not_served(name, (gpu.major, gpu.minor)) for gpu in gpus)), "")
+        for name in CAPABILITIES
+    }
+    served = [name for name, why in reasons.items() if not why]
+    others = [f"{name} {why}" for name, why in reasons.items() if why]
     yield "ok" if served else "!!", "; ".join([", ".join(served) or "none", *others])
 
 

@@ -250,10 +250,13 @@ def plan(
     """
     from qurl_megatron.commands.plan_page import print_plan
     from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.config.validate import check_weight_format
+    from qurl_megatron.device import capabilities
     from qurl_megatron.planning.plan import plan_or_suggest
     from qurl_megatron.planning.step_time import Workload
 
     architecture, config, has_layout = _plan_input(subject, overrides or [])
+    check_weight_format(config.quantization.format, capabilities())
     half = Workload.half(config)
     for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
         longest = getattr(config.rollout, f"max_{name}_length")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from qurl_megatron.config.keep import kept_layers
@@ -19,6 +20,19 @@ from qurl_megatron.config.text import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+# The oldest compute capability that serves each format, and the newest. The servers compute in
+# bfloat16, and sgl_kernel is compiled for 8.0 and above. The lower bounds of FP8 are those of its
+# matrix products. On GPUs after Hopper sgl_kernel has no INT8 product, and DeepGEMM takes no
+# float32 scales of blocks.
+CAPABILITIES: dict[WeightFormat, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "bf16": ((8, 0), None),
+    "int8": ((8, 0), (9, 0)),
+    "int4": ((8, 0), (9, 0)),
+    "fp8": ((8, 9), None),
+    "fp8-tensor": ((8, 9), None),
+    "fp8-block": ((9, 0), (9, 0)),
+}
 
 _SAVED_IN_WEIGHTS = "its weights depend on it"
 _SETS_DATA_ORDER = "its position in the data depends on it"
@@ -70,6 +84,36 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
             f"learner.fp8={learner.fp8}: needs Transformer Engine on a GPU, which is not installed "
             "here; install requirements-gpu.txt, or leave learner.fp8 out"
         )
+
+
+def why_not_served(weight_format: WeightFormat, capability: tuple[int, int]) -> str:
+    """Return why a GPU does not serve a format, on one line; an empty string if it does."""
+    oldest, newest = CAPABILITIES[weight_format]
+    if capability < oldest:
+        return f"needs compute capability {oldest[0]}.{oldest[1]}"
+    if newest and capability > newest:
+        return f"needs compute capability {newest[0]}.{newest[1]} or less"
+    return ""
+
+
+def check_weight_format(
+    weight_format: WeightFormat, capabilities: Iterable[tuple[int, int]]
+) -> None:
+    """Check that GPUs of these compute capabilities serve a format.
+
+    Raises:
+        ConfigError: one does not; with the formats that they all serve.
+    """
+    gpus = set(capabilities)
+    for major, minor in sorted(gpus):
+        if why := why_not_served(weight_format, (major, minor)):
+            served = [
+                name for name in CAPABILITIES if not any(why_not_served(name, gpu) for gpu in gpus)
+            ]
+            raise ConfigError(
+                f"weight format {weight_format}: {why}, and a GPU of this machine has "
+                f"{major}.{minor}, which serves {', '.join(served) or 'none'}"
+            )
 
 
 def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:

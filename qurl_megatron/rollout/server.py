@@ -1,6 +1,6 @@
 """Start, watch and stop SGLang servers. Requests are sent from this folder only.
 
-Callers rely on three properties of SGLang 0.5.17 with this package's plugin. Tests check each of
+Callers rely on three properties of SGLang with this package's plugin. Tests check each of
 them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
 - A prompt that starts after a weight update uses no prefix from before it.
@@ -29,6 +29,7 @@ from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
+from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import LAUNCHER_SIGNALS, NO_THREADS, free_port, start_ticks, tail
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
@@ -150,7 +151,11 @@ class ServerPlan:
         """Start the server in the background and return at once; `wait_ready` waits for it.
 
         It dies with the calling process.
+
+        Raises:
+            ConfigError: the GPUs do not serve its weight format.
         """
+        check_weight_format(self.weight_format, device.capabilities())
         host, num_ranks = self.host, self.config.tensor_parallel_size
         if host != LOOPBACK and not self.api_key:
             raise ValueError(f"host {host}: a server that others can reach needs an api_key")

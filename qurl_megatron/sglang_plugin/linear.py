@@ -179,16 +179,8 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
         """Return the scales of blocks, which are 1.
 
         Raises:
-            ValueError: a block would belong to two of the layers fused on this rank, or the GPU
-                takes no float32 scales.
+            ValueError: a block would belong to two of the layers fused on this rank.
         """
-        from sglang.srt.layers import deep_gemm_wrapper
-
-        if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
-            raise ValueError(
-                "qurl_fp8_block: DeepGEMM takes no float32 block scales on this GPU (compute "
-                "capability 10); use format fp8, which has one scale per channel"
-            )
         if len(output_sizes) > 1 and any(size % BLOCK for size in output_sizes):
             raise ValueError(
                 f"qurl_fp8_block: the widths {output_sizes} of layers fused on this rank are not "
