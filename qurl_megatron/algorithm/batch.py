@@ -41,6 +41,8 @@ class Completion:
     # [prompt and response tokens - 1, layers, experts per token] int16: the experts that the engine
     # chose in the pass that read token t, and predicted token t + 1; None: not recorded
     routed_experts: Tensor | None = None
+    # one per token, the ids that top_p and top_k left to choose from; None: not recorded
+    sampling_masks: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)

@@ -78,17 +78,21 @@ class RolloutClient:
         temperature: float,
         max_response_length: int,
         top_p: float = 1.0,
+        top_k: int = -1,
     ) -> dict[str, Any]:
         """Return the settings of `group`, in SGLang's words.
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_response_length: maximum number of sampled tokens.
+            top_k: sample among this many tokens at the most; -1 for all. With it completions have
+                `sampling_masks`, which SGLang records only of a limited number of tokens.
         """
         return {
             "n": completions_per_prompt,
             "temperature": temperature,
             "top_p": top_p,
+            "top_k": top_k,
             "max_new_tokens": max_response_length,
             "stop_token_ids": self._stop_token_ids,
         }
@@ -107,6 +111,7 @@ class RolloutClient:
             "sampling_params": sampling,
             "return_logprob": True,
             "return_routed_experts": self._routing_shape is not None,
+            "return_sampling_mask": sampling["top_k"] > 0,
         }
         tokens = len(prompt.token_ids) + sampling["n"] * sampling["max_new_tokens"]
         answers = await self.fleet.ask(tokens, partial(self._post, body))
@@ -200,4 +205,5 @@ class RolloutClient:
             and token_ids[-1] not in self._stop_token_ids,
             token_versions=meta["token_versions"],
             routed_experts=routed_experts,
+            sampling_masks=meta.get("output_token_sampling_mask"),
         )
