@@ -4,7 +4,7 @@ PYTEST = .venv/bin/pytest -rs --durations=15
 # Files in the order of tests/conftest.py: xdist would begin with those of the most tests.
 BY_FILE = --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-slurm docs lint lock
+.PHONY: demo test test-fast test-slurm canary docs lint lock
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
@@ -16,6 +16,9 @@ test-fast: .venv/ready  # all that start no server
 
 test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm
+
+canary: .venv/ready  # the newest engines, in .canary/; CONTRIBUTING.md says what for
+	.venv/bin/python tests/canary.py
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # hides a notice
