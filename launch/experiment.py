@@ -20,18 +20,19 @@ from pathlib import Path
 
 import psutil
 
+import qurl_megatron
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
-from qurl_megatron.launch.slurm import signal_lead_s
+from qurl_megatron.launch.slurm import LEAD_UNMEASURED_S, time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
-OUTPUT = "logs/%x-%j.out"  # below the directory that the job is submitted from
-# Of sbatch: minutes, minutes:seconds, h:m:s, days-hours, days-h:m, days-h:m:s, or no limit.
-_TIME = r"\d{1,7}(:\d{1,2}){0,2}|\d{1,4}-\d{1,2}(:\d{1,2}){0,2}|infinite|unlimited"
+REPOSITORY = Path(qurl_megatron.__file__).absolute().parents[1]
+SINFO_TIMEOUT_S = 10.0
+LOGS = "logs"  # of jobs, below the directory that they are submitted from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,18 @@ class JobOptions:
     container_mounts: Sequence[str] = ()
     """Mounts of the container, each HOST:CONTAINER or HOST:CONTAINER:FLAGS."""
 
+    container_env: Sequence[str] = ()
+    """Names of variables whose values are the job's and not the image's; those of `environment`
+    always are."""
+
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables that the job gets in addition to those of its submission."""
 
     setup_lines: str = ""
     """Lines of shell that run first, as they are."""
+
+    srun_args: Sequence[str] = ()
+    """Further options of srun, for each step of the job."""
 
     max_restarts: int = 20
     """How often the job may be requeued."""
@@ -174,27 +182,29 @@ def job_script(config: Config, words: Sequence[str], options: JobOptions) -> str
         ConfigError: the run does not fit on the nodes, or an option is malformed.
     """
     learner, rollout = smallest_plan(config, options.gpus_per_node)
+    has_gpu_gres = knows_gpus(options.sbatch.get("partition"))
     if options.heterogeneous:
         groups = [(len(side), max(node.gpus for node in side)) for side in (learner, rollout)]
     else:
         groups = [(len(learner) + len(rollout), options.gpus_per_node)]
-    lines = [
-        "#!/bin/bash",
-        "# To be submitted from a directory that all nodes share and that has logs/.",
-    ]
+    # Where Slurm counts no GPUs, a job has those of its whole nodes.
+    uncounted = {} if has_gpu_gres else {"QURL_GPUS_PER_NODE": options.gpus_per_node}
+    lines = ["#!/bin/bash"]
     for number, (num_nodes, gpus) in enumerate(groups):
         asked: dict[str, object] = {
             "job-name": f"qurl.{config.name}",
             "comment": config.run_dir.absolute(),  # `qurl status` finds the job by it
+            "chdir": Path.cwd(),
             "nodes": num_nodes,
-            "gpus-per-node": gpus,
+            "gpus-per-node": gpus if has_gpu_gres else False,
             "ntasks-per-node": 1,
             "exclusive": True,
+            "mem": 0,  # all of a node's; a cluster's default may be a few gigabytes
             "requeue": True,
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
-            "output": OUTPUT,
-            "signal": f"B:USR1@{signal_lead_s(config.run_dir)}",
+            "output": f"{LOGS}/%x-%j.out",
+            "signal": f"B:USR1@{LEAD_UNMEASURED_S}",
         }
         for name, value in options.sbatch.items():
             if value is not None:
@@ -205,10 +215,58 @@ def job_script(config: Config, words: Sequence[str], options: JobOptions) -> str
         lines += [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
     lines += [_export(name, value) for name, value in options.environment.items()]
     lines += [options.setup_lines] if options.setup_lines else []
-    lines += [_export(name, value) for name, value in _variables(options).items()]
-    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", *words]
-    lines += [f"exec {shlex.join(command)}"]
+    variables = _variables(config, options) | uncounted
+    lines += [_export(name, value) for name, value in variables.items()]
+    # A container has another working directory, and a requeued job may be sent from elsewhere.
+    words = [*words, f"output_dir={Path(config.output_dir).absolute()}"]
+    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
+    lines += [f'exec {shlex.join(command)} "$0" {shlex.join(words)}']
     return "\n".join(lines) + "\n"
+
+
+def knows_gpus(partition: object) -> bool:
+    """Return whether Slurm here counts GPUs (GRES), in a partition if one is named.
+
+    Without it a job gets whole nodes, and must not ask for GPUs. A machine without `sinfo`, on
+    which a script can only be shown, is taken for one of a cluster that does.
+    """
+    command = ["sinfo", "--noheader", "--format=%G"]
+    command += [f"--partition={partition}"] if partition else []
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_TIMEOUT_S)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return True
+    return bool(shown.returncode) or "gpu" in shown.stdout
+
+
+def _check_mounts(config: Config, options: JobOptions) -> None:
+    """Check that the container has the paths of the run where this machine has them.
+
+    Raises:
+        ConfigError: it lacks one; the message names the first.
+    """
+    pairs = [mount.split(":")[:2] for mount in options.container_mounts]
+    mounted = [Path(host) for host, inside in pairs if Path(host) == Path(inside)]
+    needed = {"this repository": REPOSITORY, "output_dir": Path(config.output_dir)}
+    files = {
+        "model": config.model,
+        "critic.model": config.critic.model,
+        "data": config.data,
+        "reward": config.reward,
+        "rollout.servers_key_file": config.rollout.servers_key_file,
+        **{f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()},
+    }
+    for what, text in files.items():  # DIR:SPLIT and FILE.py:NAME count, generated tasks do not
+        for name in (text, text.partition(":")[0]):
+            if name and Path(name).exists():
+                needed[what] = Path(name)
+    for what, path in needed.items():
+        place = path.absolute()
+        if not any(place.is_relative_to(mount) for mount in mounted):
+            raise ConfigError(
+                f"--container-mounts: the container would not have {what}, {place}; add "
+                f"{place}:{place}, or a directory above it"
+            )
 
 
 def _sbatch_line(name: str, value: object) -> str:
@@ -219,36 +277,57 @@ def _sbatch_line(name: str, value: object) -> str:
             f"{name}={value!r}: an sbatch option must not have a line break or another control "
             "character"
         )
-    if name == "time" and not re.fullmatch(_TIME, str(value), re.IGNORECASE):
-        raise ConfigError(
-            f"time={value}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
-        )
+    if name == "time":
+        try:
+            time_limit_s(str(value))
+        except ValueError:
+            raise ConfigError(
+                f"time={value}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
+            ) from None
     return f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
 
 
 def _export(name: str, value: object) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ConfigError(f"env_vars {name}: not the name of an environment variable")
+        raise ConfigError(f"--env {name}: not the name of an environment variable")
     return f"export {name}={shlex.quote(str(value))}"
 
 
-def _variables(options: JobOptions) -> dict[str, object]:
+def _variables(config: Config, options: JobOptions) -> dict[str, object]:
     """Return the variables that the batch process reads."""
+    python = "python" if options.container_image else sys.executable  # the steps' Python
+    variables: dict[str, object] = {
+        "QURL_PYTHON": os.environ.get("QURL_PYTHON", python),
+        "QURL_MAX_RESTARTS": options.max_restarts,
+        "QURL_SRUN_ARGS": shlex.join(options.srun_args),
+        "QURL_CONTAINER_OPTIONS": shlex.join(_container_options(config, options)),
+    }
+    return {name: value for name, value in variables.items() if value != ""}
+
+
+def _container_options(config: Config, options: JobOptions) -> list[str]:
+    """Return srun's options for pyxis; none without an image.
+
+    Raises:
+        ConfigError: the container would lack something, or an option is malformed.
+    """
     for text in (options.container_image, *options.container_mounts):
         if not text.isprintable():
             raise ConfigError(f"container {text!r}: must not have a line break")
     for mount in options.container_mounts:
         if not re.fullmatch(r"[^:,]+:[^:,]+(:[^:,]+)?", mount):
             raise ConfigError(f"--container-mounts {mount}: not of the form HOST:CONTAINER")
-    python = "python" if options.container_image else sys.executable  # the steps' Python
-    variables: dict[str, object] = {
-        "QURL_PYTHON": os.environ.get("QURL_PYTHON", python),
-        "QURL_MAX_RESTARTS": options.max_restarts,
-    }
-    if options.container_image:
-        variables["QURL_CONTAINER_IMAGE"] = options.container_image
-        variables["QURL_CONTAINER_MOUNTS"] = ",".join(options.container_mounts)
-    return variables
+    if not options.container_image:
+        if options.container_mounts:
+            raise ConfigError("--container-mounts: give --container-image too")
+        return []
+    _check_mounts(config, options)
+    words = [f"--container-image={options.container_image}", "--no-container-mount-home"]
+    # The steps' Python finds the package there.
+    words += [f"--container-workdir={REPOSITORY}"]
+    words += [f"--container-mounts={','.join(options.container_mounts)}"]
+    names = dict.fromkeys([*options.container_env, *options.environment])
+    return words + ([f"--container-env={','.join(names)}"] if names else [])
 
 
 def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:
@@ -257,7 +336,7 @@ def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:
     Raises:
         ConfigError: sbatch refused a script; the text is its last line.
     """
-    Path(OUTPUT).parent.mkdir(exist_ok=True)
+    Path(LOGS).mkdir(exist_ok=True)
     for job, script in zip(jobs, scripts, strict=True):
         done = subprocess.run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True

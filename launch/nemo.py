@@ -28,8 +28,9 @@ from qurl_megatron.launch.prepare import load_recipe, recipe_names
 SBATCH_FIELDS = """account partition time qos mem mem_per_gpu mem_per_cpu cpus_per_task cpus_per_gpu
     gpus_per_task constraint exclude gres network segment open_mode exclusive""".split()
 # Fields that are honoured in another way, or follow from the run, whatever they are.
-OTHER_FIELDS = """additional_parameters container_image container_mounts env_vars gpus_per_node
-    heterogeneous nodes setup_lines comment ntasks_per_node packager signal tunnel""".split()
+OTHER_FIELDS = """additional_parameters container_env container_image container_mounts env_vars
+    gpus_per_node heterogeneous nodes setup_lines srun_args comment ntasks_per_node packager signal
+    tunnel""".split()
 
 
 class Context(run.cli.RunContext):
@@ -91,8 +92,10 @@ def job_options(executor: run.Executor) -> JobOptions | None:
         heterogeneous=executor.heterogeneous,
         container_image=executor.container_image or "",
         container_mounts=executor.container_mounts,
+        container_env=executor.container_env or (),
         environment=executor.env_vars,
         setup_lines=executor.setup_lines or "",
+        srun_args=executor.srun_args or (),
     )
 
 

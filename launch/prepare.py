@@ -30,13 +30,14 @@ from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.host import check_memory
 from qurl_megatron.rollout.options import check_options
 
 
 def prepare_new(
     recipe: str,
     overrides: list[str],
-    num_gpus: int = 0,
+    num_gpus: int | None = None,
     *,
     writes: bool = True,
     asks_servers: bool = True,
@@ -44,7 +45,7 @@ def prepare_new(
     """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; 0 skips that check.
+    machine if the whole run is to fit on it; None skips that check.
     """
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
@@ -87,7 +88,7 @@ def _has_experts(model: str) -> bool:
 def prepare_resume(
     run_dir: Path,
     overrides: list[str],
-    num_gpus: int = 0,
+    num_gpus: int | None = None,
     *,
     writes: bool = True,
     asks_servers: bool = True,
@@ -192,7 +193,9 @@ def default_name(recipe: str) -> str:
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool = False) -> str:
+def _check(
+    config: Config, num_gpus: int | None, asks_servers: bool, *, resumes: bool = False
+) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
     Return the summary of the data.
@@ -206,7 +209,7 @@ def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool =
     check_options(
         {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
     )
-    place_servers(config, num_gpus)
+    place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())
     check_reward(config)
@@ -214,6 +217,8 @@ def _check(config: Config, num_gpus: int, asks_servers: bool, *, resumes: bool =
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
     check_disk(config)
+    if num_gpus == 0:
+        check_memory(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))

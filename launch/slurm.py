@@ -1,9 +1,9 @@
 """The batch process of a Slurm job, which the job's script (`launch/experiment.py`) starts.
 
-    python -m qurl_megatron.launch.slurm run RECIPE name=NAME [field=value ...]
+    python -m qurl_megatron.launch.slurm run SCRIPT RECIPE name=NAME [field=value ...]
 
-It reads these variables: QURL_MAX_RESTARTS; QURL_PYTHON, with which the job's steps run; and for
-pyxis QURL_CONTAINER_IMAGE and QURL_CONTAINER_MOUNTS.
+It reads the variables that the script sets (`launch/experiment.py:_variables`), whose names begin
+with QURL_.
 
 The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
 starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
@@ -15,9 +15,10 @@ watches both sides, learner and rollout:
   enough. A server that fails during its first start ends the job.
 - With --no-kill, Slurm lets a job that loses its batch host go on, with nothing to end it. So a
   guard on a rollout node then requeues it.
-- USR1 (from Slurm, before the time limit), TERM (preemption) and this process's own clock ask the
+- This process's own clock, USR1 (from Slurm, before the time limit) and TERM (preemption) ask the
   learner to stop early. It finishes its step, saves a checkpoint and ends with code 75. The job is
-  then requeued, at most QURL_MAX_RESTARTS times, and resumes from that checkpoint.
+  then requeued, at most QURL_MAX_RESTARTS times, and resumes from that checkpoint. The clock knows
+  what steps and saves of this run have taken; Slurm's signal is for a clock that failed.
 - An existing run is resumed and a missing one is created. So a requeued job, the same command
   again, and a chain of jobs (`--dependency=afterany:ID`) all continue one run. A finished run ends
   at once.
@@ -39,15 +40,17 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from qurl_megatron.config.disk import checkpoint_bytes, write_bytes_per_s
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
-from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.files import gigabytes, read_json_lines, write_whole
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.serve import release_servers_at, save_servers_at
 from qurl_megatron.launch.servers import Attempt, RestartLimit
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
-from qurl_megatron.launch.status import claim, how_to_resume, is_finished
+from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
@@ -55,18 +58,23 @@ from qurl_megatron.rollout.roster import save_roster
 POLL_S = 0.5
 REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
 PREFLIGHT_TIMEOUT_S = 300.0
+CONTAINER_TIMEOUT_S = 3600.0  # of a preflight whose nodes import a container image first
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
 RETRY_S = 10.0  # between the end of a rollout node's task and its next start
 GUARD_POLL_S = 60.0
 ASK_AGAIN_S = 10.0  # between two attempts to reach Slurm's controller, which restarts now and then
 ASK_TIMEOUT_S = 300.0  # for all of these attempts
-END_TIME_POLL_S = 60.0  # between two questions for a time limit, until one is known
+CLOCK_POLL_S = 30.0  # between two looks at the time limit, and at what steps and saves take
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
 RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
-# A request to stop early must not kill a task whose Python is still starting.
-IGNORE_SIGNALS = ["env", "--ignore-signal=USR1,TERM"]
-LEAD_MARGIN_S = 60  # Slurm may send the signal this much late
-LEAD_UNMEASURED_S = 600  # the lead before a run has measured a step and a save
+# A request to stop early must not kill a task whose Python is still starting. (The option
+# --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
+IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
+LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
+LEAD_GROWTH = (
+    1.1  # the next step, evaluation or save may take this much longer than the longest yet
+)
+LEAD_UNMEASURED_S = 600  # the lead before a run has measured a step
 
 
 def run(config: Config, max_restarts: int) -> int:
@@ -101,6 +109,7 @@ def _run(config: Config, max_restarts: int) -> int:
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
     if not preflight(attempt, plan, learner_group, rollout_group):
         return 2
+    save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
         stack.callback(release_servers_at, config)
         rollout = RolloutSide(attempt, rollout_group)
@@ -109,25 +118,33 @@ def _run(config: Config, max_restarts: int) -> int:
         tasks = srun(learner_group, config.learner.world_size, task("learner", attempt.logs))
         learner = JobStep(attempt, "learner", tasks, threads)
         stack.callback(end_steps, [learner])
-        code = watch(config, learner, rollout, stop_requests)
+        code = watch(config, learner, rollout, stop_requests, save_s)
     is_requeued = is_resumable(code, learner_group.nodes) and requeue(max_restarts)
     if code and not is_requeued:
-        print(how_to_resume(config.run_dir, "submit the same job"), file=sys.stderr, flush=True)
+        print(how_to_resume(config.run_dir), file=sys.stderr, flush=True)
     return code
 
 
-def watch(config: Config, learner: JobStep, rollout: RolloutSide, stop_requests: list[int]) -> int:
+def watch(
+    config: Config,
+    learner: JobStep,
+    rollout: RolloutSide,
+    stop_requests: list[int],
+    save_s: float,
+) -> int:
     """Keep the rollout side running until the learner ends; return the job's exit code.
 
-    Ask the learner to stop early on a signal, or shortly before the time limit.
+    Ask the learner to stop early on a signal, or when a step and a save just fit before the time
+    limit. `save_s` is what a save is expected to take, in seconds, until one is measured.
     """
-    started_at, asked_at, reminded_at = time.time(), time.monotonic(), -REMIND_S
-    ends_at = job_end_time()
+    started_at, looked_at, reminded_at = time.time(), -CLOCK_POLL_S, -REMIND_S
+    ends_at = stops_at = float("inf")
     while True:
-        if ends_at == float("inf") and time.monotonic() >= asked_at + END_TIME_POLL_S:
-            ends_at, asked_at = job_end_time(), time.monotonic()
-        half_s = (ends_at - started_at) / 2  # a short job still trains for half of its time
-        if not stop_requests and time.time() > ends_at - min(signal_lead_s(config.run_dir), half_s):
+        if time.monotonic() >= looked_at + CLOCK_POLL_S:
+            ends_at, looked_at = job_end_time(started_at) or ends_at, time.monotonic()
+            half_s = (ends_at - started_at) / 2  # a short job still trains for half of its time
+            stops_at = ends_at - min(stop_lead_s(config.run_dir, save_s), half_s)
+        if not stop_requests and time.time() > stops_at:
             stop_requests.append(0)
         if stop_requests and time.monotonic() >= reminded_at + REMIND_S:
             reminded_at = time.monotonic()
@@ -300,7 +317,7 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
         ]
         return groups[0], groups[1]
     nodes = hostnames(environment["SLURM_JOB_NODELIST"])
-    gpus = int(environment.get("SLURM_GPUS_ON_NODE", "0"))
+    gpus = int(environment.get("QURL_GPUS_PER_NODE", environment.get("SLURM_GPUS_ON_NODE", "0")))
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
     num_learner = -(-world_size // gpus)
@@ -326,14 +343,16 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
         )
         for group in groups
     ]
-    wait_for(steps, PREFLIGHT_TIMEOUT_S)
+    in_container = "QURL_CONTAINER_OPTIONS" in os.environ  # whose image is imported first
+    timeout_s = CONTAINER_TIMEOUT_S if in_container else PREFLIGHT_TIMEOUT_S
+    wait_for(steps, timeout_s)
     problems = []
     for node in plan.nodes:
         try:
             report = json.loads((reports / f"{node.name}.json").read_text())
         except FileNotFoundError:
             report = [
-                f"no report after at most {PREFLIGHT_TIMEOUT_S:.0f} s: the node did not start, "
+                f"no report after at most {timeout_s:.0f} s: the node did not start, "
                 f"lacks this Python environment, or does not share the file system of {reports}"
             ]
         problems += [f"qurl: preflight of {node.name}: {problem}" for problem in report]
@@ -357,8 +376,11 @@ def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:
         f"--ntasks={tasks}",
         f"--ntasks-per-node={per_node}",
         f"--cpus-per-task={max(1, group.cpus // per_node)}",
+        # Slurm would deal the ranks of a node to its sockets in turn, away from their GPUs.
+        "--distribution=block:block",
         f"--wait={SRUN_WAIT_S}",
         "--kill-on-bad-exit=0",
+        *shlex.split(os.environ.get("QURL_SRUN_ARGS", "")),
         *command,
     ]
 
@@ -366,27 +388,9 @@ def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:
 def task(*arguments: object) -> list[str]:
     """Return the command of `launch/slurm_task.py`, with srun's options for its container."""
     python = os.environ.get("QURL_PYTHON", "python")
-    words = [
-        *container_options(os.environ),
-        *IGNORE_SIGNALS,
-        python,
-        "-m",
-        "qurl_megatron.launch.slurm_task",
-    ]
+    container = shlex.split(os.environ.get("QURL_CONTAINER_OPTIONS", ""))
+    words = [*container, *IGNORE_SIGNALS, python, "-m", "qurl_megatron.launch.slurm_task"]
     return words + [str(argument) for argument in arguments]
-
-
-def container_options(environment: Mapping[str, str]) -> list[str]:
-    """Return srun's options for pyxis, if QURL_CONTAINER_IMAGE names an image.
-
-    QURL_CONTAINER_MOUNTS has the form of --container-mounts.
-    """
-    image = environment.get("QURL_CONTAINER_IMAGE")
-    mounts = environment.get("QURL_CONTAINER_MOUNTS")
-    if not image:
-        return []
-    options = [f"--container-image={image}", "--no-container-mount-home"]
-    return options + ([f"--container-mounts={mounts}"] if mounts else [])
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -439,34 +443,77 @@ def is_preempted() -> bool:
     return re.search(r"PreemptTime=\d", shown or "") is not None
 
 
-def signal_lead_s(run_dir: Path) -> int:
+def stop_lead_s(run_dir: Path, save_s: float) -> float:
     """Return how many seconds before its time limit a job must be asked to stop.
 
-    That is the run's longest step with its evaluation, its longest save, and the minute by which
-    Slurm may send the signal late.
+    Asked at the worst moment, the learner first completes a whole step, an evaluation, or the save
+    that is being written. Then it saves. `save_s` stands for a save that was not measured yet.
     """
-    steps = [
-        sum(line.get(f"time_{phase}_s", 0.0) for phase in (*PHASES, "evaluation"))
-        for line in read_json_lines(run_dir / "metrics.jsonl")
-    ]
-    saves = [line["time_write_s"] for line in read_json_lines(run_dir / "checkpoints.jsonl")]
-    if not steps or not saves:
+    steps = read_json_lines(run_dir / "metrics.jsonl")
+    if not steps:
         return LEAD_UNMEASURED_S
-    return round(LEAD_MARGIN_S + max(steps) + max(saves))
+    saves = [line["time_write_s"] for line in read_json_lines(run_dir / "checkpoints.jsonl")]
+    longest_save_s = max(saves, default=save_s)
+    longest_s = max(
+        longest_save_s,
+        *(sum(step.get(f"time_{phase}_s", 0.0) for phase in PHASES) for step in steps),
+        *(step.get("time_evaluation_s", 0.0) for step in steps),
+    )
+    return LEAD_MARGIN_S + LEAD_GROWTH * (longest_s + longest_save_s)
 
 
-def job_end_time() -> float:
+def expected_save_s(config: Config) -> float:
+    """Return the seconds that a checkpoint takes at the speed at which this node writes.
+
+    All nodes of the learner write at the same time, so it is rather less. Print it.
+    """
+    num_bytes = checkpoint_bytes(Architecture.from_directory(config.model), config)
+    speed = write_bytes_per_s(config.run_dir)
+    save_s = num_bytes / speed
+    print(
+        f"a checkpoint has {gigabytes(num_bytes)}; at {gigabytes(speed)}/s from one node, it takes "
+        f"{save_s:.0f} s",
+        flush=True,
+    )
+    return save_s
+
+
+def job_end_time(started_at: float) -> float | None:
     """Return the Unix time of the job's time limit; infinity if it has none.
 
-    It is infinity too if Slurm does not answer. That is asked once only, because a learner runs
-    that must be watched meanwhile: ask again later.
+    `started_at` is when the batch process started. The clock of Slurm's controller, by which the
+    end is told, may be ahead of this node's: then the limit counts from the start.
+
+    Return None if Slurm does not answer. That is asked once only, because a learner runs that must
+    be watched meanwhile: ask again later.
     """
     job = os.environ["SLURM_JOB_ID"]
-    end = (_ask("squeue", "--noheader", f"--jobs={job}", "--format=%e") or "").split()
+    answer = (_ask("squeue", "--noheader", f"--jobs={job}", "--format=%e %l") or "").split()
     try:
-        return datetime.fromisoformat(end[0]).timestamp()
-    except (IndexError, ValueError):  # silent, or unlimited
+        end, limit = answer[:2]  # a heterogeneous job lists each component
+        return min(datetime.fromisoformat(end).timestamp(), started_at + time_limit_s(limit))
+    except ValueError:  # silent, or unlimited
+        return float("inf") if answer else None
+
+
+def time_limit_s(text: str) -> float:
+    """Return the seconds of a time limit in the words of sbatch and squeue; infinity for none.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    if text.lower() in ("infinite", "unlimited"):
         return float("inf")
+    days, dash, clock = text.rpartition("-")
+    if not re.fullmatch(r"\d{1,7}(:\d{1,2}){0,2}", clock) or not re.fullmatch(r"\d{0,4}", days):
+        raise ValueError(text)
+    numbers = [int(number) for number in clock.split(":")]
+    if dash:  # D-H, D-H:M or D-H:M:S
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return 86_400 * int(days) + 3600 * hours + 60 * minutes + seconds
+    # M, M:S or H:M:S
+    hours, minutes, seconds = numbers if len(numbers) == 3 else [0, *numbers, 0][:3]
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def hostnames(nodelist: str) -> list[str]:
@@ -504,9 +551,11 @@ def main() -> None:
     if command == "guard":
         return guard(Path(*words))
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
-    recipe, *overrides = words
+    script, recipe, *overrides = words
     with exit_on_bad_input():
         config, data_summary = prepare_resume_or_new(recipe, overrides)
+    # What resumes the run. Its variables may be secrets.
+    write_whole(config.run_dir / JOB_SCRIPT, Path(script).read_text(), private=True)
     if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")
         return

@@ -67,9 +67,9 @@ def gpu_problems(needed: int, granted: int, installed: int | None) -> list[str]:
 
 
 def granted_gpus() -> int:
-    """Return how many GPUs Slurm gave this task."""
+    """Return how many GPUs Slurm gave this task; where it counts none, how many it should have."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return len(visible.split(",")) if visible else 0
+    return len(visible.split(",")) if visible else int(os.environ.get("QURL_GPUS_PER_NODE", "0"))
 
 
 def installed_gpus() -> int | None:

@@ -29,6 +29,7 @@ from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.process import start_ticks
 
 OWNER_FILE = "owner.json"
+JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
 CLAIM_TIMEOUT_S = 1.0
 CLAIM_POLL_S = 0.02
 
@@ -71,13 +72,28 @@ def is_finished(run_dir: Path) -> bool:
     return summary["steps"] >= config.steps or is_out_of_time
 
 
-def how_to_resume(run_dir: Path, command: str = "") -> str:
-    """Return what continues a run, and from where; `command` replaces `qurl resume RUN`."""
+def how_to_resume(run_dir: Path) -> str:
+    """Return what continues a run, and from where."""
     saved = list_checkpoints(run_dir)
     place = (
         f"resume after step {int(saved[-1].name.removeprefix('step_'))}" if saved else "start again"
     )
-    return f"to {place}: {command or f'qurl resume {shlex.quote(str(run_dir))}'}"
+    script = run_dir / JOB_SCRIPT
+    command = ["sbatch", script] if script.exists() else ["qurl", "resume", run_dir]
+    return f"to {place}: {shlex.join(map(str, command))}"
+
+
+def check_not_of_slurm(run_dir: Path) -> None:
+    """Check that a run is not one of Slurm jobs, or that this is one.
+
+    Raises:
+        ConfigError: it is; this machine, such as a login node, may not be made for it.
+    """
+    if (run_dir / JOB_SCRIPT).exists() and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError(
+            f"{run_dir}: Slurm jobs train this run; {how_to_resume(run_dir)}; to run it on this "
+            "machine, add --here"
+        )
 
 
 def server_counts(run_dir: Path) -> str:

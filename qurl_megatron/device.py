@@ -62,6 +62,14 @@ def memory_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def machine_memory_bytes() -> int:
+    """Return the memory of this machine, or what its container may use of it."""
+    limit = Path("/sys/fs/cgroup/memory.max")  # a number, or `max`
+    text = limit.read_text().strip() if limit.exists() else ""
+    total = int(psutil.virtual_memory().total)
+    return min(total, int(text)) if text.isdecimal() else total
+
+
 def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     """Return the backend that sends tensors from this rank to processes on `gpus` of this machine.
 

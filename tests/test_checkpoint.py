@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,13 @@ from distributed import run_ranks
 from learner_reference import CP2, DP2, PP2, TP2, VPP2
 from qurl_megatron.cli import app
 from qurl_megatron.config.disk import check_disk, checkpoint_bytes
-from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
+from qurl_megatron.config.schema import (
+    CheckpointConfig,
+    Config,
+    CriticConfig,
+    LearnerConfig,
+    OptimizerConfig,
+)
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import (
@@ -158,6 +165,32 @@ def test_without_keep_best_or_checkpoints_no_evaluation_is_saved(setting: str) -
     setattr(config.checkpoint, setting, 0)
     checkpoints: Any = SimpleNamespace(_config=config)
     assert not Checkpoints.is_best(checkpoints, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "saved_s_ago", "is_due"),
+    [
+        ({}, 1, None, True),  # nothing is saved yet
+        ({}, 2, 1e6, False),
+        ({}, 20, 0, True),
+        ({"every_minutes": 30}, 2, 1790, False),
+        ({"every_minutes": 30}, 2, 1810, True),
+        ({"every_steps": 0, "every_minutes": 30}, 2, 1810, False),
+        ({"every_steps": 0}, 1, None, False),
+    ],
+)
+def test_a_checkpoint_is_due_after_the_first_step_and_by_steps_or_minutes(
+    settings: dict[str, Any],
+    step: int,
+    saved_s_ago: float | None,
+    is_due: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qurl_megatron.learner.checkpoint.from_rank_zero", lambda work: work())
+    config = Config(checkpoint=CheckpointConfig(**settings))
+    saved_at = None if saved_s_ago is None else time.monotonic() - saved_s_ago
+    checkpoints: Any = SimpleNamespace(_config=config, _saved_at=saved_at)
+    assert Checkpoints.is_due(checkpoints, step, is_last=False) == is_due
 
 
 SAVED_AND_RESUMED: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {  # tied, layouts

@@ -14,14 +14,17 @@ import nemo_run
 import pytest
 import yaml
 from nemo_run.cli.api import create_cli
+from typer.testing import CliRunner
 
+from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.launch import experiment, nemo, status
+from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
 from qurl_megatron.launch.status import claim
+from qurl_megatron.planning import host
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
 
@@ -73,16 +76,18 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
     for part in (learner, rollout):
         assert int(part["gpus-per-node"]) <= GPUS_PER_NODE
-        assert part["signal"] == "B:USR1@600"  # the default before a run has measured its steps
+        assert (part["signal"], part["mem"]) == ("B:USR1@600", "0")
         assert {"requeue", "exclusive", "no-kill"} <= part.keys()
         assert (part["open-mode"], part["account"], part["time"]) == ("append", "acc", "04:00:00")
         assert (part["job-name"], part["output"]) == ("qurl.first", "logs/%x-%j.out")
         assert part["comment"] == str(Path("runs/first").absolute())
         assert "partition" not in part
     # The batch process replaces the shell.
-    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", recipe]
-    expected = ["exec", *command, "name=first", "rollout.servers=3"]
+    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", "$0", recipe]
+    place = f"output_dir={Path.cwd()}/runs"  # the same wherever the script is submitted from
+    expected = ["exec", *command, "name=first", "rollout.servers=3", place]
     assert shlex.split(script.splitlines()[-1]) == expected
+    assert parts_of(script)[0]["chdir"] == str(Path.cwd())
 
 
 def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only() -> None:
@@ -91,20 +96,29 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
         sbatch={"qos": "high", "no_kill": False},
         gpus_per_node=4,
         container_image="i.sqsh",
-        container_mounts=["/d:/d", "/e:/e"],
+        container_mounts=["/:/", "/e:/e"],
+        container_env=["HOME"],
+        environment={"NCCL_DEBUG": "INFO"},
         setup_lines="module load cuda",
+        srun_args=["--mpi=none"],
         max_restarts=3,
     )
     (part,) = parts_of(script)
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
-    assert "no-kill" not in part and "--container" not in script
-    assert script.splitlines()[-6:-1] == [
+    assert not part.keys() & {"no-kill", "container-image"}
+    repository = Path(experiment.__file__).parents[2]  # where the steps' Python finds the package
+    container = (
+        f"--container-image=i.sqsh --no-container-mount-home --container-workdir={repository}"
+    )
+    container += " --container-mounts=/:/,/e:/e --container-env=HOME,NCCL_DEBUG"
+    assert script.splitlines()[-7:-1] == [
+        "export NCCL_DEBUG=INFO",
         "module load cuda",
         "export QURL_PYTHON=python",
         "export QURL_MAX_RESTARTS=3",
-        "export QURL_CONTAINER_IMAGE=i.sqsh",
-        "export QURL_CONTAINER_MOUNTS=/d:/d,/e:/e",
+        "export QURL_SRUN_ARGS=--mpi=none",
+        f"export QURL_CONTAINER_OPTIONS='{container}'",
     ]
 
 
@@ -112,8 +126,54 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
     assert parts_of(script_of(sbatch={"nodes": 3}))[0]["nodes"] == "3"
     with pytest.raises(ConfigError, match="^nodes=1: too few; the run takes 2 of them"):
         script_of(sbatch={"nodes": 1})
-    with pytest.raises(ConfigError, match="^env_vars A B: not the name of an environment variable"):
+    with pytest.raises(ConfigError, match="^--env A B: not the name of an environment variable"):
         script_of(environment={"A B": "x"})
+
+
+def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it() -> None:
+    repository = Path(experiment.__file__).parents[2]
+    Path("model").mkdir()
+    Path("data").mkdir()
+    Path("mine.py").touch()
+    words = ["model=model", "data=data:train", "reward=mine.py:reward"]
+    here = Path.cwd()
+    needed = {
+        "this repository": repository,
+        "output_dir": here / "runs",
+        "model": here / "model",
+        "data": here / "data",
+        "reward": here / "mine.py",
+    }
+    mounts = ["/e:/e", f"{repository}:/workspace"]  # elsewhere does not count
+    for what, path in needed.items():
+        refused = f"the container would not have {what}, {path}; add {path}:{path}, or a directory"
+        with pytest.raises(ConfigError, match=f"^--container-mounts: {re.escape(refused)}"):
+            script_of(*words, container_image="i.sqsh", container_mounts=mounts)
+        mounts.append(f"{path}:{path}:ro")
+    assert "i.sqsh" in script_of(*words, container_image="i.sqsh", container_mounts=mounts)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], None]:
+    """Return a function that puts a shell script of a name before all others of this name."""
+    (directory := tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+    def write(name: str, text: str) -> None:
+        (directory / name).touch(0o755)
+        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(("gres", "counts"), [("gpu:h100:8", True), ("(null)", False)])
+def test_a_job_asks_for_gpus_where_slurm_counts_them(
+    gres: str, counts: bool, program: Callable[[str, str], None]
+) -> None:
+    program("sinfo", f"test \"$*\" = '--noheader --format=%G --partition=big' && echo '{gres}'")
+    script = script_of(sbatch={"partition": "big"})
+    assert ("gpus-per-node" in parts_of(script)[0]) == counts
+    assert ("\nexport QURL_GPUS_PER_NODE=8\n" in script) == (not counts)
 
 
 UNSAFE = ["""a $(touch x)`touch x`;"'&|""", "-rf *", "b > x"]
@@ -126,13 +186,16 @@ def test_a_job_script_passes_every_word_as_it_was_given() -> None:
         *words,
         sbatch={"account": UNSAFE[0], "qos": "`touch x`"},
         container_image="$(touch x)",
-        container_mounts=["/d;touch x:/d"],
+        container_mounts=["/:/", "/d;touch x:/d"],
         environment={"WHERE": UNSAFE[0]},
     )
-    printing = r"""exec() { shift 4; printf '%s\0' "$@" "$QURL_CONTAINER_MOUNTS" "$WHERE"; }"""
+    printing = r"""exec() { shift 5; printf '%s\0' "$@" "$QURL_CONTAINER_OPTIONS" "$WHERE"; }"""
     shown = subprocess.run(["bash", "-c", f"{printing}\n{script}"], capture_output=True, text=True)
-    expected = ["quickstart", "name=first", *words, "/d;touch x:/d", UNSAFE[0], ""]
-    assert (shown.stdout.split("\0"), shown.stderr) == (expected, "")
+    *given, place, container, where, _ = shown.stdout.split("\0")
+    assert (given, shown.stderr) == (["quickstart", "name=first", *words], "")
+    assert (place, where) == (f"output_dir={Path.cwd()}/runs", UNSAFE[0])
+    assert "--container-image=$(touch x)" in shlex.split(container)
+    assert "--container-mounts=/:/,/d;touch x:/d" in shlex.split(container)
     assert list(Path.cwd().iterdir()) == []  # nothing was touched
 
 
@@ -168,21 +231,18 @@ def test_runs_on_this_machine_go_on_after_one_that_fails(
 
 
 def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (sbatch := Path("bin/sbatch")).parent.mkdir()
-    sbatch.touch(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent.absolute()}:{os.environ['PATH']}")
-    sbatch.write_text(
-        "#!/bin/sh\n"
-        'test "$*" = --parsable && cat >> scripts && echo "$(grep -c exec scripts);cluster"\n'
+    program(
+        "sbatch",
+        'test "$*" = --parsable && cat >> scripts && echo "$(grep -c exec scripts);cluster"',
     )
     launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
     assert capsys.readouterr().out == "runs/s-2: job 1\nruns/s-3: job 2\n"
-    executed = re.findall(r"^exec .+ run (.+)$", Path("scripts").read_text(), re.MULTILINE)
+    executed = re.findall(r'^exec .+ run "\$0" (.+) output_dir=', Path("scripts").read_text(), re.M)
     assert executed == [f"quickstart name=s steps={n} name=s-{n}" for n in (2, 3)]
     assert Path("logs").is_dir()  # where the jobs write
-    sbatch.write_text("#!/bin/sh\n(echo error: more; echo sbatch: error: no account) >&2; exit 1\n")
+    program("sbatch", "(echo error: more; echo sbatch: error: no account) >&2; exit 1")
     with pytest.raises(ConfigError, match="^sbatch: error: no account$"):
         launch("quickstart", ["name=s"], options=JobOptions())
 
@@ -210,7 +270,7 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
     assert list(Path.cwd().iterdir()) == []  # nothing is written
-    commands = re.findall(r"^exec .+ run (.+)$", shown.out, re.MULTILINE)
+    commands = re.findall(r'^exec .+ run "\$0" (.+) output_dir=', shown.out, re.MULTILINE)
     assert [command.split() for command in commands] == [
         ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
     ]
@@ -273,6 +333,43 @@ def test_status_shows_the_progress_of_a_run(no_slurm: None) -> None:
     assert status.status(run_dir) == f"{progress}, {stopped}"
     (run_dir / "checkpoints" / "best").symlink_to("step_000001")
     assert f"{progress}, best step_000001, {stopped}" == status.status(run_dir)
+    (run_dir / "job.sh").touch()  # a Slurm job wrote it
+    assert status.status(run_dir).endswith("to resume after step 1: sbatch runs/first/job.sh")
+
+
+def test_a_run_of_slurm_jobs_is_resumed_here_only_in_a_job_or_if_told_so(
+    no_slurm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = prepare_new("quickstart", ["name=first"])
+    resumed: list[Config] = []
+
+    def run(config: Config) -> int:
+        resumed.append(config)
+        return 0
+
+    monkeypatch.setattr(local, "run", run)
+    (config.run_dir / "job.sh").touch()
+    refused = CliRunner().invoke(app, ["resume", "runs/first"])
+    line = "runs/first: Slurm jobs train this run; to start again: sbatch runs/first/job.sh; "
+    assert refused.exit_code == 2
+    assert f"{line}to run it on this machine, add --here" in refused.output
+    assert CliRunner().invoke(app, ["resume", "runs/first", "--here"]).exit_code == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert CliRunner().invoke(app, ["resume", "runs/first"]).exit_code == 0
+    assert len(resumed) == 2
+
+
+def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host.device, "machine_memory_bytes", lambda: 10_000_000)
+    with pytest.raises(ConfigError) as refused:
+        prepare_new("quickstart", ["name=first"], num_gpus=0)
+    # 16 B for each of 1.27M parameters; two servers, in INT8 and in BF16.
+    expected = "without a GPU the learner takes 0.0203 GB of memory and the servers 0.00388 GB, at"
+    assert expected in str(refused.value) and "this machine has 0.01 GB" in str(refused.value)
+    assert not Path("runs").exists()
+    prepare_new("quickstart", ["name=first"])  # a Slurm job's nodes have memory of their own
 
 
 def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) -> None:
@@ -366,7 +463,9 @@ def test_nemorun_shows_the_job_of_a_slurm_executor_and_the_fields_that_were_set(
         heterogeneous=True,
         ntasks_per_node=8,
         container_image="i.sqsh",
-        container_mounts=["/d:/d"],
+        container_mounts=["/:/", "/d:/d"],
+        container_env=["HOME"],
+        srun_args=["--mpi=none"],
         env_vars={"WHERE": "a b"},
         setup_lines="module load cuda",
         additional_parameters={"qos": "high"},
@@ -382,8 +481,9 @@ def test_nemorun_shows_the_job_of_a_slurm_executor_and_the_fields_that_were_set(
     expected = {"account": "acc", "mem": "100G", "qos": "high", "time": "00:10:00"}
     for part in parts:
         assert expected.items() <= part.items() and part["ntasks-per-node"] == "1"
-    for line in ("export WHERE='a b'", "module load cuda", "export QURL_CONTAINER_MOUNTS=/d:/d"):
+    for line in ("export WHERE='a b'", "module load cuda", "export QURL_SRUN_ARGS=--mpi=none"):
         assert f"\n{line}\n" in script
+    assert "--container-mounts=/:/,/d:/d --container-env=HOME,WHERE" in script
     assert not Path("runs").exists()
 
 

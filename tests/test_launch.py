@@ -14,8 +14,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from qurl_megatron import process
+from qurl_megatron.config.disk import write_bytes_per_s
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
     Config,
@@ -37,6 +39,7 @@ from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.process import free_port
 from qurl_megatron.rollout.preload import Started
+from tiny import build_tiny_model
 
 
 def config_of(ranks: int, servers: int, gpus_per_server: int, problems: int = 0) -> Config:
@@ -130,6 +133,9 @@ def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
         slurm.node_groups(environment, world_size=12)
     with pytest.raises(ConfigError, match="ask for --gpus-per-node"):
         slurm.node_groups({**environment, "SLURM_GPUS_ON_NODE": "0"}, world_size=8)
+    del environment["SLURM_GPUS_ON_NODE"]  # a cluster that counts no GPUs
+    learner, rollout = slurm.node_groups({**environment, "QURL_GPUS_PER_NODE": "8"}, world_size=8)
+    assert (learner.nodes, rollout.nodes) == (["a"], ["b", "c"])
 
 
 def test_every_server_in_every_attempt_has_its_own_seed() -> None:
@@ -148,16 +154,65 @@ def test_a_start_has_logs_of_its_own_also_after_logs_of_others_were_deleted(tmp_
     assert Attempt.create(config).logs.name == "resumed_4"
 
 
-def test_the_signal_leads_by_the_longest_step_and_save(tmp_path: Path) -> None:
-    assert slurm.signal_lead_s(tmp_path) == slurm.LEAD_UNMEASURED_S
-    steps = [
-        {"time_rollout_s": 100.0, "time_waited_s": 80.0, "time_update_s": 20.0},
-        {"time_rollout_s": 90.0, "time_evaluation_s": 40.0},
+@pytest.mark.parametrize(
+    ("steps", "saves", "lead_s"),
+    [
+        ([], [], slurm.LEAD_UNMEASURED_S),
+        ([(420, 0), (90, 40)], [], 60 + 1.1 * (420 + 200)),  # no save yet: 200 s are expected
+        ([(120, 0), (90, 40)], [30, 45], 60 + 1.1 * (120 + 45)),
+        ([(120, 0), (90, 140)], [45], 60 + 1.1 * (140 + 45)),  # asked as an evaluation begins
+        ([(5, 0)], [45], 60 + 1.1 * (45 + 45)),  # asked as a save begins
+    ],
+)
+def test_a_job_is_asked_to_stop_when_a_step_or_evaluation_and_a_save_still_fit(
+    tmp_path: Path, steps: list[tuple[float, float]], saves: list[float], lead_s: float
+) -> None:
+    """Steps are seconds of the step and of its evaluation."""
+    metrics = [
+        {"time_rollout_s": step_s - 20, "time_waited_s": 80.0, "time_update_s": 20.0}
+        | {"time_evaluation_s": evaluation_s}
+        for step_s, evaluation_s in steps
     ]
-    saves = [{"step": 1, "time_write_s": 30.0}, {"step": 2, "time_write_s": 45.0}]
-    for name, lines in {"metrics.jsonl": steps, "checkpoints.jsonl": saves}.items():
+    written = [{"step": 1, "time_write_s": save_s} for save_s in saves]
+    for name, lines in {"metrics.jsonl": metrics, "checkpoints.jsonl": written}.items():
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert slurm.signal_lead_s(tmp_path) == 60 + 130 + 45
+    assert slurm.stop_lead_s(tmp_path, save_s=200) == pytest.approx(lead_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("1:30", 90),
+        ("4:00:00", 14_400),
+        ("2-0", 172_800),
+        ("1-2:03", 93_780),
+        ("1-02:03:04", 93_784),
+        ("UNLIMITED", float("inf")),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_and_squeue_write_it(text: str, seconds: float) -> None:
+    assert slurm.time_limit_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-5", "1-", "4h", "1:2:3:4", "1-2:3:4:5", "NOT_SET"])
+def test_what_is_no_time_limit_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        slurm.time_limit_s(text)
+
+
+def test_the_expected_time_of_a_save_follows_from_its_size_and_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(model=str(build_tiny_model(tmp_path / "model")), output_dir=str(tmp_path))
+    monkeypatch.setattr(slurm, "write_bytes_per_s", lambda directory: 1e5)
+    parameters = sum(
+        tensor.numel() for tensor in load_file(tmp_path / "model" / "model.safetensors").values()
+    )
+    assert slurm.expected_save_s(config) == 14 * parameters / 1e5
+    assert "0.0001 GB/s from one node" in capsys.readouterr().out
+    assert write_bytes_per_s(tmp_path) > 1e6
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_missing_gpus_are_counted_by_slurm_and_by_the_driver() -> None:
@@ -210,12 +265,22 @@ def test_preflight_reports_every_problem_of_a_node(as_node: None, tmp_path: Path
     ]
 
 
-def test_steps_run_in_the_container_that_the_environment_names() -> None:
-    assert slurm.container_options({}) == []
-    options = slurm.container_options(
-        {"QURL_CONTAINER_IMAGE": "i.sqsh", "QURL_CONTAINER_MOUNTS": "/d:/d"}
-    )
-    assert "--container-image=i.sqsh" in options and "--container-mounts=/d:/d" in options
+def test_tasks_run_in_the_container_and_steps_with_the_options_that_the_script_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QURL_CONTAINER_OPTIONS", "--container-image='my image'")
+    monkeypatch.setenv("QURL_SRUN_ARGS", "--mpi=none --comment='a b'")
+    assert slurm.task("learner", "/logs")[0] == "--container-image=my image"
+    command = slurm.srun(NodeGroup(["n3"], None, cpus=8), 2, ["true"])
+    assert command[-3:] == ["--mpi=none", "--comment=a b", "true"]
+
+
+def test_a_task_whose_python_still_starts_ignores_the_signals_that_ask_it_to_stop() -> None:
+    program = "import signal; print(*(signal.getsignal(n).value for n in (10, 15)))"
+    command = [*slurm.IGNORE_SIGNALS, sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (signal.SIGUSR1, signal.SIGTERM) == (10, 15)
+    assert done.stdout.split() == [str(signal.SIG_IGN.value)] * 2
 
 
 def test_steps_do_not_inherit_the_options_of_sbatch() -> None:
@@ -268,6 +333,18 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
     monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
     monkeypatch.setattr(slurm, "ASK_AGAIN_S", 0.01)
     return controller
+
+
+def test_the_end_of_a_job_counts_from_its_start_if_slurms_clock_is_ahead(ask: Ask) -> None:
+    started_at = time.time()
+    for ahead_s in (90, -90):
+        end = datetime.fromtimestamp(started_at + 600 + ahead_s).isoformat()
+        ask(0, {"squeue": f"{end} 10:00"})
+        assert slurm.job_end_time(started_at) == pytest.approx(started_at + 600 + min(0, ahead_s))
+    ask(0, {"squeue": "NONE UNLIMITED"})
+    assert slurm.job_end_time(started_at) == float("inf")
+    ask(1, {"squeue": ""})
+    assert slurm.job_end_time(started_at) is None
 
 
 def test_the_guard_requeues_a_job_without_its_batch_host_and_believes_no_silence(
@@ -351,14 +428,13 @@ def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs
             return time.monotonic() < deadline
 
     soon = datetime.fromtimestamp(time.time() + 1).isoformat()
-    controller = ask(2, {"squeue": soon})
-    assert slurm.job_end_time() == float("inf")
-    monkeypatch.setattr(slurm, "END_TIME_POLL_S", 0.1)
+    controller = ask(2, {"squeue": f"{soon} 10:00"})
+    monkeypatch.setattr(slurm, "CLOCK_POLL_S", 0.1)
     monkeypatch.setattr(slurm, "POLL_S", 0.01)
     deadline = time.monotonic() + 20
     config = Config(output_dir=str(tmp_path))
-    assert slurm.watch(config, Learner(), Rollout(), []) == STOPPED_EARLY  # type: ignore
-    assert controller.done == ["squeue"]
+    assert slurm.watch(config, Learner(), Rollout(), [], 1.0) == STOPPED_EARLY  # type: ignore
+    assert set(controller.done) == {"squeue"}
 
 
 @pytest.mark.parametrize(

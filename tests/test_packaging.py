@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from tiny import build_tiny_model
@@ -116,6 +117,22 @@ def test_the_installed_command_prints_its_version_and_plans_a_recipe(
     assert "learner.tensor_parallel_size=" in plan
 
 
+def test_the_image_installs_what_make_installs_and_docs_say_on_the_cuda_of_torch() -> None:
+    """Docker itself does not run here."""
+    lines = (REPOSITORY / "docker" / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    copied = [words[1:-1] for words in map(str.split, lines) if words[:1] == ["COPY"]]
+    assert copied == [["requirements.txt", "requirements-gpu.txt"]]
+    installed = [
+        line.partition("pip install --no-cache-dir ")[2].replace("/tmp/", "")
+        for line in lines
+        if "pip install" in line
+    ]
+    for options, page in zip(installed, ("Makefile", "docs/slurm.md"), strict=True):
+        assert f"pip install {options}\n" in (REPOSITORY / page).read_text()
+    (base,) = re.findall(r"^FROM nvidia/cuda:(\d+)\S+-ubuntu24.04$", "\n".join(lines), re.MULTILINE)
+    assert base == (torch.version.cuda or "").partition(".")[0]
+
+
 def test_the_installed_command_writes_a_job_script(site: Path, tmp_path: Path) -> None:
     build_tiny_model(tmp_path / "model")
     problems = [{"question": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(40)]
@@ -136,7 +153,7 @@ def test_the_installed_command_writes_a_job_script(site: Path, tmp_path: Path) -
         "--dry-run",
     )
     assert "#SBATCH --account=a" in script
-    assert f"{sys.executable} -m qurl_megatron.launch.slurm run grpo model=model" in script
+    assert f'{sys.executable} -m qurl_megatron.launch.slurm run "$0" grpo model=model' in script
 
 
 def test_the_wheel_has_its_metadata(site: Path) -> None:

@@ -1,6 +1,7 @@
 """A run asks for the disk it needs; its directory and what it reads can be moved."""
 
 import shutil
+import stat
 import sys
 from pathlib import Path
 
@@ -134,7 +135,8 @@ def test_a_job_continues_an_extended_run_and_not_a_finished_one(
 
     monkeypatch.setattr(slurm, "run", run)
     monkeypatch.setenv("QURL_MAX_RESTARTS", "20")
-    words = ["slurm", "run", "quickstart", "name=first"]
+    Path("script").write_text("#!/bin/bash\n")  # Slurm's copy
+    words = ["slurm", "run", "script", "quickstart", "name=first"]
     config, _ = prepare_new("quickstart", ["name=first", "steps=40"])
     (config.run_dir / "summary.json").write_text('{"steps": 40, "time_s": 9.0}')
     monkeypatch.setattr(sys, "argv", words)
@@ -144,3 +146,5 @@ def test_a_job_continues_an_extended_run_and_not_a_finished_one(
     with pytest.raises(SystemExit):
         slurm.main()
     assert started == [60]
+    script = config.run_dir / "job.sh"  # what resumes the run
+    assert script.read_text() == "#!/bin/bash\n" and stat.S_IMODE(script.stat().st_mode) == 0o600

@@ -157,6 +157,7 @@ FIELDS = rows(r"""
     rollout.server.expert_parallel_size=2   expert_parallel_size=2 divides experts, and this model
     rollout.server.max_total_tokens=1       one prompt and response of
     warmup.max_steps=5 & evaluation.problems=0  evaluation.problems=0: the supervised warm-up
+    checkpoint.every_minutes=5 & checkpoint.every_steps=0  every_steps=0 disables checkpoints
     evaluation.held_out_fraction=1e-9       leaves none to hold out
     evaluation.data.a/b=problems.jsonl      a name has letters, digits and _ - only
     evaluation.data.../../x=problems.jsonl  evaluation.data.../../x: no such field
@@ -334,6 +335,11 @@ SLURM = rows(r"""
     --sbatch QOS=high                              not an sbatch option
     --container-mounts /data                       /data: not of the form HOST:CONTAINER
     --container-mounts /a:/a,:/b                   :/b: not of the form HOST:CONTAINER
+    --container-mounts /a:/a                       --container-mounts: give --container-image too
+    --container-image i.sqsh                       the container would not have this repository
+    --setup nowhere                                --setup nowhere: no such file
+    --env A                                        --env A: not of the form NAME=VALUE
+    --env A;touch_F=1                              --env A;touch_F: not the name of an environment
     --sbatch qos=a\ntouch_F                        must not have a line break
     --sbatch qos=a\x1b[31m                         another control character
     --account a\ntouch_F                           must not have a line break

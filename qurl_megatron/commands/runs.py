@@ -21,7 +21,7 @@ Overrides = Annotated[
 ]
 # Of `qurl launch`: those that make no sense on this machine.
 SLURM_OPTIONS = """account partition time gpus_per_node heterogeneous sbatch container_image
-    container_mounts""".split()
+    container_mounts setup env""".split()
 
 
 def doctor() -> None:
@@ -70,14 +70,23 @@ def train(
         _run_here(config, data_summary)
 
 
-def resume(run_dir: RunDir, overrides: Overrides = None) -> None:
+def resume(
+    run_dir: RunDir,
+    overrides: Overrides = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="Also a run of Slurm jobs, outside of a job.")
+    ] = False,
+) -> None:
     """Resume a run from its newest checkpoint, or start it again if it has none.
 
     The learner's layout may differ from that of the checkpoint.
     """
     from qurl_megatron.device import num_gpus
     from qurl_megatron.launch.prepare import prepare_resume, warn_of_pickles
+    from qurl_megatron.launch.status import check_not_of_slurm
 
+    if not here:
+        check_not_of_slurm(run_dir)
     warn_of_pickles(run_dir)
     config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus())
     _run_here(config, data_summary)
@@ -133,6 +142,14 @@ def launch(
     container_mounts: Annotated[
         str | None, typer.Option(help="Mounts of the container: HOST:CONTAINER,HOST:CONTAINER.")
     ] = None,
+    setup: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lines of shell that a job runs first: modules."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A variable of the jobs, such as NCCL_DEBUG=INFO."),
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, max=10_000, help="How often a job may be requeued.")
     ] = 20,
@@ -154,6 +171,11 @@ def launch(
     others = [word.partition("=") for word in sbatch or []]
     if not all(name and value for name, _, value in others):
         raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
+    variables = [word.partition("=") for word in env or []]
+    if not all(name and equals for name, equals, _ in variables):
+        raise ConfigError(f"--env {' '.join(env or [])}: not of the form NAME=VALUE")
+    if setup and not setup.is_file():
+        raise ConfigError(f"--setup {setup}: no such file")
     options = experiment.JobOptions(
         sbatch={"account": account, "partition": partition, "time": time}
         | {name: value for name, _, value in others},
@@ -161,6 +183,8 @@ def launch(
         heterogeneous=heterogeneous,
         container_image=container_image or "",
         container_mounts=container_mounts.split(",") if container_mounts else (),
+        environment={name: value for name, _, value in variables},
+        setup_lines=setup.read_text() if setup else "",
         max_restarts=max_restarts,
     )
     asked = options if executor == "slurm" else None

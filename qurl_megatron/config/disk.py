@@ -1,5 +1,7 @@
-"""The disk space that a run needs."""
+"""The disk that a run needs: its space, and its speed."""
 
+import os
+import time
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError
@@ -47,3 +49,19 @@ def check_disk(config: Config) -> str:
             "some, give another directory, or lower checkpoint.keep_last"
         )
     return f"needs up to {need}; {gigabytes(free)} are free"
+
+
+def write_bytes_per_s(directory: Path) -> float:
+    """Return how fast this machine writes 256 MiB of noise, which it deletes again."""
+    block = os.urandom(2**20)
+    trial = directory / "speed.unfinished"
+    start = time.monotonic()
+    try:
+        with trial.open("wb") as file:
+            for _ in range(256):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return 256 * len(block) / (time.monotonic() - start)
+    finally:
+        trial.unlink(missing_ok=True)

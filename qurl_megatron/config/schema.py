@@ -519,8 +519,12 @@ class CheckpointConfig:
     """Checkpoints to resume from. They are written in the background during training."""
 
     every_steps: CountOrZero = 20
-    """Number of rollout steps between two checkpoints; there is also one after the last step. 0
-    disables checkpoints."""
+    """Number of rollout steps between two checkpoints. There is also one after the last step, and
+    one after the first, which shows that the disk takes it. 0 disables checkpoints."""
+
+    every_minutes: CountOrZero = 0
+    """Number of minutes after which there is a checkpoint too, at the end of the step; for steps
+    that take long. 0: `every_steps` alone decides."""
 
     keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""

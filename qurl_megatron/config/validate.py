@@ -272,6 +272,12 @@ def _validate_fields(config: Config) -> None:
         )
     if len(set(rollout.servers_at)) < len(rollout.servers_at):
         raise ConfigError("rollout.servers_at: lists a server twice")
+    minutes = config.checkpoint.every_minutes
+    if minutes and config.checkpoint.every_steps == 0:
+        raise ConfigError(
+            f"checkpoint.every_minutes={minutes}: checkpoint.every_steps=0 disables checkpoints; "
+            "give it a number of steps too, such as 1000"
+        )
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "

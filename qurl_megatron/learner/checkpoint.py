@@ -30,6 +30,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -107,6 +108,8 @@ class Checkpoints:
         self._critic = critic
         self._directory = config.run_dir / "checkpoints"
         self._latest_accuracy: float | None = None  # of the last save; on global rank 0
+        # The clock when the last save, or after a resume this attempt, began; None before.
+        self._saved_at: float | None = None
         self._bytes = checkpoint_bytes(learner.architecture, config)
         self._queue = AsyncCallsQueue(persistent=False)
         # Megatron would start this manager itself, and it would outlive a rank that is killed.
@@ -120,8 +123,13 @@ class Checkpoints:
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether the configuration asks for a checkpoint after `step`."""
-        every = self._config.checkpoint.every_steps
-        return every > 0 and (step % every == 0 or is_last)
+        settings, saved_at = self._config.checkpoint, self._saved_at
+        if settings.every_steps == 0:
+            return False
+        if saved_at is None or step % settings.every_steps == 0 or is_last:
+            return True
+        due_at = saved_at + 60 * settings.every_minutes
+        return settings.every_minutes > 0 and from_rank_zero(lambda: time.monotonic() >= due_at)
 
     def is_best(self, accuracy: float | None) -> bool:
         """Return whether a policy of this accuracy is to be saved as the best so far.
@@ -145,6 +153,7 @@ class Checkpoints:
             CheckpointError: the earlier save failed, or the disk has too little space.
         """
         self.poll(wait=True)
+        self._saved_at = time.monotonic()
         checkpoint = self._directory / f"step_{state.step:06}"
         partial = partial_of(checkpoint)
         from_rank_zero(lambda: self._prepare(partial, state))
@@ -161,6 +170,7 @@ class Checkpoints:
 
     def restore(self, checkpoint: Path) -> None:
         """Load weights, optimizer and schedule of learner and critic from a checkpoint."""
+        self._saved_at = time.monotonic()
         with megatron_runtime():
             state = dist_checkpointing.load(self._sharded_state(), str(checkpoint / "megatron"))
             self._learner.restore(state)

@@ -9,7 +9,7 @@ from pathlib import Path
 from e2e.running import QURL
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
-from qurl_megatron.launch.slurm import signal_lead_s
+from qurl_megatron.launch.slurm import stop_lead_s
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.rollout.roster import read_roster
 from slurm.cluster import Cluster, Job
@@ -79,7 +79,7 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert after[:stopped_at] == before
     assert (run_dir / "logs" / "resumed_1" / "server_rollout_1.log").exists()
     assert list((run_dir / "final_model").glob("*.safetensors"))
-    assert 60 < signal_lead_s(run_dir) < 600
+    assert 60 < stop_lead_s(run_dir, save_s=1e9) < 600
 
     assert wait_for_end(late) == "COMPLETED"
     assert "is finished" in late.text()
