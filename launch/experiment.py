@@ -7,6 +7,7 @@ that this process gets the signal before the time limit.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import os
 import re
@@ -15,7 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.metadata import distribution
 from pathlib import Path
 
 import psutil
@@ -30,7 +33,7 @@ from qurl_megatron.launch.status import owner_of, slurm_jobs
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
-REPOSITORY = Path(qurl_megatron.__file__).absolute().parents[1]
+PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 SINFO_TIMEOUT_S = 10.0
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
 
@@ -120,7 +123,8 @@ def launch(
     else:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
-        scripts = [job_script(job.config, job.words, options) for job in jobs]
+        code = snapshot(Path(LOGS), writes=not dry_run)
+        scripts = [job_script(job.config, job.words, options, code) for job in jobs]
     if on_slurm or dry_run:
         # Runs of a sweep usually share a summary. stdout is for the scripts.
         print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
@@ -173,10 +177,39 @@ def check_unused(run_dir: Path) -> None:
         )
 
 
-def job_script(config: Config, words: Sequence[str], options: JobOptions) -> str:
+def snapshot(logs: Path, *, writes: bool) -> Path:
+    """Copy the package below `logs`, once for each state of its files; return the copy's directory.
+
+    A job that waits in the queue, or is requeued, so runs what was submitted. The copy includes the
+    metadata by which SGLang finds the plugin. Without `writes` nothing is left.
+    """
+    logs = logs.absolute()
+    if writes:
+        logs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=logs if writes else None) as scratch:
+        copy = Path(scratch) / "code"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PACKAGE, copy / PACKAGE.name, ignore=ignored)  # which follows links
+        for file in distribution("qurl-megatron").files or ():
+            if file.parts[0].endswith(".dist-info"):
+                (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file.locate(), copy / file)
+        content = hashlib.sha256()
+        for path in sorted(path for path in copy.rglob("*") if path.is_file()):
+            content.update(str(path.relative_to(copy)).encode() + path.read_bytes())
+        place = logs / f"code_{content.hexdigest()[:12]}"
+        if writes and not place.exists():
+            copy.rename(place)
+    return place
+
+
+def job_script(
+    config: Config, words: Sequence[str], options: JobOptions, code: Path = PACKAGE.parent
+) -> str:
     """Return the script of the job that creates or resumes a run.
 
-    `words` are a recipe and its overrides; `config` is the configuration that they lead to.
+    `words` are a recipe and its overrides; `config` is the configuration that they lead to. `code`
+    is the directory of the package that the job runs.
 
     Raises:
         ConfigError: the run does not fit on the nodes, or an option is malformed.
@@ -215,7 +248,10 @@ def job_script(config: Config, words: Sequence[str], options: JobOptions) -> str
         lines += [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
     lines += [_export(name, value) for name, value in options.environment.items()]
     lines += [options.setup_lines] if options.setup_lines else []
-    variables = _variables(config, options) | uncounted
+    # Else Python would prefer the working directory, which may be a checkout.
+    lines += ["export PYTHONSAFEPATH=1"]
+    lines += [f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+    variables = _variables(config, options, code) | uncounted
     lines += [_export(name, value) for name, value in variables.items()]
     # A container has another working directory, and a requeued job may be sent from elsewhere.
     words = [*words, f"output_dir={Path(config.output_dir).absolute()}"]
@@ -239,7 +275,7 @@ def knows_gpus(partition: object) -> bool:
     return bool(shown.returncode) or "gpu" in shown.stdout
 
 
-def _check_mounts(config: Config, options: JobOptions) -> None:
+def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
     """Check that the container has the paths of the run where this machine has them.
 
     Raises:
@@ -247,7 +283,7 @@ def _check_mounts(config: Config, options: JobOptions) -> None:
     """
     pairs = [mount.split(":")[:2] for mount in options.container_mounts]
     mounted = [Path(host) for host, inside in pairs if Path(host) == Path(inside)]
-    needed = {"this repository": REPOSITORY, "output_dir": Path(config.output_dir)}
+    needed = {"the code": code, "output_dir": Path(config.output_dir)}
     files = {
         "model": config.model,
         "critic.model": config.critic.model,
@@ -293,19 +329,19 @@ def _export(name: str, value: object) -> str:
     return f"export {name}={shlex.quote(str(value))}"
 
 
-def _variables(config: Config, options: JobOptions) -> dict[str, object]:
+def _variables(config: Config, options: JobOptions, code: Path) -> dict[str, object]:
     """Return the variables that the batch process reads."""
     python = "python" if options.container_image else sys.executable  # the steps' Python
     variables: dict[str, object] = {
         "QURL_PYTHON": os.environ.get("QURL_PYTHON", python),
         "QURL_MAX_RESTARTS": options.max_restarts,
         "QURL_SRUN_ARGS": shlex.join(options.srun_args),
-        "QURL_CONTAINER_OPTIONS": shlex.join(_container_options(config, options)),
+        "QURL_CONTAINER_OPTIONS": shlex.join(_container_options(config, options, code)),
     }
     return {name: value for name, value in variables.items() if value != ""}
 
 
-def _container_options(config: Config, options: JobOptions) -> list[str]:
+def _container_options(config: Config, options: JobOptions, code: Path) -> list[str]:
     """Return srun's options for pyxis; none without an image.
 
     Raises:
@@ -321,13 +357,13 @@ def _container_options(config: Config, options: JobOptions) -> list[str]:
         if options.container_mounts:
             raise ConfigError("--container-mounts: give --container-image too")
         return []
-    _check_mounts(config, options)
+    _check_mounts(config, options, code)
     words = [f"--container-image={options.container_image}", "--no-container-mount-home"]
-    # The steps' Python finds the package there.
-    words += [f"--container-workdir={REPOSITORY}"]
+    words += [f"--container-workdir={code}"]
     words += [f"--container-mounts={','.join(options.container_mounts)}"]
-    names = dict.fromkeys([*options.container_env, *options.environment])
-    return words + ([f"--container-env={','.join(names)}"] if names else [])
+    # An image may have a PYTHONPATH of its own.
+    names = ["PYTHONPATH", "PYTHONSAFEPATH", *options.container_env, *options.environment]
+    return [*words, f"--container-env={','.join(dict.fromkeys(names))}"]
 
 
 def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """Every recipe as a factory of nemo-run's own command, and nemo-run's executors as job options.
 
     nemorun qurl train --factory RECIPE field=value ... --yes
+    nemorun qurl train --yaml FILE field=value ... --yes      # a FILE of --to-yaml
 
 nemo-run finds this module by its entry point. Without an executor, or with a LocalExecutor, the
 command is `qurl train`. With a SlurmExecutor (`run.executor=NAME`) it is `qurl launch --executor
@@ -12,11 +13,14 @@ In Python, `resolve_factory(train, RECIPE)()` returns a Partial whose `config` c
 
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import nemo_run as run
+import yaml
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.text import overrides_between, with_overrides
+from qurl_megatron.config.text import from_tree, overrides_between, with_overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.experiment import GPUS_PER_NODE, JobOptions, launch
 from qurl_megatron.launch.prepare import load_recipe, recipe_names
@@ -40,13 +44,20 @@ class Context(run.cli.RunContext):
 
     def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # like its parent
         """Return the recipe's Partial with overrides applied; exit if one of them is wrong."""
+        # nemo-run's own form of a parameter's field is accepted too.
+        words = [word.removeprefix("config.") for word in args]
         with exit_on_bad_input():
             names = recipe_names()
-            if self.factory not in names:
-                raise ConfigError(f"--factory {self.factory}: recipes are {', '.join(names)}")
-            config = with_overrides(load_recipe(self.factory).recipe(), args)
-            self.given = tuple(args)
-        partial = run.Partial(train, recipe=self.factory, config=config)
+            recipe = self.factory
+            if self.yaml:
+                recipe, config = read_export(Path(self.yaml))
+            elif recipe in names:
+                config = load_recipe(recipe).recipe()
+            else:
+                raise ConfigError(f"--factory {recipe}: recipes are {', '.join(names)}")
+            config = with_overrides(config, words)
+            self.given = tuple(words)
+        partial = run.Partial(train, recipe=recipe, config=config)
         if not (self.to_yaml or self.to_toml or self.to_json):
             # As an argument above, nemo-run would copy it, without its executor and `given`.
             partial.ctx = self
@@ -66,11 +77,36 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
         sys.exit(launch(recipe, overrides, options=options, dry_run=dry_run))
 
 
+def read_export(path: Path) -> tuple[str, Config]:
+    """Return the recipe and the configuration of a file of `--to-yaml`.
+
+    Raises:
+        ConfigError: it is another file.
+    """
+    try:
+        tree = _without_targets(yaml.safe_load(path.read_text()))
+        if tree["recipe"] not in recipe_names():
+            raise ConfigError(f"there is no recipe {tree['recipe']}")
+        return tree["recipe"], from_tree(Config, tree["config"])
+    except (ConfigError, KeyError, TypeError, OSError, UnicodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--yaml {path}: not a file of --to-yaml ({reason})") from None
+
+
+def _without_targets(tree: Any) -> Any:
+    """Drop the entries by which nemo-run names the class of a section."""
+    if not isinstance(tree, dict):
+        return tree
+    names = [name for name in tree if name not in ("_target_", "_partial_")]
+    return {name: _without_targets(tree[name]) for name in names}
+
+
 def job_options(executor: run.Executor) -> JobOptions | None:
     """Return what an executor asks of a job; None if the run is to be on this machine.
 
-    The tasks of a node, the signal and the comment follow from the run, and nothing is packaged.
-    The number of nodes may be larger than the run needs. A LocalExecutor's variables are set here.
+    The tasks of a node, the signal and the comment follow from the run, and the package is copied
+    whatever the packager. The number of nodes may be larger than the run needs; 1, nemo-run's
+    default, stands for what it needs. A LocalExecutor's variables are set here.
 
     Raises:
         ConfigError: the executor is of another kind, or has a field that cannot be honoured.
@@ -86,6 +122,11 @@ def job_options(executor: run.Executor) -> JobOptions | None:
     _refuse_other_fields(executor, SBATCH_FIELDS + OTHER_FIELDS)
     sbatch = {name: getattr(executor, name) for name in SBATCH_FIELDS}
     sbatch["nodes"] = executor.nodes if executor.nodes > 1 else None
+    if sbatch["nodes"] and executor.heterogeneous:
+        raise ConfigError(
+            f"nodes={executor.nodes}: a heterogeneous job has two groups of nodes, whose numbers "
+            "follow from the run; leave it out"
+        )
     return JobOptions(
         sbatch=sbatch | (executor.additional_parameters or {}),
         gpus_per_node=executor.gpus_per_node or GPUS_PER_NODE,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from recipe_inputs import RECIPES
 pytestmark = pytest.mark.usefixtures("short_quickstart")
 
 GPUS_PER_NODE = 8
+CODE = Path(experiment.__file__).parents[2]  # where the package is
 
 
 @pytest.fixture(autouse=True)
@@ -107,14 +109,14 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
     assert not part.keys() & {"no-kill", "container-image"}
-    repository = Path(experiment.__file__).parents[2]  # where the steps' Python finds the package
-    container = (
-        f"--container-image=i.sqsh --no-container-mount-home --container-workdir={repository}"
-    )
-    container += " --container-mounts=/:/,/e:/e --container-env=HOME,NCCL_DEBUG"
-    assert script.splitlines()[-7:-1] == [
+    container = f"--container-image=i.sqsh --no-container-mount-home --container-workdir={CODE}"
+    container += " --container-mounts=/:/,/e:/e"
+    container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
+    assert script.splitlines()[-9:-1] == [
         "export NCCL_DEBUG=INFO",
         "module load cuda",
+        "export PYTHONSAFEPATH=1",
+        f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         "export QURL_PYTHON=python",
         "export QURL_MAX_RESTARTS=3",
         "export QURL_SRUN_ARGS=--mpi=none",
@@ -131,20 +133,19 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
 
 
 def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it() -> None:
-    repository = Path(experiment.__file__).parents[2]
     Path("model").mkdir()
     Path("data").mkdir()
     Path("mine.py").touch()
     words = ["model=model", "data=data:train", "reward=mine.py:reward"]
     here = Path.cwd()
     needed = {
-        "this repository": repository,
+        "the code": CODE,
         "output_dir": here / "runs",
         "model": here / "model",
         "data": here / "data",
         "reward": here / "mine.py",
     }
-    mounts = ["/e:/e", f"{repository}:/workspace"]  # elsewhere does not count
+    mounts = ["/e:/e", f"{CODE}:/workspace"]  # elsewhere does not count
     for what, path in needed.items():
         refused = f"the container would not have {what}, {path}; add {path}:{path}, or a directory"
         with pytest.raises(ConfigError, match=f"^--container-mounts: {re.escape(refused)}"):
@@ -245,6 +246,31 @@ def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
     program("sbatch", "(echo error: more; echo sbatch: error: no account) >&2; exit 1")
     with pytest.raises(ConfigError, match="^sbatch: error: no account$"):
         launch("quickstart", ["name=s"], options=JobOptions())
+
+
+def test_a_job_runs_the_code_that_was_submitted(
+    program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkout changes while it waits; it runs its first words again, as after a requeue."""
+    checkout = Path("checkout")
+    shutil.copytree(experiment.PACKAGE, checkout / "qurl_megatron")
+    monkeypatch.setattr(experiment, "PACKAGE", checkout.absolute() / "qurl_megatron")
+    program("sbatch", "cat > script && echo 7")
+    launch("quickstart", ["name=s"], options=JobOptions())
+    (code,) = Path("logs").absolute().iterdir()
+    launch("quickstart", ["name=t"], options=JobOptions())  # the same code: no second copy
+    assert list(code.parent.iterdir()) == [code]
+    (checkout / "qurl_megatron" / "launch" / "slurm.py").write_text("raise SystemExit('changed')")
+    changed = experiment.snapshot(Path("logs"), writes=False)
+    assert changed != code and list(code.parent.iterdir()) == [code]
+
+    script = Path("script").read_text()
+    asked = "import qurl_megatron, importlib.metadata as m\n"
+    asked += "print(qurl_megatron.__file__, m.distribution('qurl-megatron').locate_file(''))"
+    asking = f"exec() {{ {sys.executable} -c {shlex.quote(asked)}; }}"
+    monkeypatch.chdir(checkout)  # which Python must not prefer
+    shown = subprocess.run(["bash", "-c", f"{asking}\n{script}"], capture_output=True, text=True)
+    assert shown.stdout.split() == [str(code / "qurl_megatron" / "__init__.py"), str(code)]
 
 
 def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,7 +509,7 @@ def test_nemorun_shows_the_job_of_a_slurm_executor_and_the_fields_that_were_set(
         assert expected.items() <= part.items() and part["ntasks-per-node"] == "1"
     for line in ("export WHERE='a b'", "module load cuda", "export QURL_SRUN_ARGS=--mpi=none"):
         assert f"\n{line}\n" in script
-    assert "--container-mounts=/:/,/d:/d --container-env=HOME,WHERE" in script
+    assert "/:/,/d:/d --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,WHERE" in script
     assert not Path("runs").exists()
 
 
@@ -499,6 +525,10 @@ def slurm_executor(**fields: Any) -> nemo_run.SlurmExecutor:
             "tunnel: give a LocalTunnel, and submit from a login node",
         ),
         (slurm_executor(array="1-3"), "SlurmExecutor array='1-3': not honoured; leave it out"),
+        (
+            slurm_executor(nodes=4, heterogeneous=True),
+            "nodes=4: a heterogeneous job has two groups of nodes, whose numbers follow from the",
+        ),
         (nemo_run.LocalExecutor(launcher="torchrun"), "LocalExecutor launcher='torchrun': not"),
         (nemo_run.DockerExecutor(container_image="i"), "DockerExecutor: give a LocalExecutor or a"),
     ],
@@ -510,12 +540,29 @@ def test_what_an_executor_asks_and_cannot_have_is_refused(
         nemo.job_options(executor)
 
 
-def test_nemorun_exports_a_recipe_to_a_file(nemorun: Callable[..., object]) -> None:
+def test_nemorun_exports_a_recipe_to_a_file_and_reads_it(
+    nemorun: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["name=first", "quantization.uaq.scale=2"]
     nemorun("--factory", "quickstart", *words, "--to-yaml", "first.yaml")
     fields = yaml.safe_load(Path("first.yaml").read_text())
     assert fields["config"]["name"] == "first"
     assert fields["config"]["quantization"]["uaq"]["scale"] == 2
+    # Which can be given in place of the recipe, with further words.
+    launched: list[Any] = []
+    monkeypatch.setattr(nemo, "launch", lambda *given, **how: launched.append(given))
+    nemorun("--yaml", "first.yaml", "config.steps=3", "--yes")
+    assert launched == [("quickstart", ["steps=3", "name=first", "quantization.uaq.scale=2.0"])]
+
+
+@pytest.mark.parametrize("text", ["[", "- 1", "recipe: no_such\nconfig: {}", "recipe: grpo"])
+def test_nemorun_refuses_a_file_that_it_did_not_export(
+    text: str, nemorun: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("first.yaml").write_text(text)
+    assert nemorun("--yaml", "first.yaml", "--yes") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("qurl: --yaml first.yaml: not a file of --to-yaml")
 
 
 def test_nemorun_runs_here_and_keeps_a_field_that_is_given_as_the_recipe_has_it(
