@@ -6,6 +6,7 @@ script, whose words are all quoted, replaces its shell with the batch process, `
 that this process gets the signal before the time limit.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -222,6 +223,9 @@ def job_script(
         groups = [(len(learner) + len(rollout), options.gpus_per_node)]
     # Where Slurm counts no GPUs, a job has those of its whole nodes.
     uncounted = {} if has_gpu_gres else {"QURL_GPUS_PER_NODE": options.gpus_per_node}
+    limit_s = float("inf")
+    with contextlib.suppress(ValueError):  # `_sbatch_line` refuses what is no limit
+        limit_s = time_limit_s(str(options.sbatch.get("time")))
     lines = ["#!/bin/bash"]
     for number, (num_nodes, gpus) in enumerate(groups):
         asked: dict[str, object] = {
@@ -237,7 +241,7 @@ def job_script(
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
             "output": f"{LOGS}/%x-%j.out",
-            "signal": f"B:USR1@{LEAD_UNMEASURED_S}",
+            "signal": f"B:USR1@{min(LEAD_UNMEASURED_S, limit_s / 2):.0f}",
         }
         for name, value in options.sbatch.items():
             if value is not None:

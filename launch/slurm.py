@@ -63,6 +63,7 @@ END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
 RETRY_S = 10.0  # between the end of a rollout node's task and its next start
 GUARD_POLL_S = 60.0
 ASK_AGAIN_S = 10.0  # between two attempts to reach Slurm's controller, which restarts now and then
+ASK_ONCE_TIMEOUT_S = 15.0
 ASK_TIMEOUT_S = 300.0  # for all of these attempts
 CLOCK_POLL_S = 30.0  # between two looks at the time limit, and at what steps and saves take
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
@@ -536,13 +537,18 @@ def _ask_repeatedly(*words: str) -> str | None:
 
 
 def _ask(*words: str) -> str | None:
-    """Return what a command of Slurm prints; None, and print its message, if it fails."""
-    done = subprocess.run(list(words), check=False, capture_output=True, text=True)
-    if done.returncode:
-        message = f"qurl: {shlex.join(words)} failed: {done.stderr.strip()}"
-        print(message, file=sys.stderr, flush=True)
-        return None
-    return done.stdout
+    """Return what a command of Slurm prints; None, and print why, if it fails or does not end."""
+    try:
+        done = subprocess.run(
+            list(words), check=True, capture_output=True, text=True, timeout=ASK_ONCE_TIMEOUT_S
+        )
+        return done.stdout
+    except subprocess.TimeoutExpired:
+        reason = f"no answer in {ASK_ONCE_TIMEOUT_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip()
+    print(f"qurl: {shlex.join(words)} failed: {reason}", file=sys.stderr, flush=True)
+    return None
 
 
 def main() -> None:

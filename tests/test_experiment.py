@@ -126,6 +126,7 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
 
 def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_names() -> None:
     assert parts_of(script_of(sbatch={"nodes": 3}))[0]["nodes"] == "3"
+    assert parts_of(script_of(sbatch={"time": 10}))[0]["signal"] == "B:USR1@300"  # not sooner
     with pytest.raises(ConfigError, match="^nodes=1: too few; the run takes 2 of them"):
         script_of(sbatch={"nodes": 1})
     with pytest.raises(ConfigError, match="^--env A B: not the name of an environment variable"):

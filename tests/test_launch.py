@@ -308,8 +308,11 @@ class Controller:
     def run(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         name = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
         self.failures[name] -= 1
+        if self.failures[name] >= 0 and self.failures[name] % 2:
+            raise subprocess.TimeoutExpired(command, slurm.ASK_ONCE_TIMEOUT_S)
         if self.failures[name] >= 0:
-            return subprocess.CompletedProcess(command, 1, "", "Unable to contact slurm controller")
+            message = "Unable to contact slurm controller"
+            raise subprocess.CalledProcessError(1, command, "", message)
         self.done.append(" ".join(command) if command[0] == "scontrol" else name)
         answer = self.answers[name]
         text = answer.pop(0) if isinstance(answer, list) else answer

@@ -27,6 +27,7 @@ PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]
 NODES = ["n1", "n2", "n3", "n4"]
 GPUS_PER_NODE = 2
 START_TIMEOUT_S = 60.0
+SMALL_DISK_BYTES = 300 * 2**20
 T = TypeVar("T")
 
 
@@ -70,6 +71,10 @@ class Cluster:
         self._environment = {**environment, "SLURM_CONF": str(directory / "slurm.conf")}
         for name in ("state", "logs", "spool"):
             (directory / name).mkdir(parents=True)
+        self.small_disk = directory / "small_disk"
+        self.small_disk.mkdir()
+        options = ["-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "none"]
+        subprocess.run(["mount", *options, self.small_disk], check=True)  # before the nodes' own
         try:
             self._configure()
             self._start_munge()
@@ -174,13 +179,14 @@ class Cluster:
         self.wait_for(self._states, all_idle, 120, "idle")
 
     def close(self) -> None:
-        """End every daemon and node process, which also removes their mounts."""
+        """End every daemon and node process, which removes their mounts; unmount the small disk."""
         for node in NODES:
             if node in self._daemons:
                 self.kill_node(node)
         for daemon in self._daemons.values():
             daemon.terminate()
             daemon.wait(30)
+        subprocess.run(["umount", "--lazy", self.small_disk], check=True)
 
     def _states(self) -> list[str]:
         """Return the state of each node, once for each of its partitions."""
@@ -216,7 +222,7 @@ TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
 GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2

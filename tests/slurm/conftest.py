@@ -12,8 +12,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def cluster(slurm: Cluster) -> Iterator[Cluster]:
-    """Yield the session's Slurm, idle before and after each test."""
+def cluster(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Yield the session's Slurm, idle before and after each test, which is in its own directory."""
+    monkeypatch.chdir(tmp_path)
     yield slurm
     slurm.cancel_all()
 

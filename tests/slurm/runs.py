@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from e2e.running import SMALL
 from qurl_megatron.config.text import with_overrides
@@ -19,11 +20,11 @@ WORDS = [
 ]
 
 
-def script_of(*overrides: str, heterogeneous: bool = False) -> str:
-    """Return the script of a job of the run with overrides."""
+def script_of(*overrides: str, **options: Any) -> str:
+    """Return the script of a job of the run with overrides and options, in this directory."""
     words = [*WORDS, *overrides]
     config = with_overrides(quickstart.recipe(), words[1:])
-    return job_script(config, words, JobOptions({}, GPUS_PER_NODE, heterogeneous))
+    return job_script(config, words, JobOptions(gpus_per_node=GPUS_PER_NODE, **options))
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
