@@ -19,13 +19,14 @@ import numpy as np
 
 from benchmarks import machine
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import plan
 from qurl_megatron.planning.plan import Plan
 from qurl_megatron.planning.rollout_time import ResponseLengths
 from qurl_megatron.planning.step_time import Workload
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import study
 
-MODEL = ARCHITECTURES["Qwen2.5-32B"]
+MODEL = KNOWN_MODELS["Qwen2.5-32B"]
 GPUS = 64
 WORKLOAD = Workload(mean_prompt=512, mean_response=2048, log_deviation=1.0)
 STALENESS = (0, 1, 2, 4)

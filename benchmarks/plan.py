@@ -7,8 +7,6 @@
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
-import dataclasses
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,26 +16,11 @@ from benchmarks import machine
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.rollout_time import rollout_s, server_load
 from qurl_megatron.planning.step_time import Workload, plan_publish
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
-
-QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
-
-
-def _variant(base: Architecture, *sizes: int, **fields: Any) -> Architecture:
-    names = ["num_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
-    names += ["num_key_value_heads", "head_dim", "vocab_size"]
-    changes: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), **fields}
-    return dataclasses.replace(base, **changes)
-
-
-QWEN3_8B = _variant(QWEN3_32B, 36, 4096, 12288, 32, 8, 128, 151936)
-QWEN3_14B = _variant(QWEN3_32B, 40, 5120, 17408, 40, 8, 128, 151936)
-QWEN2_7B = _variant(QWEN2_32B, 28, 3584, 18944, 28, 4, 128, 152064)
-LLAMA_8B = _variant(QWEN2_32B, 32, 4096, 14336, 32, 8, 128, 128256, family="llama", qkv_bias=False)
-LLAMA_70B = _variant(QWEN2_32B, 80, 8192, 28672, 64, 8, 128, 128256, family="llama", qkv_bias=False)
+from qurl_megatron.recipes.scaling_32b import study
 
 # (format, mean context in tokens, {sequences: median inter-token latency in ms}) of Qwen3-8B on one
 # H100 with vLLM 0.30. Source: github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at
@@ -55,19 +38,12 @@ FITTED: list[tuple[WeightFormat, int, dict[int, float]]] = [
 # BF16 with vLLM. Source: github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. It does
 # not state the context, for which the mean output is assumed; that is too much when memory is full.
 # In the chat task new prompts are read between the tokens, which the plan leaves out.
-LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
-    ("Qwen3-32B", QWEN3_32B, 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
-    ("Qwen3-14B", QWEN3_14B, 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
-    ("Qwen3-32B", QWEN3_32B, 1, "chat", 630, {8: 25.21, 16: 26.35, 29: 28.81}),
-    (
-        "Qwen3-32B",
-        QWEN3_32B,
-        2,
-        "chat",
-        630,
-        {8: 15.06, 32: 17.91, 64: 22.45, 128: 29.66, 256: 44.45},
-    ),
-    ("Llama 3.1 70B", LLAMA_70B, 4, "chat", 350, {32: 20.05, 64: 22.43, 128: 27.87, 256: 39.84}),
+LATENCIES: list[tuple[str, int, str, int, dict[int, float]]] = [
+    ("Qwen3-32B", 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
+    ("Qwen3-14B", 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
+    ("Qwen3-32B", 1, "chat", 630, {8: 25.21, 16: 26.35, 29: 28.81}),
+    ("Qwen3-32B", 2, "chat", 630, {8: 15.06, 32: 17.91, 64: 22.45, 128: 29.66, 256: 44.45}),
+    ("Llama-3.1-70B", 4, "chat", 350, {32: 20.05, 64: 22.43, 128: 27.87, 256: 39.84}),
 ]
 
 
@@ -91,7 +67,9 @@ def latency_errors(constants: np.ndarray) -> list[float]:
         for weight_format, context, latencies in FITTED:
             for sequences, latency_ms in latencies.items():
                 tokens = sequences * context
-                time_s = step_time.decode_s(QWEN3_8B, weight_format, 1, sequences, tokens)
+                time_s = step_time.decode_s(
+                    KNOWN_MODELS["Qwen3-8B"], weight_format, 1, sequences, tokens
+                )
                 errors.append(1000 * time_s / latency_ms - 1)
     return errors
 
@@ -122,31 +100,32 @@ def compare_published() -> None:
     """Print planned times and ratios beside published ones that no constant was fitted to."""
     print("2. Published figures: planned, published, error\n")
     print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100, BF16")
-    for name, architecture, gpus, task, context, latencies in LATENCIES:
+    for name, gpus, task, context, latencies in LATENCIES:
+        architecture = KNOWN_MODELS[name]
         for sequences, latency_ms in latencies.items():
             planned = step_time.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
             label = f"{name}, {gpus} GPUs, {task}, {sequences} sequences"
             print_row(label, 1000 * planned, latency_ms, "ms")
     print("\n   8-bit over BF16 in throughput")
     print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
-    ratio = throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8")
+    ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-7B"], 1, 512, 1024, "int8")
     print_row("7B, 1 GPU (+20 to 30 %)", ratio, 1.25, "x")
-    ratio = throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8")
+    ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-32B"], 2, 512, 1024, "int8")
     print_row("32B, 2 GPUs (+90 %)", ratio, 1.9, "x")
     print("   GPUStack performance lab, Qwen3-32B, ShareGPT, TensorRT-LLM: 1926 / 1280 tokens/s")
-    ratio = throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9)
+    ratio = throughput_ratio(KNOWN_MODELS["Qwen3-32B"], 1, 217, 201, "fp8", 0.9)
     print_row("FP8, 1 GPU", ratio, 1926 / 1280, "x")
     print("\n   Step of GRPO, NeMo-RL v0.4 performance summary, H100, BF16, on policy, colocated")
     print("   (2048 sequences, 4 minibatches, a reference; prompts of 150 tokens assumed)")
-    step_s = colocated_step_s(QWEN3_32B, 32, 4, (4, 4, 2), 3206)
+    step_s = colocated_step_s(KNOWN_MODELS["Qwen3-32B"], 32, 4, (4, 4, 2), 3206)
     print_row("Qwen3-32B, 32 GPUs, TP4, learner TP4 x PP4 x DP2", step_s, 393.0, "s")
-    step_s = colocated_step_s(LLAMA_8B, 16, 1, (1, 2, 8), 1060)
+    step_s = colocated_step_s(KNOWN_MODELS["Llama-3.1-8B"], 16, 1, (1, 2, 8), 1060)
     print_row("Llama 3.1 8B, 16 GPUs, TP1, learner PP2 x DP8", step_s, 97.7, "s")
     print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (plan: lower bound)")
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
              "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
-    print_row("TP8 x PP2", plan_publish(QWEN2_32B, config).time_s, 14.2, "s")
+    print_row("TP8 x PP2", plan_publish(KNOWN_MODELS["Qwen2.5-32B"], config).time_s, 14.2, "s")
 
 
 def throughput_ratio(

@@ -18,11 +18,12 @@ from benchmarks import machine
 from benchmarks.overlap import describe, simulate
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning.plan import REMEDIES, Plan, suggest
 from qurl_megatron.planning.step_time import Workload
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import study
 
-MODEL = ARCHITECTURES["Qwen2.5-32B"]
+MODEL = KNOWN_MODELS["Qwen2.5-32B"]
 GPUS = (24, 32, 64, 128, 256, 512, 1024)
 # Longest response -> its workload.
 WORKLOADS = {8192: Workload(512, 2048, 1.0), 31_744: Workload(512, 8192, 1.0)}

@@ -12,6 +12,7 @@ from published import PARAMETERS
 from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.plan import plan
 from qurl_megatron.planning.rollout_time import (
@@ -22,10 +23,9 @@ from qurl_megatron.planning.rollout_time import (
     steady_state,
 )
 from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
-from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import study
 
-QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
 QWEN3_8B = dataclasses.replace(
     QWEN3, num_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32
 )
@@ -230,7 +230,7 @@ def test_recomputation_and_offload_take_their_own_time() -> None:
 
 def test_a_batch_reads_the_experts_that_its_sequences_choose() -> None:
     """One sequence reads 8 of 128 experts, 512 sequences all; each multiplies by its own 8."""
-    architecture = EXPERTS["Qwen3-30B-A3B"]
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
     of_gpu = memory.server_weight_bytes(architecture, "int8", 1)
     one = step_time.decode_s(architecture, "int8", 1, 1, 0)
     two = step_time.decode_s(architecture, "int8", 1, 2, 0)
@@ -241,7 +241,7 @@ def test_a_batch_reads_the_experts_that_its_sequences_choose() -> None:
 
 def test_tokens_go_to_their_experts_and_back_over_the_link_of_the_layout() -> None:
     """Each of 8 choices goes and returns, 7/8 of them to other ranks; 16 ranks are two nodes."""
-    architecture = EXPERTS["Qwen3-30B-A3B"]
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
     num_bytes = 2 * 8 * (1000 / 2) * 2 * 2048
     of_eight = LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, expert_parallel_size=8)
     of_two_nodes = dataclasses.replace(of_eight, data_parallel_size=8, expert_parallel_size=16)

@@ -291,25 +291,24 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     from qurl_megatron.config.text import with_overrides
     from qurl_megatron.launch.prepare import load_recipe, recipe_names
     from qurl_megatron.model.architecture import Architecture
-    from qurl_megatron.recipes import qwen3_moe, scaling_32b
+    from qurl_megatron.model.known import KNOWN_MODELS
 
-    known = scaling_32b.ARCHITECTURES | qwen3_moe.ARCHITECTURES
-    is_model = subject in known or Path(subject).is_dir()
+    is_model = subject in KNOWN_MODELS or Path(subject).is_dir()
     if is_model:
         overrides = [f"model={subject}", *overrides]
-        architecture = known.get(subject) or Architecture.from_directory(subject)
+        architecture = KNOWN_MODELS.get(subject) or Architecture.from_directory(subject)
         subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
     elif subject not in recipe_names():
         raise ConfigError(
-            f"{subject}: no such directory, model ({', '.join(known)}) or recipe "
+            f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
             f"({', '.join(recipe_names())})"
         )
     config = with_overrides(load_recipe(subject).recipe(), overrides)
     if not config.model:
         raise ConfigError(
-            f"model=: missing; give a directory with config.json, or {' or '.join(known)}"
+            f"model=: missing; give a directory with config.json, or {', '.join(KNOWN_MODELS)}"
         )
-    architecture = known.get(config.model) or Architecture.from_directory(config.model)
+    architecture = KNOWN_MODELS.get(config.model) or Architecture.from_directory(config.model)
     layout_fields = ("learner.", "rollout.server.tensor_parallel_size")
     has_layout = not is_model or any(word.startswith(layout_fields) for word in overrides)
     return architecture, config, has_layout
