@@ -18,8 +18,10 @@ from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
+from qurl_megatron.planning.gpus import H100
+from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.rollout_time import rollout_s, server_load
-from qurl_megatron.planning.step_time import Workload, plan_publish
+from qurl_megatron.planning.step_time import plan_publish
 from qurl_megatron.recipes.scaling_32b import study
 
 # (format, mean context in tokens, {sequences: median inter-token latency in ms}) of Qwen3-8B on one
@@ -140,7 +142,7 @@ def throughput_ratio(
 
     def tokens_per_s(weight_format: WeightFormat) -> float:
         weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
-        room = memory.GPU_BYTES * fraction - weights
+        room = H100.memory_bytes * fraction - weights
         fits = room / memory.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
         sequences = min(256.0, fits)
         step_s = step_time.decode_s(

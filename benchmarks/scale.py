@@ -19,8 +19,8 @@ from benchmarks.overlap import describe, simulate
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.known import KNOWN_MODELS
+from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.plan import REMEDIES, Plan, suggest
-from qurl_megatron.planning.step_time import Workload
 from qurl_megatron.recipes.scaling_32b import study
 
 MODEL = KNOWN_MODELS["Qwen2.5-32B"]

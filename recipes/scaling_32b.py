@@ -12,7 +12,7 @@ Sources of the settings:
 
 - The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
-  servers have whole nodes of eight GPUs. Their steps are within a tenth of the shortest that
+  servers have whole nodes of eight GPUs. Their steps are within a seventh of the shortest that
   `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
   without that, the activations of Qwen3-32B have no room for 8k tokens.
 """

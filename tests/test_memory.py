@@ -22,6 +22,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
+from qurl_megatron.planning.gpus import H100
 from qurl_megatron.recipes.scaling_32b import study
 from tiny import build_tiny_model
 
@@ -157,7 +158,7 @@ def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
     for length in (8192, 12288, 16384, 24576, 130048):
         words = [f"rollout.max_response_length={length}", "learner.tensor_parallel_size=4"]
         config = with_overrides(study("", 64, "int8"), words)
-        learner = memory.with_cheapest_recomputation(QWEN2, config).learner
+        learner = memory.with_cheapest_recomputation(QWEN2, config, H100.memory_bytes).learner
         chosen.append((learner.recompute, learner.recompute_layers, learner.offload_optimizer))
     assert chosen == [
         (None, None, False),
