@@ -114,7 +114,7 @@ LEARNER_MFU = 389e12 / H100.bf16_flops
 # The rate of grouped products over that of large ones: with it a step of Qwen3-30B-A3B on 8 H100,
 # 512 sequences of 4096 tokens and experts chosen equally often, takes the 21.77 s of the same
 # summary. Fitted by `benchmarks/plan.py`.
-EXPERT_RATE = 0.82
+EXPERT_RATE = 0.84
 # Standard deviation of the tokens of an expert over their mean. The Gini coefficient of five models
 # is 0.105 to 0.24 and more on real text, and that of Qwen3-30B-A3B in between (arXiv:2605.20982);
 # 0.2 is taken, which is that of a normal distribution with this deviation.
