@@ -43,7 +43,7 @@ def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: N
     Times are medians over its steps but the first, in which servers and learner warm up.
 
     Raises:
-        ConfigError: it is no run of this model, or cannot be planned.
+        ConfigError: it is no run of this model, or its layout cannot be planned.
     """
     run = read_run(run_dir)
     architecture = Architecture.from_directory(run.config.model)
@@ -56,7 +56,11 @@ def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: N
     mean_response = fmean(step["response_length_mean"] for step in steps)
     lengths = Workload(workload.mean_prompt, mean_response, workload.log_deviation)
     measured_s = {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
-    return Row(plan_run(architecture, run.config, lengths, node), run.name, measured_s)
+    try:
+        planned = plan_run(architecture, run.config, lengths, node)
+    except ConfigError as error:
+        raise ConfigError(f"--measured {run_dir}: {error}") from None
+    return Row(planned, run.name, measured_s)
 
 
 def check_outputs(files: Iterable[Path]) -> None:
@@ -168,10 +172,13 @@ def _draw(rows: list[Row], file: Path) -> None:
         bottom = [low + height for low, height in zip(bottom, part, strict=True)]
     shares.set(xlabel=f"{plans[0].node.gpu.name}, learner and servers", ylabel="% of a step")
     shares.set_xticks(places, [str(number) for number in gpus])
-    shares.legend(fontsize=8)
+    shares.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     numbers = sorted({*gpus, *(row.plan.gpus for row in runs)})
     times.set_xticks(numbers, [str(number) for number in numbers])
     times.set_xticks([], minor=True)
+    times.yaxis.set_major_formatter("{x:g}")
+    times.yaxis.set_minor_formatter("{x:g}")
+    times.tick_params(axis="y", which="minor", labelsize=7)
     config = plans[0].config
     figure.suptitle(
         f"{Path(config.model).name} in {config.quantization.format}: "
