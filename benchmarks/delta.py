@@ -25,15 +25,15 @@ from torch import Tensor
 from benchmarks import machine
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.model import weight_map
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
 from qurl_megatron.quantization import quantize
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync.delta import compare, pack, unpack
 
 # By format, optimizer steps, width and UAQ scale.
 Sizes = dict[tuple[WeightFormat, int, int, float], "Measured"]
 
-MODEL = ARCHITECTURES["Qwen2.5-32B"]
+MODEL = KNOWN_MODELS["Qwen2.5-32B"]
 WIDTHS = (MODEL.hidden_size, MODEL.intermediate_size)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-block", "bf16")
 MINIBATCHES = (1, 4, 16)

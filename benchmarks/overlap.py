@@ -13,19 +13,18 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Callable
-from statistics import NormalDist
 
 import numpy as np
 
 from benchmarks import machine
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import plan
+from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.plan import Plan
-from qurl_megatron.planning.rollout_time import ResponseLengths
-from qurl_megatron.planning.step_time import Workload
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import study
 
-MODEL = ARCHITECTURES["Qwen2.5-32B"]
+MODEL = KNOWN_MODELS["Qwen2.5-32B"]
 GPUS = 64
 WORKLOAD = Workload(mean_prompt=512, mean_response=2048, log_deviation=1.0)
 STALENESS = (0, 1, 2, 4)
@@ -93,16 +92,6 @@ class SimulatedServer:
             self._finished_s[batch] = self.now_s
 
 
-def quantile(lengths: ResponseLengths, fraction: float) -> float:
-    """Return the length that `fraction` of the responses do not exceed."""
-    if lengths.mean >= lengths.maximum:
-        return lengths.maximum
-    if lengths.log_deviation is None:
-        return lengths.maximum * fraction ** ((lengths.maximum - lengths.mean) / lengths.mean)
-    logarithm = NormalDist(lengths.log_median, lengths.log_deviation).inv_cdf(fraction)
-    return min(math.exp(logarithm), lengths.maximum)
-
-
 def simulate(planned: Plan, seed: int) -> float:
     """Return the mean seconds of a step, without the first steps, in which the pipeline fills."""
     rollout, max_staleness = planned.config.rollout, planned.config.rollout.max_staleness
@@ -115,7 +104,7 @@ def simulate(planned: Plan, seed: int) -> float:
         for _ in range(rollout.prompts_per_step):
             server = min(servers, key=lambda server: server.num_sequences)
             for fraction in generator.random(rollout.completions_per_prompt):
-                server.add(batch, round(quantile(load.lengths, fraction)) or 1)
+                server.add(batch, round(load.lengths.quantile(fraction)) or 1)
         for server in servers:
             server.now_s += load.prompts_s
 
@@ -153,7 +142,6 @@ def main() -> None:
     for log_deviation in LOG_DEVIATIONS:
         workload = dataclasses.replace(WORKLOAD, log_deviation=log_deviation)
         layout = plan.suggest(MODEL, study("", GPUS, "int8"), GPUS, workload=workload)
-        assert layout is not None
         print(f"lognormal lengths, mean {workload.mean_response}, deviation {log_deviation}")
         print(f"   {'staleness':>9}  {'planned':>8} {'simulated':>22}  limited by")
         for max_staleness in STALENESS:

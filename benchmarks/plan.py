@@ -1,43 +1,30 @@
 """Measure the errors of `qurl plan`'s times: `python -m benchmarks.plan`.
 
-1. Decode constants of `planning/step_time.py`, fitted again to the latencies they come from.
+1. Constants of `planning/step_time.py`, fitted again to the times they come from.
 2. Published times and ratios that no constant was fitted to, with their sources. Settings that a
    source leaves out are stated beside the figure.
 
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
-import dataclasses
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import brentq, least_squares
 
 from benchmarks import machine
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
-from qurl_megatron.planning.rollout_time import rollout_s, server_load
-from qurl_megatron.planning.step_time import Workload, plan_publish
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
-
-QWEN2_32B, QWEN3_32B = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
-
-
-def _variant(base: Architecture, *sizes: int, **fields: Any) -> Architecture:
-    names = ["num_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
-    names += ["num_key_value_heads", "head_dim", "vocab_size"]
-    changes: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), **fields}
-    return dataclasses.replace(base, **changes)
-
-
-QWEN3_8B = _variant(QWEN3_32B, 36, 4096, 12288, 32, 8, 128, 151936)
-QWEN3_14B = _variant(QWEN3_32B, 40, 5120, 17408, 40, 8, 128, 151936)
-QWEN2_7B = _variant(QWEN2_32B, 28, 3584, 18944, 28, 4, 128, 152064)
-LLAMA_8B = _variant(QWEN2_32B, 32, 4096, 14336, 32, 8, 128, 128256, family="llama", qkv_bias=False)
-LLAMA_70B = _variant(QWEN2_32B, 80, 8192, 28672, 64, 8, 128, 128256, family="llama", qkv_bias=False)
+from qurl_megatron.planning.gpus import H100
+from qurl_megatron.planning.lengths import Workload
+from qurl_megatron.planning.published import STEPS
+from qurl_megatron.planning.step_time import EXPERT_DECODE, ExpertDecode, plan_publish
+from qurl_megatron.recipes.scaling_32b import study
 
 # (format, mean context in tokens, {sequences: median inter-token latency in ms}) of Qwen3-8B on one
 # H100 with vLLM 0.30. Source: github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at
@@ -51,23 +38,34 @@ FITTED: list[tuple[WeightFormat, int, dict[int, float]]] = [
     ("fp8", 8448, {1: 5.104, 4: 6.425, 10: 9.506}),
 ]
 
-# (model, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}) on H100 in
-# BF16 with vLLM. Source: github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. It does
+# (model, format, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}) on
+# H100 with vLLM. Source: github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. It does
 # not state the context, for which the mean output is assumed; that is too much when memory is full.
-# In the chat task new prompts are read between the tokens, which the plan leaves out.
-LATENCIES: list[tuple[str, Architecture, int, str, int, dict[int, float]]] = [
-    ("Qwen3-32B", QWEN3_32B, 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
-    ("Qwen3-14B", QWEN3_14B, 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
-    ("Qwen3-32B", QWEN3_32B, 1, "chat", 630, {8: 25.21, 16: 26.35, 29: 28.81}),
-    (
-        "Qwen3-32B",
-        QWEN3_32B,
-        2,
-        "chat",
-        630,
-        {8: 15.06, 32: 17.91, 64: 22.45, 128: 29.66, 256: 44.45},
-    ),
-    ("Llama 3.1 70B", LLAMA_70B, 4, "chat", 350, {32: 20.05, 64: 22.43, 128: 27.87, 256: 39.84}),
+# In the chat task new prompts are read between the tokens, which the plan leaves out. Models with
+# experts were served with as many expert-parallel ranks as GPUs.
+Latencies = list[tuple[str, WeightFormat, int, str, int, dict[int, float]]]
+LATENCIES: Latencies = [
+    ("Qwen3-32B", "bf16", 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
+    ("Qwen3-14B", "bf16", 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
+    ("Qwen3-32B", "bf16", 1, "chat", 630, {8: 25.21, 16: 26.35, 29: 28.81}),
+    ("Qwen3-32B", "bf16", 2, "chat", 630, {8: 15.06, 32: 17.91, 64: 22.45, 128: 29.66, 256: 44.45}),
+    ("Llama-3.1-70B", "bf16", 4, "chat", 350, {32: 20.05, 64: 22.43, 128: 27.87, 256: 39.84}),
+    ("Qwen3-30B-A3B", "bf16", 1, "gpqa", 8200, {8: 12.31, 16: 16.75}),
+    ("Qwen3-30B-A3B", "bf16", 2, "gpqa", 8100, {8: 9.37, 16: 11.97, 32: 16.40, 64: 21.54}),
+    ("Qwen3-235B-A22B", "bf16", 8, "gpqa", 9100, {8: 20.24, 16: 24.88, 32: 33.39}),
+    ("Qwen3-235B-A22B", "fp8", 4, "gpqa", 9000, {8: 35.11, 16: 38.23, 32: 43.31}),
+    ("Qwen3-235B-A22B", "fp8", 8, "gpqa", 9300, {8: 25.47, 32: 32.20, 64: 39.53, 128: 45.92}),
+    ("Qwen3-30B-A3B", "bf16", 2, "chat", 920, {128: 27.42, 256: 34.58, 511: 47.39}),
+    ("Qwen3-235B-A22B", "bf16", 8, "chat", 865, {128: 46.64, 228: 55.48}),
+    ("Qwen3-235B-A22B", "fp8", 8, "chat", 875, {128: 42.14, 256: 54.93, 511: 75.84}),
+]
+# The latencies of experts that `EXPERT_DECODE` is fitted to: the chat task again.
+FITTED_EXPERTS: Latencies = [
+    ("Qwen3-30B-A3B", "bf16", 1, "chat", 925, {8: 12.85, 16: 17.55, 32: 22.57, 64: 28.94}),
+    ("Qwen3-30B-A3B", "bf16", 2, "chat", 920, {8: 9.36, 16: 12.55, 32: 15.39, 64: 18.70}),
+    ("Qwen3-235B-A22B", "bf16", 8, "chat", 865, {8: 20.24, 16: 25.35, 32: 34.71, 64: 40.34}),
+    ("Qwen3-235B-A22B", "fp8", 4, "chat", 865, {8: 35.24, 16: 37.27, 32: 42.75, 64: 49.00}),
+    ("Qwen3-235B-A22B", "fp8", 8, "chat", 875, {8: 24.74, 16: 26.79, 32: 30.16, 64: 34.67}),
 ]
 
 
@@ -91,13 +89,61 @@ def latency_errors(constants: np.ndarray) -> list[float]:
         for weight_format, context, latencies in FITTED:
             for sequences, latency_ms in latencies.items():
                 tokens = sequences * context
-                time_s = step_time.decode_s(QWEN3_8B, weight_format, 1, sequences, tokens)
+                time_s = step_time.decode_s(
+                    KNOWN_MODELS["Qwen3-8B"], weight_format, 1, sequences, tokens
+                )
                 errors.append(1000 * time_s / latency_ms - 1)
     return errors
 
 
+def expert_errors(precision: str, constants: np.ndarray) -> list[float]:
+    """Return the relative errors of `FITTED_EXPERTS` of a precision with these constants."""
+    with patch.dict(EXPERT_DECODE, {precision: ExpertDecode(*constants)}):
+        return [
+            planned_ms / latency_ms - 1
+            for row in FITTED_EXPERTS
+            if (row[1] == "bf16") == (precision == "bf16")
+            for _, planned_ms, latency_ms in latencies_of(*row)
+        ]
+
+
+def latencies_of(
+    name: str,
+    weight_format: WeightFormat,
+    gpus: int,
+    task: str,
+    context: int,
+    latencies: dict[int, float],
+) -> list[tuple[str, float, float]]:
+    """Return a label, the planned and the published latency of each number of sequences."""
+    rows = []
+    for sequences, latency_ms in latencies.items():
+        time_s = step_time.decode_s(
+            KNOWN_MODELS[name], weight_format, gpus, sequences, sequences * context
+        )
+        label = f"{name} in {weight_format}, {gpus} GPUs, {task}, {sequences} sequences"
+        rows.append((label, 1000 * time_s, latency_ms))
+    return rows
+
+
+def refit(
+    constants: dict[str, float], errors_of: Callable[[np.ndarray], list[float]], source: str
+) -> None:
+    """Fit constants by least squares of the relative error; print them beside their values."""
+    scale = np.array(list(constants.values()))
+    factors = least_squares(lambda x: errors_of(x * scale), np.ones(len(scale)), bounds=(0.1, 10)).x
+    for (name, value), fitted in zip(constants.items(), factors * scale, strict=True):
+        print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
+    own = np.array(errors_of(scale))
+    print(
+        f"   {len(own)} latencies of {source}: root mean square error "
+        f"{np.sqrt(np.mean(own**2)):.1%}, largest {np.abs(own).max():.1%}\n"
+    )
+
+
 def refit_constants() -> None:
-    """Fit the constants to `FITTED` by least squares of the relative error, and print them."""
+    """Fit the constants of decoding and of a learner's experts, and print them."""
+    print("1. Constants: in step_time.py, and fitted\n")
     constants = {
         "HBM_EFFICIENCY of weights": step_time.HBM_EFFICIENCY["weights"],
         "HBM_EFFICIENCY of kv": step_time.HBM_EFFICIENCY["kv"],
@@ -106,47 +152,92 @@ def refit_constants() -> None:
         "PRODUCT_EFFICIENCY of bf16": step_time.PRODUCT_EFFICIENCY["bf16"],
         "PRODUCT_EFFICIENCY of 8-bit": step_time.PRODUCT_EFFICIENCY["8-bit"],
     }
-    scale = np.array(list(constants.values()))
-    factors = least_squares(lambda x: latency_errors(x * scale), np.ones(6), bounds=(0.1, 10)).x
-    print("1. Decode constants: in step_time.py, and fitted to Qwen3-8B on one H100 (silybench)\n")
-    for (name, value), fitted in zip(constants.items(), factors * scale, strict=True):
-        print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
-    own = np.array(latency_errors(scale))
-    print(
-        f"   {len(own)} latencies: root mean square error {np.sqrt(np.mean(own**2)):.1%}, "
-        f"largest {np.abs(own).max():.1%}\n"
-    )
+    refit(constants, latency_errors, "Qwen3-8B on one H100 (silybench)")
+    for precision, experts in EXPERT_DECODE.items():
+        constants = {
+            f"EXPERT_DECODE of {precision}: hbm_efficiency": experts.hbm_efficiency,
+            f"EXPERT_DECODE of {precision}: layer_s": experts.layer_s,
+        }
+        source = "Qwen3-30B-A3B and 235B-A22B (ML.ENERGY, chat)"
+        refit(constants, partial(expert_errors, precision), source)
+
+    def excess_s(rate: float) -> float:
+        with patch.object(step_time, "EXPERT_RATE", rate):
+            return pretraining_s("Qwen3-30B-A3B", 512, (1, 1, 8, 8), 4) - 21.773
+
+    fitted = brentq(excess_s, 0.1, 2)
+    print(f"   {'EXPERT_RATE':58} {step_time.EXPERT_RATE:9.3g} {fitted:9.3g}")
+    print("   a step of Qwen3-30B-A3B on 8 H100 (NeMo AutoModel)\n")
+
+
+def pretraining_s(
+    name: str, sequences: int, sizes: tuple[int, int, int, int], virtual: int
+) -> float:
+    """Return the time of an update on sequences of 4096 tokens, experts chosen equally often.
+
+    `sizes` are the learner's tensor, pipeline, data and expert parallel sizes.
+    """
+    tensor, pipeline, data, experts = sizes
+    architecture = KNOWN_MODELS[name]
+    words = [
+        f"learner.tensor_parallel_size={tensor}",
+        f"learner.pipeline_parallel_size={pipeline}",
+        f"learner.data_parallel_size={data}",
+        f"learner.expert_parallel_size={experts}",
+        f"learner.virtual_pipeline_parallel_size={virtual if pipeline > 1 else 1}",
+        "learner.micro_batch_size=1",
+        f"rollout.prompts_per_step={sequences}",
+        "rollout.completions_per_prompt=1",
+        "rollout.max_response_length=4096",
+        "optimizer.minibatches_per_step=1",
+    ]
+    if architecture.num_layers % pipeline:
+        last = architecture.shorter_last_stage(pipeline)
+        words.append(f"learner.layers_in_last_pipeline_stage={last}")
+    config = with_overrides(Config(), words)
+    with patch.object(step_time, "EXPERT_LOAD_DEVIATION", 0.0):
+        return step_time.learner_s(architecture, config, Workload(0, 4096))["update"]
 
 
 def compare_published() -> None:
     """Print planned times and ratios beside published ones that no constant was fitted to."""
     print("2. Published figures: planned, published, error\n")
-    print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100, BF16")
-    for name, architecture, gpus, task, context, latencies in LATENCIES:
-        for sequences, latency_ms in latencies.items():
-            planned = step_time.decode_s(architecture, "bf16", gpus, sequences, sequences * context)
-            label = f"{name}, {gpus} GPUs, {task}, {sequences} sequences"
-            print_row(label, 1000 * planned, latency_ms, "ms")
+    print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100")
+    for row in LATENCIES:
+        for label, planned_ms, latency_ms in latencies_of(*row):
+            print_row(label, planned_ms, latency_ms, "ms")
     print("\n   8-bit over BF16 in throughput")
     print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
-    ratio = throughput_ratio(QWEN2_7B, 1, 512, 1024, "int8")
+    ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-7B"], 1, 512, 1024, "int8")
     print_row("7B, 1 GPU (+20 to 30 %)", ratio, 1.25, "x")
-    ratio = throughput_ratio(QWEN2_32B, 2, 512, 1024, "int8")
+    ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-32B"], 2, 512, 1024, "int8")
     print_row("32B, 2 GPUs (+90 %)", ratio, 1.9, "x")
     print("   GPUStack performance lab, Qwen3-32B, ShareGPT, TensorRT-LLM: 1926 / 1280 tokens/s")
-    ratio = throughput_ratio(QWEN3_32B, 1, 217, 201, "fp8", 0.9)
+    ratio = throughput_ratio(KNOWN_MODELS["Qwen3-32B"], 1, 217, 201, "fp8", 0.9)
     print_row("FP8, 1 GPU", ratio, 1926 / 1280, "x")
-    print("\n   Step of GRPO, NeMo-RL v0.4 performance summary, H100, BF16, on policy, colocated")
-    print("   (2048 sequences, 4 minibatches, a reference; prompts of 150 tokens assumed)")
-    step_s = colocated_step_s(QWEN3_32B, 32, 4, (4, 4, 2), 3206)
-    print_row("Qwen3-32B, 32 GPUs, TP4, learner TP4 x PP4 x DP2", step_s, 393.0, "s")
-    step_s = colocated_step_s(LLAMA_8B, 16, 1, (1, 2, 8), 1060)
-    print_row("Llama 3.1 8B, 16 GPUs, TP1, learner PP2 x DP8", step_s, 97.7, "s")
+    print("\n   Pretraining step, H100 in BF16, 4096 tokens, experts chosen equally often")
+    print("   Megatron-Bridge pull request 5123: 299 TFLOP/s; expert parallel size not stated, 8")
+    step_s = pretraining_s("Qwen3-30B-A3B", 1024, (1, 1, 16, 8), 1)
+    print_row("Qwen3-30B-A3B, 16 GPUs", step_s, 20.147, "s")
+    print(
+        "   Megatron-LM pull request 5728: 302 TFLOP/s, in the layout of Megatron-Bridge's summary"
+    )
+    config = with_overrides(Config(), ["rollout.max_response_length=4096"])
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8192, 1
+    large = KNOWN_MODELS["Qwen3-235B-A22B"]
+    flops = 3 * sum(step_time.pass_flops(large, config, Workload(0, 4096)))
+    step_s = pretraining_s("Qwen3-235B-A22B", 8192, (2, 8, 16, 32), 4)
+    print_row("235B-A22B, 256 GPUs, TP2 x PP8 x DP16, EP32", step_s, flops / 256 / 302e12, "s")
+    print("\n   Step of GRPO, NeMo-RL, H100 in BF16: qurl_megatron/planning/published.py")
+    for step in STEPS:
+        policy = "one step off" if step.staleness else "on policy"
+        label = f"{step.model}, {step.gpus} GPUs, {policy}, v{step.version}"
+        print_row(label, step.planned_s, step.published_s, "s")
     print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (plan: lower bound)")
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
              "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
-    print_row("TP8 x PP2", plan_publish(QWEN2_32B, config).time_s, 14.2, "s")
+    print_row("TP8 x PP2", plan_publish(KNOWN_MODELS["Qwen2.5-32B"], config).time_s, 14.2, "s")
 
 
 def throughput_ratio(
@@ -161,7 +252,7 @@ def throughput_ratio(
 
     def tokens_per_s(weight_format: WeightFormat) -> float:
         weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
-        room = memory.GPU_BYTES * fraction - weights
+        room = H100.memory_bytes * fraction - weights
         fits = room / memory.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
         sequences = min(256.0, fits)
         step_s = step_time.decode_s(
@@ -171,32 +262,6 @@ def throughput_ratio(
         return sequences * output / (output * step_s + prompts_s)
 
     return tokens_per_s(weight_format) / tokens_per_s("bf16")
-
-
-def colocated_step_s(
-    architecture: Architecture,
-    gpus: int,
-    server_gpus: int,
-    sizes: tuple[int, int, int],
-    mean_length: int,
-) -> float:
-    """Return the time of a step if servers and learner take turns on all GPUs.
-
-    The step has 64 prompts x 32 responses of up to 4096 tokens with the prompt.
-    """
-    workload = Workload(150, mean_length - 150)
-    words = [
-        f"learner.{name}_parallel_size={size}"
-        for name, size in zip(("tensor", "pipeline", "data"), sizes, strict=True)
-    ]
-    words += ["learner.micro_batch_size=1", "rollout.prompts_per_step=64",
-              "rollout.completions_per_prompt=32", "optimizer.minibatches_per_step=4",
-              "objective.kl_coefficient=0.01", "quantization.format=bf16",
-              f"rollout.max_response_length={4096 - 150}", f"rollout.servers={gpus // server_gpus}",
-              f"rollout.server.tensor_parallel_size={server_gpus}"]  # fmt: skip
-    config = with_overrides(Config(), words)
-    load = server_load(architecture, config, workload, slots=256, publish_s=0.0)
-    return rollout_s(load) + sum(step_time.learner_s(architecture, config, workload).values())
 
 
 def main() -> None:

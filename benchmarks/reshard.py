@@ -40,10 +40,10 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.direct import ServerParameters, describe
 from qurl_megatron.weight_sync.reshard import Converter
@@ -52,7 +52,7 @@ FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8")
 PATHS = ("quantize first", "delta", "direct", "gather first")
 CHANGED = 2e-4  # of the weights, between two deltas
 QWEN_32B_LAYER = dataclasses.replace(
-    ARCHITECTURES["Qwen2.5-32B"],
+    KNOWN_MODELS["Qwen2.5-32B"],
     num_layers=1,
     vocab_size=256,  # small: only the layer is measured
     tie_word_embeddings=True,

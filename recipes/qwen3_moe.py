@@ -22,31 +22,6 @@ import dataclasses
 from qurl_megatron.config.schema import Config, LearnerConfig, UaqConfig
 from qurl_megatron.recipes import scaling_32b
 
-_SMALL = dataclasses.replace(
-    scaling_32b.ARCHITECTURES["Qwen3-32B"],
-    family="qwen3_moe",
-    num_layers=48,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    num_experts=128,
-    experts_per_token=8,
-    moe_intermediate_size=768,
-    normalize_topk=True,
-)
-# Values of the published config.json files; `qurl plan` accepts these names as models.
-ARCHITECTURES = {
-    "Qwen3-30B-A3B": _SMALL,
-    "Qwen3-235B-A22B": dataclasses.replace(
-        _SMALL,
-        num_layers=94,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_attention_heads=64,
-        moe_intermediate_size=1536,
-    ),
-}
 # Number of GPUs -> the learner's layout, and GPUs per server.
 LAYOUTS = {
     16: (
@@ -78,7 +53,7 @@ def recipe() -> Config:
 def study(model: str, gpus: int) -> Config:
     """Return the configuration for a model on a number of GPUs in `LAYOUTS`.
 
-    `model` is a directory or a name in `ARCHITECTURES`.
+    `model` is a directory or a name in `model.known`.
     """
     layout, server = LAYOUTS[gpus]
     learner = dataclasses.replace(layout, tokens_per_micro_batch=9216, offload_optimizer=True)

@@ -12,12 +12,10 @@ Sources of the settings:
 
 - The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
-  servers have whole nodes of eight GPUs. Their steps are within a tenth of the shortest that
+  servers have whole nodes of eight GPUs. Their steps are within a seventh of the shortest that
   `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
   without that, the activations of Qwen3-32B have no room for 8k tokens.
 """
-
-import dataclasses
 
 from qurl_megatron.config.schema import (
     Config,
@@ -28,43 +26,8 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
-from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.recipes import grpo
 
-_QWEN2 = Architecture(
-    family="qwen2",
-    num_layers=64,
-    hidden_size=5120,
-    intermediate_size=27648,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=152064,
-    tie_word_embeddings=False,
-    qkv_bias=True,
-    qk_norm=False,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    rope_scaling=None,
-    max_position_embeddings=131072,
-    eos_token_ids=(151643,),
-)
-# Values of the published config.json files; `qurl plan` accepts these names as models.
-ARCHITECTURES = {
-    "Qwen2.5-32B": _QWEN2,
-    "Qwen3-32B": dataclasses.replace(
-        _QWEN2,
-        family="qwen3",
-        intermediate_size=25600,
-        num_attention_heads=64,
-        vocab_size=151936,
-        qkv_bias=False,
-        qk_norm=True,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40960,
-        eos_token_ids=(151645, 151643),
-    ),
-}
 # Number of GPUs -> tensor-, pipeline- and data-parallel size, offloaded optimizer, GPUs per server.
 LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
     24: (4, 4, 1, True, 4),
@@ -82,7 +45,7 @@ def recipe() -> Config:
 def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
     """Return the configuration for a model on a number of GPUs in `LAYOUTS`.
 
-    `model` is a directory or a name in `ARCHITECTURES`.
+    `model` is a directory or a name in `model.known`.
     """
     tensor, pipeline, data, offload, server = LAYOUTS[gpus]
     learner = LearnerConfig(

@@ -14,6 +14,15 @@ COMMANDS = sorted(
 )
 
 
+def test_a_benchmark_that_runs_as_a_program_does_it_in_main() -> None:
+    programs = {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path in (REPOSITORY / "benchmarks").rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text() or path.stem == "__main__"
+    }
+    assert programs == set(COMMANDS)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_the_command_and_runs_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,7 @@ from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import ArchitectureError
-from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model
@@ -164,7 +164,7 @@ def test_names_and_directories_that_are_safe_in_a_path_and_a_shell_are_accepted(
 
 def test_blocks_of_experts_must_lie_on_one_rank_of_a_server() -> None:
     """An expert of Qwen3-30B-A3B has 768 channels, 192 on each of four ranks that share it."""
-    architecture = ARCHITECTURES["Qwen3-30B-A3B"]
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
     shared, whole = ServerConfig(4), ServerConfig(4, expert_parallel_size=4)
     validate_server("server", whole, architecture, "fp8-block", 100)
     validate_server("server", shared, architecture, "fp8", 100)

@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.gpu import kit, timing
 from qurl_megatron import device
-from qurl_megatron.commands.models import plan
 from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.rollout.server import ServerPlan
@@ -50,8 +49,6 @@ def test_integers_are_refused_on_blackwell_which_has_no_product_for_them(
         ServerPlan(tmp_path, ServerConfig(), weight_format, 64, tmp_path / "log", seed=0).start()
     with pytest.raises(ConfigError, match=refused):
         prepare_new("quickstart", words, num_gpus=2)
-    with pytest.raises(ConfigError, match=refused):
-        plan("Qwen2.5-32B", words)
 
 
 class Gpu:

@@ -18,13 +18,14 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import overrides_between, with_overrides
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import study
 from qurl_megatron.sglang_plugin.formats import Int8Config
 from qurl_megatron.sglang_plugin.linear import Int8LinearMethod
 from tiny import build_tiny_model, quantized
 
-QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
+QWEN2 = KNOWN_MODELS["Qwen2.5-32B"]
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 

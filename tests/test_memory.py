@@ -9,7 +9,7 @@ import pytest
 
 from distributed import run_ranks
 from learner_memory import activations_of, allocated
-from published import MODELS, PARAMETERS
+from published import EXPERT_MODELS, MODELS, PARAMETERS
 from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
@@ -20,12 +20,13 @@ from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner import packing
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
-from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.planning.gpus import H100
+from qurl_megatron.recipes.scaling_32b import study
 from tiny import build_tiny_model
 
-QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
+QWEN2 = KNOWN_MODELS["Qwen2.5-32B"]
 # Weights in the linear layers of a block of Qwen2.5-32B: q and o, k and v, gate and up and down.
 LAYER_WEIGHTS = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120
 FOUR_STAGES = ["pipeline_parallel_size=4", "layers_in_last_pipeline_stage=none"]
@@ -36,13 +37,17 @@ def with_learner(*words: str) -> Config:
     return with_overrides(study("", 64, "int8"), [f"learner.{word}" for word in words])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_32b_model_has_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
-    assert weight_map.num_parameters(ARCHITECTURES[name]) == PARAMETERS[name]
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_a_model_known_by_name_has_the_published_number_of_parameters(name: str) -> None:
+    assert weight_map.num_parameters(KNOWN_MODELS[name]) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_MODELS.keys() & (MODELS | EXPERT_MODELS)))
+def test_a_model_known_by_name_is_the_one_in_its_config_json(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps((MODELS | EXPERT_MODELS)[name]))
     read = Architecture.from_directory(tmp_path)
-    eos = ARCHITECTURES[name].eos_token_ids
-    assert dataclasses.replace(read, eos_token_ids=eos) == ARCHITECTURES[name]
+    eos = KNOWN_MODELS[name].eos_token_ids
+    assert dataclasses.replace(read, eos_token_ids=eos) == KNOWN_MODELS[name]
 
 
 def test_a_token_of_qwen_32b_takes_a_quarter_mebibyte_of_kv_cache() -> None:
@@ -153,7 +158,7 @@ def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
     for length in (8192, 12288, 16384, 24576, 130048):
         words = [f"rollout.max_response_length={length}", "learner.tensor_parallel_size=4"]
         config = with_overrides(study("", 64, "int8"), words)
-        learner = memory.with_cheapest_recomputation(QWEN2, config).learner
+        learner = memory.with_cheapest_recomputation(QWEN2, config, H100.memory_bytes).learner
         chosen.append((learner.recompute, learner.recompute_layers, learner.offload_optimizer))
     assert chosen == [
         (None, None, False),
@@ -300,8 +305,8 @@ def test_a_real_learner_allocates_the_planned_bytes(
 
 def test_a_token_passes_through_the_experts_that_it_chooses() -> None:
     """Qwen3-30B-A3B has 30.5B values, of which 3.3B are active; A22B of 235B, 22B."""
-    for (name, architecture), active in zip(EXPERTS.items(), (3.3e9, 22e9), strict=True):
-        assert weight_map.num_parameters(architecture) == PARAMETERS[name]
+    for name, active in (("Qwen3-30B-A3B", 3.3e9), ("Qwen3-235B-A22B", 22e9)):
+        architecture = KNOWN_MODELS[name]
         vocabulary = 2 * memory.num_output_weights(architecture)
         total = architecture.num_linear_weights + vocabulary
         assert total == pytest.approx(active, rel=0.03)

@@ -12,16 +12,21 @@ from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import plan, step_time
-from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
+from qurl_megatron.planning.gpus import DGX_H100, GIB, H100, node_of
+from qurl_megatron.planning.lengths import Workload
+from qurl_megatron.planning.memory import total_bytes
 from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
-from qurl_megatron.planning.step_time import Workload, stage_bytes
+from qurl_megatron.planning.published import STEPS, times_longer
+from qurl_megatron.planning.step_time import stage_bytes
 from qurl_megatron.recipes import scaling_32b
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, LAYOUTS, study
+from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
 
 SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
-QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
+STUDIED = ("Qwen2.5-32B", "Qwen3-32B")
 FORMATS = ("bf16", "int8", "fp8")
 
 
@@ -31,16 +36,22 @@ def plan_of(gpus: int = 64, *words: str) -> Plan:
 
 @pytest.mark.parametrize(
     ("gpus", "name", "weight_format"),
-    [*zip(LAYOUTS, itertools.cycle(ARCHITECTURES), itertools.cycle(FORMATS), strict=False)],
+    [
+        *zip(
+            LAYOUTS,
+            itertools.cycle(("Qwen2.5-32B", "Qwen3-32B")),
+            itertools.cycle(FORMATS),
+            strict=False,
+        )
+    ],
 )
-def test_a_run_of_the_study_fits_and_is_within_a_tenth_of_the_fastest_layout(
+def test_a_run_of_the_study_fits_and_is_within_a_seventh_of_the_fastest_layout(
     gpus: int, name: str, weight_format: WeightFormat
 ) -> None:
     config = study(name, gpus, weight_format)
-    planned = plan.plan(ARCHITECTURES[name], config, gpus)
-    best = plan.suggest(ARCHITECTURES[name], config, gpus)
-    assert best is not None
-    assert planned.total_s < 1.1 * best.total_s
+    planned = plan.plan(KNOWN_MODELS[name], config, gpus)
+    best = plan.suggest(KNOWN_MODELS[name], config, gpus)
+    assert planned.total_s < 8 / 7 * best.total_s
     assert planned.config.rollout.servers == config.rollout.servers
     nodes = [*itertools.chain(*smallest_plan(config, 8))]
     assert [node.gpus for node in nodes] == [8] * (gpus // 8)  # as a job it fills whole nodes
@@ -56,19 +67,77 @@ def test_the_page_on_slurm_has_the_words_and_nodes_of_each_layout_of_the_study()
         assert nodes == [int(learner_nodes), int(rollout_nodes)]
 
 
-def test_suggested_layout_on_32_gpus_is_the_one_in_the_findings() -> None:
-    """docs/findings/planning.md: 854 s with the optimizer offloaded, 956 s with recomputation."""
+def test_suggested_layout_on_24_gpus_is_the_one_in_the_findings() -> None:
+    """docs/findings/planning.md: 554 s with the optimizer offloaded, 610 s with recomputation."""
     config = study("Qwen2.5-32B", 64, "int8")
-    best = plan.suggest(QWEN2, config, 32)
-    assert best is not None
-    assert best.total_s == pytest.approx(854, abs=0.5)
+    best = plan.suggest(QWEN2, config, 24)
+    assert best.total_s == pytest.approx(554, abs=0.5)
     words = plan.layout_overrides(best.config)
     assert "learner.offload_optimizer=true" in words and "learner.recompute=none" in words
     kept = with_overrides(config, [*words, "learner.offload_optimizer=false"])
     with pytest.raises(ConfigError, match="the activations do not fit"):
-        plan.plan(QWEN2, kept, 32)
+        plan.plan(QWEN2, kept, 24)
     full = with_overrides(kept, ["learner.recompute=full"])
-    assert plan.plan(QWEN2, full, 32).total_s == pytest.approx(956, abs=0.5)
+    assert plan.plan(QWEN2, full, 24).total_s == pytest.approx(610, abs=0.5)
+
+
+def test_a_given_field_keeps_its_value_and_the_others_are_searched() -> None:
+    config = study("Qwen2.5-32B", 64, "int8")
+    free = plan.suggest(QWEN2, config, 64)
+    assert free.config.rollout.server.max_running_requests == 512  # the recipe's 256 is slower
+    given = {"rollout.server.tensor_parallel_size": 8, "learner.recompute": "full"}
+    words = [f"{field}={value}" for field, value in given.items()]
+    best = plan.suggest(QWEN2, with_overrides(config, words), 64, given=given)
+    assert best.config.rollout.server.tensor_parallel_size == 8
+    assert best.config.learner.recompute == "full"
+    frozen = plan.plan(QWEN2, with_overrides(config, words), 64)
+    assert free.total_s < best.total_s < 0.95 * frozen.total_s
+
+
+def test_a_run_is_planned_on_the_nodes_that_it_takes() -> None:
+    """A learner of 40 ranks takes five nodes, five servers of four GPUs three."""
+    config = study("", 64, "int8")
+    config.rollout.servers = 5
+    run = plan.plan_run(QWEN2, config, Workload(512, 2048), DGX_H100)
+    assert (run.gpus, run.config.rollout.servers) == (64, 5)
+    config.rollout.servers = 6
+    run = plan.plan_run(QWEN2, config, Workload(512, 2048), DGX_H100)
+    assert (run.gpus, run.step_s) == (64, plan_of().step_s)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "per_node", "gpus", "fits"),
+    [("H200", 8, 16, True), ("H100", 8, 16, False), ("A100", 4, 64, True), ("B200", 4, 16, True)],
+)
+def test_other_gpus_and_nodes_have_their_own_memory_and_layouts(
+    gpu: str, per_node: int, gpus: int, fits: bool
+) -> None:
+    """The learner of a 32B model that a node of H100s does not hold fits on one of H200s."""
+    node, config = node_of(gpu, per_node), study("", 64, "fp8")
+    if not fits:
+        with pytest.raises(ConfigError, match="needs 85.0 of 79.1 GiB"):
+            plan.suggest(QWEN2, config, gpus, node=node)
+        return
+    best = plan.suggest(QWEN2, config, gpus, node=node)
+    assert total_bytes(best.learner_bytes, best.converter_bucket_bytes) <= node.gpu.memory_bytes
+    assert best.config.learner.tensor_parallel_size <= per_node
+    assert best.config.rollout.server.tensor_parallel_size <= per_node
+    assert best.config.learner.world_size % per_node == 0
+
+
+def test_the_error_to_expect_is_that_of_published_steps_of_its_kind() -> None:
+    """Dense steps took up to 1.4 times as long as planned, those with experts up to 2.9 times."""
+    assert sum(step.kind == "experts" for step in STEPS) == 13
+    ranges = {kind: times_longer(kind) for kind in {step.kind for step in STEPS}}
+    assert ranges["dense, long answers"] == pytest.approx((0.91, 1.33), abs=0.01)
+    assert ranges["dense, short answers"] == pytest.approx((0.87, 1.40), abs=0.01)
+    assert ranges["experts"] == pytest.approx((1.25, 2.83), abs=0.05)
+
+
+def test_a_dense_step_that_the_learner_decides_is_planned_within_a_hundredth() -> None:
+    """Qwen3-32B on 64 H100, one step off: 215 s."""
+    (step,) = [step for step in STEPS if step.published_s == 215]
+    assert step.planned_s == pytest.approx(215, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +219,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_part_that_does_not(
 
 def test_a_refusal_suggests_a_layout_that_fits() -> None:
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), ["learner.tensor_parallel_size=2"])
-    half = Workload.half(config)
+    half = Workload.of(config)
     with pytest.raises(ConfigError, match="this layout fits: ") as refusal:
         plan.plan_or_suggest(QWEN2, config, 64, half, has_layout=True)
     words = str(refusal.value).partition("this layout fits: ")[2].split()
@@ -159,12 +228,12 @@ def test_a_refusal_suggests_a_layout_that_fits() -> None:
 
 def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
     config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
-    half = Workload.half(config)
+    half = Workload.of(config)
     suggested = plan.plan_or_suggest(QWEN2, config, 24, half, has_layout=False)
     peak = total_bytes(suggested.learner_bytes, suggested.converter_bucket_bytes)
-    assert peak < GPU_BYTES
+    assert peak < H100.memory_bytes
     assert suggested.kv_tokens >= 32768
-    with pytest.raises(ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens: use more"):
+    with pytest.raises(ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens; .* use more"):
         plan.plan_or_suggest(QWEN2, config, 16, half, has_layout=False)
 
 
@@ -177,7 +246,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
     norms = 64 * (2 * 5120 + 2 * 128) + 5120
     weights = linear // 4 + 4 * scales + 2 * vocabulary // 4 + 2 * norms
     kv_tokens = (int(0.85 * 79.1 * GIB) - weights) // 65536
-    planned = plan.plan(QWEN3, study("", 64, "fp8"), 64)
+    planned = plan.plan(QWEN3, study("", 64, "fp8"), 64, Workload(512, 4096))
     assert planned.server_bytes["linear"] + planned.server_bytes["unquantized"] == weights
     assert planned.kv_tokens == pytest.approx(kv_tokens, abs=1)
     assert planned.load.slots == kv_tokens // (512 + 4096)
@@ -189,21 +258,38 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
         (
             ["Qwen3-32B", "--gpus", "32", "quantization.format=fp8"],
             0,
-            "rollout.servers=4, in fp8, of 4 GPUs",
+            "rollout.servers=2, in fp8, of 4 GPUs",
         ),
         (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
         (["scaling_32b"], 2, "model=: missing"),
         (["Qwen2.5-32B", "--gpus", "8"], 2, "no layout of 8 GPUs fits"),
         *(
-            (["Qwen2.5-32B", "--log-deviation", value], 2, f"--log-deviation {value}: must be abo")
+            (["Qwen2.5-32B", "--log-deviation", value], 2, f"--log-deviation {value}: must be fro")
             for value in ("0.0", "-1.0", "nan", "inf")
         ),
-        (["Qwen4-32B"], 2, "Qwen4-32B: no such directory, model (Qwen2.5-32B, Qwen3-32B, "),
+        (["Qwen4-32B"], 2, "Qwen4-32B: no such directory, model (Qwen2.5-0.5B, Qwen2.5-1.5B, "),
         (["Qwen3-30B-A3B", "--gpus", "16"], 0, "learner.expert_parallel_size=4"),
         (["Qwen3-30B-A3B", "learner.expert_parallel_size=3"], 2, "128 experts are not divisible"),
         # Refused as the run would be.
-        (["Qwen3-30B-A3B", "rollout.routing=replay", "learner.recompute=full"], 2, "would replay "),
+        (
+            [
+                "qwen3_moe",
+                "model=Qwen3-30B-A3B",
+                "rollout.routing=replay",
+                "learner.recompute=full",
+            ],
+            2,
+            "would replay ",
+        ),
+        (["Qwen2.5-32B", "--gpu", "B200"], 2, "--gpu B200 has 10.0, which serves bf16, fp8"),
+        (["Qwen2.5-32B", "--gpu", "V100"], 2, "--gpu V100: GPUs are A100, H100, H200, B200"),
+        (["Qwen2.5-32B", "--gpus", "24,x"], 2, "--gpus 24,x: must be numbers from 2 to 16384"),
+        (
+            ["Qwen2.5-32B", "rollout.server.tensor_parallel_size=3"],
+            2,
+            "no layout of 64 GPUs with rollout.server.tensor_parallel_size=3 fits",
+        ),
         (["qwen3_moe", "model=Qwen3-30B-A3B", "quantization.uaq.scale=1.5"], 2, "a power of two"),
         (["qwen3_moe", "model=Qwen3-30B-A3B"], 0, "learner, 8 GPUs"),
     ],
@@ -235,7 +321,8 @@ def test_the_parts_add_up_to_the_step(staleness: int) -> None:
 
 def test_the_pipeline_bubble_is_that_of_its_formula() -> None:
     """1024 sequences of 4608 tokens in micro batches of 9216 are 512, over five stages."""
-    parts = plan_of(64, "learner.tokens_per_micro_batch=9216").parts_s
+    config = with_overrides(study("", 64, "int8"), ["learner.tokens_per_micro_batch=9216"])
+    parts = plan.plan(QWEN2, config, 64, Workload(512, 4096)).parts_s
     passes = {"proximal": 2, "update": 3}  # with a reference
     total = sum(passes.values())
     # The proximal passes run over both minibatches of 512 micro batches.
@@ -249,8 +336,8 @@ def test_gradients_are_summed_and_applied_for_each_minibatch() -> None:
     parts = plan_of(128, *words).parts_s
     vocabulary = 152064 * 5120
     numel = (13 / 64 * (PARAMETERS["Qwen2.5-32B"] - 2 * vocabulary) + vocabulary) / 8
-    summed = (1 / 2) * (4 + 2) * numel / step_time.INFINIBAND_BYTES_PER_S
-    applied = 2 * 16 * (numel / 2) / step_time.HBM_BYTES_PER_S
+    summed = (1 / 2) * (4 + 2) * numel / H100.infiniband_bytes_per_s
+    applied = 2 * 16 * (numel / 2) / H100.hbm_bytes_per_s
     assert parts["gradients"] == pytest.approx(2 * (summed + applied), rel=0.001)
 
 
@@ -261,7 +348,7 @@ def test_more_servers_shorten_decoding_alone_and_lengthen_the_publish() -> None:
     assert many["longest response"] == pytest.approx(alone)
     assert many["decoding"] < 0.6 * few["decoding"]
     fullest = max(map(sum, stage_bytes(QWEN2, plan_of().config)))
-    sent = 6 * fullest / step_time.INFINIBAND_BYTES_PER_S  # a copy to each server
+    sent = 6 * fullest / H100.infiniband_bytes_per_s  # a copy to each server
     assert many["publish"] - few["publish"] == pytest.approx(sent)
     assert many["passes"] == few["passes"]
 

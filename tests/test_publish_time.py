@@ -8,12 +8,12 @@ import pytest
 from published import PARAMETERS
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
 from qurl_megatron.planning.step_time import delta_part, plan_publish, stage_bytes
-from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.recipes.scaling_32b import study
 
-QWEN2 = ARCHITECTURES["Qwen2.5-32B"]
+QWEN2 = KNOWN_MODELS["Qwen2.5-32B"]
 LINEAR = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120  # weights of a layer
 SCALES = 5120 + 2 * 1024 + 5120 + 2 * 27648 + 5120
 REST = 2 * 5120 + 5120 + 2 * 1024  # norms and biases of a layer
@@ -46,7 +46,7 @@ def test_the_senders_send_all_tensors_once() -> None:
 
 
 def test_a_sender_of_experts_has_those_of_its_expert_parallel_rank() -> None:
-    architecture = EXPERTS["Qwen3-30B-A3B"]
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
     config = planned("bf16")
     config.learner = dataclasses.replace(
         config.learner,

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from benchmarks.overlap import quantile
 from published import PARAMETERS
 from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
+from qurl_megatron.planning.gpus import Gpu, Node
+from qurl_megatron.planning.lengths import ResponseLengths, Workload
 from qurl_megatron.planning.plan import plan
 from qurl_megatron.planning.rollout_time import (
-    ResponseLengths,
     ServerLoad,
     rollout_s,
     server_load,
     steady_state,
 )
-from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY, Workload
-from qurl_megatron.recipes.qwen3_moe import ARCHITECTURES as EXPERTS
-from qurl_megatron.recipes.scaling_32b import ARCHITECTURES, study
+from qurl_megatron.planning.step_time import HBM_EFFICIENCY, PRODUCT_EFFICIENCY
+from qurl_megatron.recipes.scaling_32b import study
 
-QWEN2, QWEN3 = ARCHITECTURES["Qwen2.5-32B"], ARCHITECTURES["Qwen3-32B"]
+QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
 QWEN3_8B = dataclasses.replace(
     QWEN3, num_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32
 )
@@ -93,14 +93,14 @@ def test_no_rollout_is_shorter_than_its_longest_response() -> None:
 def test_a_rollout_decodes_every_token_once_and_reads_its_context(slots: int) -> None:
     """If decoding takes a second per sequence, 512 responses of 4096 tokens take 512 x 4096 s.
 
-    A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache. With a mean of half
-    the maximum, L is uniform on [0, 8192]: the mean of L^2 is 8192^2 / 3.
+    A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache.
     """
     load = dataclasses.replace(load_of(slots=slots), prompts_s=0.0)
     decode = dataclasses.replace(load, token_s=lambda sequences, age: sequences)
     assert rollout_s(decode) == pytest.approx(512 * 4096, rel=1e-3)
     read = dataclasses.replace(load, token_s=lambda sequences, age: sequences * (512 + age))
-    assert rollout_s(read) == pytest.approx(512 * (512 * 4096 + 8192**2 / 6), rel=1e-3)
+    square = ResponseLengths(4096, 8192, 1.0).mean_square
+    assert rollout_s(read) == pytest.approx(512 * (512 * 4096 + square / 2), rel=1e-3)
 
 
 def test_waiting_sequences_prolong_a_rollout_by_their_turns_and_prompts_are_read_once() -> None:
@@ -152,7 +152,7 @@ def learner_config(**sizes: Any) -> Config:
 
 
 # Each of 2048 sequences has 100 + 900 tokens. 389 TFLOP/s is NeMo's published rate of a learner.
-WORKLOAD = Workload(100, 900)
+WORKLOAD = Workload(100, 900, log_deviation=1e-6)
 LAYER_FLOPS = 2048 * (2 * LINEAR * 1000 + 64 * 2 * 1000**2 * 5120)
 OUTPUT_FLOPS = 2048 * 900 * 2 * OUTPUT
 
@@ -230,29 +230,120 @@ def test_recomputation_and_offload_take_their_own_time() -> None:
 
 def test_a_batch_reads_the_experts_that_its_sequences_choose() -> None:
     """One sequence reads 8 of 128 experts, 512 sequences all; each multiplies by its own 8."""
-    architecture = EXPERTS["Qwen3-30B-A3B"]
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
     of_gpu = memory.server_weight_bytes(architecture, "int8", 1)
     one = step_time.decode_s(architecture, "int8", 1, 1, 0)
     two = step_time.decode_s(architecture, "int8", 1, 2, 0)
     # The second sequence chooses experts that the first did not with probability 15/16.
-    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / (HBM * HBM_EFFICIENCY["weights"])
+    efficiency = step_time.EXPERT_DECODE["8-bit"].hbm_efficiency
+    further = of_gpu["experts"] * (8 / 128) * (15 / 16) / (HBM * efficiency)
     assert two - one == pytest.approx(further + step_time.SEQUENCE_S, rel=1e-6)
 
 
-def test_tokens_go_to_their_experts_and_back_over_the_link_of_the_layout() -> None:
-    """Each of 8 choices goes and returns, 7/8 of them to other ranks; 16 ranks are two nodes."""
-    architecture = EXPERTS["Qwen3-30B-A3B"]
+def test_tokens_go_to_their_experts_and_back_over_the_links_of_the_layout() -> None:
+    """Each of 8 choices goes and returns, 7/8 of them to other ranks; 16 ranks are two nodes.
+
+    They are sorted by expert, and back: each copy is written and read twice.
+    """
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
     num_bytes = 2 * 8 * (1000 / 2) * 2 * 2048
     of_eight = LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, expert_parallel_size=8)
     of_two_nodes = dataclasses.replace(of_eight, data_parallel_size=8, expert_parallel_size=16)
     whole = dataclasses.replace(of_eight, expert_parallel_size=1)
-    for learner, expected in (
+    for learner, sent_s in (
         (of_eight, num_bytes * 7 / 8 / 450e9),
-        (of_two_nodes, num_bytes * 15 / 16 / 50e9),
+        (of_two_nodes, num_bytes * 8 / 16 / 50e9),  # half of them stay in the node
         (whole, 0),
     ):
-        seconds = step_time._all_to_all_s(architecture, learner, 1000)
-        assert seconds == pytest.approx(expected)
+        seconds = step_time.exchange_with_experts_s(architecture, learner, 1000)
+        assert seconds == pytest.approx(sent_s + 2 * num_bytes / HBM)
+
+
+def test_the_rank_with_the_most_tokens_has_what_samples_of_its_experts_say() -> None:
+    """Of 128 experts on 8 ranks, 16 each, the fullest rank has about an eighth more tokens."""
+    generator, deviation = random.Random(0), step_time.EXPERT_LOAD_DEVIATION
+
+    def fullest() -> float:
+        ranks = [[generator.gauss(1, deviation) for _ in range(16)] for _ in range(8)]
+        return max(fmean(rank) for rank in ranks)
+
+    planned = step_time.expert_imbalance(KNOWN_MODELS["Qwen3-30B-A3B"], 8)
+    assert planned == pytest.approx(fmean(fullest() for _ in range(2000)), abs=0.005)
+    assert 1.1 < planned < 1.15
+    assert step_time.expert_imbalance(KNOWN_MODELS["Qwen3-30B-A3B"], 1) == 1
+
+
+def test_an_update_with_experts_waits_for_the_fullest_rank_and_sends_tokens_twice() -> None:
+    """512 sequences of 1000 tokens on eight ranks, which share the experts or all have them."""
+    architecture = KNOWN_MODELS["Qwen3-30B-A3B"]
+    config = learner_config(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=8)
+    config.objective.kl_coefficient = 0
+    config.rollout.prompts_per_step = 64
+    config.optimizer.minibatches_per_step = 1
+
+    def passes_s(experts: int) -> float:
+        learner = dataclasses.replace(config.learner, expert_parallel_size=experts)
+        sampled = dataclasses.replace(config, learner=learner)
+        empty = dataclasses.replace(sampled.rollout, prompts_per_step=0)
+        times = [
+            step_time.learner_s(architecture, of_prompts, WORKLOAD)["update"]
+            for of_prompts in (sampled, dataclasses.replace(sampled, rollout=empty))
+        ]
+        return times[0] - times[1]
+
+    imbalance = step_time.expert_imbalance(architecture, 8)
+    experts = 2 * 3 * 2048 * 8 * 768 * 512 * 1000 * 48
+    waited_s = 3 * experts * (imbalance - 1) / (8 * 389e12 * step_time.EXPERT_RATE)
+    copied_bytes = 2 * 8 * 2 * 2048 * 512 * 1000 / 8
+    sorted_s = 2 * copied_bytes / HBM
+    shared_s = imbalance * (copied_bytes * 7 / 8 / 450e9 + sorted_s)
+    expected = waited_s + 2 * 48 * (shared_s - sorted_s)
+    assert passes_s(8) - passes_s(1) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_node_of_faster_gpus_and_links_leaves_only_overheads() -> None:
+    """With endless rates, a token takes the host's and the kernels' time and a pass takes none."""
+    endless = Node(Gpu("endless", (9, 0), 2**40, *[1e30] * 6))
+    for name in ("Qwen2.5-32B", "Qwen3-30B-A3B"):
+        architecture = KNOWN_MODELS[name]
+        config = learner_config(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            recompute="selective",
+            offload_optimizer="true",
+        )
+        times_s = [
+            *step_time.learner_s(architecture, config, WORKLOAD, endless).values(),
+            step_time.plan_publish(architecture, config, endless).time_s,
+            step_time.prefill_s(architecture, "int8", 4, 1e6, endless),
+        ]
+        assert 0 < max(times_s) < 1e-9
+        load = server_load(architecture, config, WORKLOAD, 256, 0.0, endless)
+        experts = step_time.EXPERT_DECODE["8-bit"].layer_s if architecture.num_experts else 0
+        layer_s = step_time.LAYER_S + experts + 2 * step_time.ALL_REDUCE_S
+        expected = architecture.num_layers * layer_s + 16 * step_time.SEQUENCE_S
+        assert load.token_s(16, 1000) == pytest.approx(expected)
+
+
+def test_an_eight_bit_kv_cache_halves_what_a_token_reads() -> None:
+    config = study("", 64, "int8")
+    plain = server_load(QWEN2, config, WORKLOAD, 256, 0.0)
+    config.rollout.server.options["kv_cache_dtype"] = "fp8_e4m3"
+    halved = server_load(QWEN2, config, WORKLOAD, 256, 0.0)
+    read_s = 16 * 1100 * 2**16 / (HBM * HBM_EFFICIENCY["kv"])
+    assert plain.token_s(16, 1000) - halved.token_s(16, 1000) == pytest.approx(read_s / 2)
+
+
+def test_attention_is_that_of_the_mean_square_of_lengths() -> None:
+    """Long responses cost more attention than short ones of the same mean save."""
+    config = learner_config(tensor_parallel_size=1, pipeline_parallel_size=1)
+    config.objective.kl_coefficient = 0
+    spread = Workload(100, 900)
+    square = spread.mean_square_length(config)
+    assert square > 1.5 * 1000**2
+    attention = 2048 * 64 * 2 * 5120 * (square - 1000**2) / 389e12
+    longer = step_time.learner_s(QWEN2, config, spread)["proximal"] - proximal_s(config)
+    assert longer == pytest.approx(attention, rel=1e-4)
 
 
 # 100 responses a step, 500 tokens on average and 1000 at most, a token every 10 ms.
@@ -262,7 +353,7 @@ LOAD = ServerLoad(
     pause_s=lambda running: 0.0,
     sequences=100,
     slots=1000,
-    lengths=ResponseLengths(500, 1000),
+    lengths=ResponseLengths(500, 1000, 0.5),
 )
 
 
@@ -296,11 +387,11 @@ def test_a_pause_is_time_in_which_nothing_is_decoded() -> None:
     assert steady_state(load, learner_s=2, max_staleness=4).step_s == pytest.approx(29)
 
 
-@pytest.mark.parametrize("log_deviation", [None, 0.5, 1.5])
-def test_lengths_have_their_mean_and_mean_age(log_deviation: float | None) -> None:
+@pytest.mark.parametrize("log_deviation", [0.1, 0.5, 1.5])
+def test_lengths_have_their_mean_and_mean_age(log_deviation: float) -> None:
     lengths = ResponseLengths(2000, 8000, log_deviation)
     generator = random.Random(0)
-    sample = [quantile(lengths, generator.random()) for _ in range(100_000)]
+    sample = [lengths.quantile(generator.random()) for _ in range(100_000)]
     assert max(sample) <= 8000
     assert fmean(sample) == pytest.approx(2000, rel=0.01)
     squares = fmean(length**2 for length in sample)

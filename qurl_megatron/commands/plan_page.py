@@ -1,13 +1,17 @@
 """The page that `qurl plan` prints."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qurl_megatron.planning.memory import GIB, GPU_BYTES, total_bytes
+from qurl_megatron.config.disk import checkpoint_bytes
+from qurl_megatron.files import gigabytes
+from qurl_megatron.planning.gpus import GIB, H100
+from qurl_megatron.planning.memory import total_bytes
 from qurl_megatron.planning.plan import Plan, largest_part, layout_overrides
+from qurl_megatron.planning.published import STEPS, kind_of, times_longer
 from qurl_megatron.planning.step_time import PublishPlan
 
 
@@ -15,8 +19,9 @@ def print_plan(plan: Plan) -> None:
     """Print a plan: its layout, the memory of learner and servers, and the time of a step."""
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
-    console.print(f"{plan.gpus} H100: {' '.join(layout_overrides(config))}", soft_wrap=True)
-    gib = f"GiB of {GPU_BYTES / GIB:.1f}"
+    layout = " ".join(layout_overrides(config))
+    console.print(f"{plan.gpus} {plan.node.gpu.name}: {layout}", soft_wrap=True)
+    gib = f"GiB of {plan.node.gpu.memory_bytes / GIB:.1f}"
     of_learner = f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU"
     of_server = (
         f"rollout.servers={config.rollout.servers}, in {config.quantization.format}, of "
@@ -38,14 +43,56 @@ def print_plan(plan: Plan) -> None:
         _table(of_server, gib, server_bytes, ("total", sum(server_bytes.values())), GIB),
         _table(of_step, "s", plan.step_s, (whole, plan.total_s)),
     )
-    console.print(f"Limit: {largest_part(plan.parts_s)}.", soft_wrap=True)
-    console.print(
-        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
-        f"once. {_describe_publish(plan.publish)} The formulas, their sources and what they omit: "
-        "memory.py, step_time.py and rollout_time.py in qurl_megatron/planning. "
-        "The errors of the estimate: docs/findings/planning.md.",
-        soft_wrap=True,
+    for line in (f"Limit: {largest_part(plan.parts_s)}.", *_describe(plan)):
+        console.print(line, soft_wrap=True)
+
+
+def _describe(plan: Plan) -> Iterator[str]:
+    """Yield sentences on what was planned, what it costs, how far off it may be, and why."""
+    config, rollout, workload = plan.config, plan.config.rollout, plan.workload
+    yield (
+        f"A step has {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} "
+        f"responses. Prompts have {workload.mean_prompt:,.0f} tokens; lengths of responses are "
+        f"lognormal (deviation {workload.log_deviation:g}), with a mean of "
+        f"{workload.mean_response:,.0f} and at most {rollout.max_response_length:,} tokens."
     )
+    yield (
+        f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
+        f"once. {_describe_publish(plan.publish)} An update reaches {plan.update_mfu:.0%} of the "
+        "FLOP/s of the learner's GPUs."
+    )
+    hours = config.steps * plan.total_s / 3600
+    yield (
+        f"{config.steps} steps take {hours:,.1f} hours, {hours * plan.gpus:,.0f} GPU-hours, "
+        "without evaluation and checkpoints. A checkpoint takes "
+        f"{gigabytes(checkpoint_bytes(plan.architecture, config))}."
+    )
+    kind = kind_of(plan.architecture, workload.mean_length)
+    least, most = times_longer(kind)
+    number = sum(step.kind == kind for step in STEPS)
+    yield (
+        f"Error to expect: {number} published steps ({kind}; NeMo-RL on H100) took {least:.1f} to "
+        f"{most:.1f} times as long as planned. docs/findings/planning.md has them; the formulas, "
+        "their sources and what they omit are in memory.py, step_time.py and rollout_time.py in "
+        "qurl_megatron/planning."
+    )
+    if not_counted := [*_not_counted(plan)]:
+        yield f"Not counted: {'; '.join(not_counted)}."
+
+
+def _not_counted(plan: Plan) -> Iterator[str]:
+    """Yield what the configuration sets and the plan leaves out."""
+    config, rollout = plan.config, plan.config.rollout
+    if config.learner.fp8:
+        yield f"the speed of learner.fp8={config.learner.fp8}, planned as BF16"
+    if rollout.dynamic_sampling_tries:
+        yield "prompts that rollout.dynamic_sampling_tries samples again"
+    if rollout.stages:
+        yield "the times of rollout.stages, only their memory"
+    if config.quantization.keep:
+        yield "the time of layers that quantization.keep leaves in BF16"
+    if plan.node.gpu is not H100:
+        yield f"what differs on an {plan.node.gpu.name} in how much of its rates is reached"
 
 
 def _describe_publish(publish: PublishPlan) -> str:

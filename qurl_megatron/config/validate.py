@@ -97,7 +97,9 @@ def why_not_served(weight_format: WeightFormat, capability: tuple[int, int]) -> 
 
 
 def check_weight_format(
-    weight_format: WeightFormat, capabilities: Iterable[tuple[int, int]]
+    weight_format: WeightFormat,
+    capabilities: Iterable[tuple[int, int]],
+    whose: str = "a GPU of this machine",
 ) -> None:
     """Check that GPUs of these compute capabilities serve a format.
 
@@ -111,7 +113,7 @@ def check_weight_format(
                 name for name in CAPABILITIES if not any(why_not_served(name, gpu) for gpu in gpus)
             ]
             raise ConfigError(
-                f"weight format {weight_format}: {why}, and a GPU of this machine has "
+                f"weight format {weight_format}: {why}, and {whose} has "
                 f"{major}.{minor}, which serves {', '.join(served) or 'none'}"
             )
 

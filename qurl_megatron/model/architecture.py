@@ -203,9 +203,13 @@ class Architecture:
         mlp = 3 * self.active_intermediate_size + self.num_experts  # the router's rows
         return self.num_layers * self.hidden_size * (2 * query + key_value + mlp)
 
-    def forward_flops(self, length: float) -> float:
-        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention."""
-        attention = self.num_layers * self.num_attention_heads * self.head_dim * length**2
+    def forward_flops(self, length: float, square: float | None = None) -> float:
+        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention.
+
+        If `length` is the mean of several sequences, `square` is the mean of their squares.
+        """
+        square = length**2 if square is None else square
+        attention = self.num_layers * self.num_attention_heads * self.head_dim * square
         return 2.0 * self.num_linear_weights * length + 2.0 * attention
 
     def check_layout(

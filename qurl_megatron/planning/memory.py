@@ -57,10 +57,10 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
 
 Memory of a server GPU: the fraction rollout.server.mem_fraction_static holds weights (codes and
 scales, divided by t; embedding, output layer and norms in BF16) and the KV cache, which takes
-4 layers max(1, K heads / t) head_dim B per token. One sequence of maximum length must fit. The
-server decodes as many sequences at once as fit at their mean length, and at most
-max_running_requests. SGLang admits more than fit at full length and retracts some if memory runs
-out.
+4 layers max(1, K heads / t) head_dim B per token, or half with an 8-bit kv_cache_dtype. One
+sequence of maximum length must fit. The server decodes as many sequences at once as fit at their
+mean length, and at most max_running_requests. SGLang admits more than fit at full length and
+retracts some if memory runs out.
 """
 
 import bisect
@@ -68,7 +68,8 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
@@ -77,6 +78,7 @@ from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
     RecomputeMode,
+    ServerConfig,
     WeightFormat,
 )
 from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
@@ -85,10 +87,8 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.quantization import quantize
 
-GIB = 1024**3
-GPU_BYTES = int(79.1 * GIB)  # total memory of an H100 80GB as PyTorch reports it
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
-RUNTIME_BYTES = 4 * GIB
+RUNTIME_BYTES = 4 * 1024**3
 
 
 @functools.cache
@@ -272,10 +272,17 @@ def server_weight_bytes(
     return num_bytes
 
 
-def kv_bytes_per_token(architecture: Architecture, tensor_parallel_size: int = 1) -> int:
-    """Return the bytes of a token's keys and values, in BF16, on one GPU of a server."""
+def kv_value_bytes(server: ServerConfig) -> int:
+    """Return the bytes of a value in a server's KV cache."""
+    return 1 if "fp8" in str(server.options.get("kv_cache_dtype")) else 2
+
+
+def kv_bytes_per_token(
+    architecture: Architecture, tensor_parallel_size: int = 1, value_bytes: int = 2
+) -> int:
+    """Return the bytes of a token's keys and values on one GPU of a server."""
     heads = architecture.key_value_heads_on_rank(tensor_parallel_size)
-    return 2 * 2 * architecture.num_layers * heads * architecture.head_dim
+    return 2 * value_bytes * architecture.num_layers * heads * architecture.head_dim
 
 
 def layer_activation_bytes(
@@ -482,25 +489,31 @@ def bucket_memory(architecture: Architecture, config: Config) -> int:
     return 2 * min(bucket, published_bytes(architecture, weight_format, keep)) + largest
 
 
-def with_cheapest_recomputation(architecture: Architecture, config: Config) -> Config:
+def with_cheapest_recomputation(
+    architecture: Architecture, config: Config, gpu_bytes: int, kept: Collection[str] = ()
+) -> Config:
     """Return `config` with what takes least time of all that make every rank of the learner fit.
 
     That is, in this order: nothing, `selective`, an offloaded optimizer, both, and whole layers, as
     few as possible, with an offloaded optimizer. If not even that fits, all layers are recomputed.
+    The learner's fields in `kept` keep their values.
     """
     learner = config.learner
     layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
     buckets = bucket_memory(architecture, config)
 
     def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
-        changed_learner = dataclasses.replace(
-            learner, recompute=recompute, recompute_layers=number, offload_optimizer=offload
-        )
-        return dataclasses.replace(config, learner=changed_learner)
+        changes: dict[str, Any] = {
+            "recompute": recompute,
+            "recompute_layers": number,
+            "offload_optimizer": offload,
+        }
+        free = {name: value for name, value in changes.items() if name not in kept}
+        return dataclasses.replace(config, learner=dataclasses.replace(learner, **free))
 
     def fits(candidate: Config) -> bool:
         return all(
-            total_bytes(learner_memory(architecture, candidate, stage), buckets) <= GPU_BYTES
+            total_bytes(learner_memory(architecture, candidate, stage), buckets) <= gpu_bytes
             for stage in range(learner.pipeline_parallel_size)
         )
 

@@ -17,17 +17,21 @@ the learner's four, or decoding, or the longest response and the learner's four 
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import check_layout, check_routing, check_scales
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
+from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
-    GIB,
-    GPU_BYTES,
     bucket_memory,
     kv_bytes_per_token,
+    kv_value_bytes,
     learner_memory,
     server_weight_bytes,
     total_bytes,
@@ -42,11 +46,10 @@ from qurl_megatron.planning.rollout_time import (
     steady_state,
 )
 from qurl_megatron.planning.step_time import (
-    GPUS_PER_NODE,
     PublishPlan,
-    Workload,
     is_direct,
     learner_s,
+    pass_flops,
     plan_publish,
 )
 
@@ -61,6 +64,15 @@ REMEDIES = {
 """What shortens each part."""
 
 
+class DoesNotFit(ConfigError):
+    """A layout that takes more memory than a GPU has."""
+
+    def __init__(self, message: str, needed_part: float) -> None:
+        """`needed_part` is what is needed over what there is."""
+        super().__init__(message)
+        self.needed_part = needed_part
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Memory of a learner GPU and a server GPU, and the time of a step."""
@@ -68,6 +80,7 @@ class Plan:
     architecture: Architecture
     config: Config  # with the number of servers
     workload: Workload
+    node: Node
     gpus: int  # GPUs of the learner and all servers together
     learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
     converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
@@ -83,6 +96,13 @@ class Plan:
         """Time of a whole step, in seconds."""
         return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
 
+    @property
+    def update_mfu(self) -> float:
+        """FLOPs that an update needs, over those that the learner's GPUs could do meanwhile."""
+        flops = 3 * sum(pass_flops(self.architecture, self.config, self.workload))
+        peak = self.config.learner.world_size * self.node.gpu.bf16_flops
+        return flops / (peak * self.step_s["update"])
+
     @cached_property
     def parts_s(self) -> dict[str, float]:
         """Seconds of each part that decides the time of a step; they add up to `total_s`."""
@@ -94,10 +114,10 @@ class Plan:
         # stages its pipeline has no bubble.
         without_prompts = dataclasses.replace(config.rollout, prompts_per_step=0)
         empty = dataclasses.replace(config, rollout=without_prompts)
-        gradients_s = sum(learner_s(self.architecture, empty, self.workload).values())
+        gradients_s = self._learner_s(empty)
         endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=10**9)
         without_bubble = dataclasses.replace(config, learner=endless)
-        busy_s = sum(learner_s(self.architecture, without_bubble, self.workload).values())
+        busy_s = self._learner_s(without_bubble)
         learner_time_s = sum(step_s.values()) - step_s["rollout"] - step_s["publish"]
         learner = {
             "passes": busy_s - gradients_s,
@@ -117,6 +137,10 @@ class Plan:
         learner = {name: time_s / batches for name, time_s in learner.items()}
         return {"longest response": state.step_s - sum(learner.values()), **learner}
 
+    def _learner_s(self, config: Config) -> float:
+        """Return the seconds of the learner's phases with another configuration."""
+        return sum(learner_s(self.architecture, config, self.workload, self.node).values())
+
 
 def largest_part(parts: dict[str, float]) -> str:
     """Return the largest part, its share of the step and what shortens it, in one line."""
@@ -130,47 +154,72 @@ def plan(
     config: Config,
     gpus: int,
     workload: Workload | None = None,
+    node: Node = DGX_H100,
 ) -> Plan:
-    """Return the memory and time of the layout of `config` on `gpus` H100s.
+    """Return the memory and time of the layout of `config` on `gpus` GPUs.
 
     Rollout servers take all GPUs that the learner and the evaluation server leave. On more than
     one node the learner and the servers have nodes of their own, as in a Slurm job.
 
     Args:
         gpus: up to those of one node, or those of whole nodes.
-        workload: mean lengths; None for half the maximum.
+        workload: None for what a plan assumes.
 
     Raises:
         ConfigError: the layout does not fit the model, the number of GPUs or their memory. If it
             is memory, the message names the part that exceeds it.
     """
-    workload = workload or Workload.half(config)
-    _check_layout(architecture, config, gpus)
-    servers = most_servers(config, gpus)
+    _check_layout(architecture, config, gpus, node)
+    servers = most_servers(config, gpus, node)
     if not servers:
         evaluation = " and the evaluation server" if config.evaluation.enabled else ""
-        nodes = " on nodes of their own" if gpus > GPUS_PER_NODE else ""
+        nodes = " on nodes of their own" if gpus > node.gpus else ""
         raise ConfigError(
             f"{gpus} GPUs: beside the learner's {config.learner.world_size}{nodes} there is no "
             f"room for a rollout server of {config.rollout.server.tensor_parallel_size}{evaluation}"
         )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
-    if config.quantization.transport == "direct" and not is_direct(config):
+    if config.quantization.transport == "direct" and not is_direct(config, node):
         raise ConfigError(
             f"quantization.transport=direct: {gpus} GPUs are not all in one node of "
-            f"{GPUS_PER_NODE}; set it to broadcast or auto"
+            f"{node.gpus}; set it to broadcast or auto"
         )
-    buckets = bucket_memory(architecture, config)
-    learner_bytes = _fullest_stage(architecture, config, buckets)
-    server_bytes, kv_tokens = _server_memory(architecture, config)
-    length = workload.mean_prompt + workload.mean_response
-    slots = min(rollout.server.max_running_requests, int(kv_tokens / length))
-    publish = plan_publish(architecture, config)
-    load = server_load(architecture, config, workload, slots, publish.time_s)
+    return _planned(architecture, config, gpus, workload or Workload.of(config), node)
+
+
+def plan_run(architecture: Architecture, config: Config, workload: Workload, node: Node) -> Plan:
+    """Return the plan of a run as it is configured, on the GPUs that it takes.
+
+    Raises:
+        ConfigError: it does not fit the model or the memory of the GPUs.
+    """
+    servers = config.rollout.servers * config.rollout.server.tensor_parallel_size
+    gpus = config.learner.world_size + servers
+    if gpus > node.gpus:
+        learner_nodes = nodes_of_learner(config.learner.world_size, node.gpus)
+        gpus = (learner_nodes + nodes_of_learner(servers, node.gpus)) * node.gpus
+    _check_layout(architecture, config, gpus, node)
+    return _planned(architecture, config, gpus, workload, node)
+
+
+def _planned(
+    architecture: Architecture, config: Config, gpus: int, workload: Workload, node: Node
+) -> Plan:
+    """Return the plan of a configuration that fits the model and the number of GPUs.
+
+    Raises:
+        DoesNotFit: it does not fit the memory of a GPU.
+    """
+    rollout, buckets = config.rollout, bucket_memory(architecture, config)
+    learner_bytes = _fullest_stage(architecture, config, buckets, node)
+    server_bytes, kv_tokens = _server_memory(architecture, config, node)
+    slots = min(rollout.server.max_running_requests, int(kv_tokens / workload.mean_length))
+    publish = plan_publish(architecture, config, node)
+    load = server_load(architecture, config, workload, slots, publish.time_s, node)
     step_s = {
         "rollout": rollout_s(load),
-        **learner_s(architecture, config, workload),
+        **learner_s(architecture, config, workload, node),
         "publish": publish.time_s,
     }
     asynchronous = None
@@ -181,6 +230,7 @@ def plan(
         architecture=architecture,
         config=config,
         workload=workload,
+        node=node,
         gpus=gpus,
         learner_bytes=learner_bytes,
         converter_bucket_bytes=buckets,
@@ -193,14 +243,14 @@ def plan(
     )
 
 
-def most_servers(config: Config, gpus: int) -> int:
+def most_servers(config: Config, gpus: int, node: Node = DGX_H100) -> int:
     """Return the largest number of rollout servers that fit beside the learner; 0: none does."""
     ranks = config.learner.world_size
-    if gpus <= GPUS_PER_NODE:
+    if gpus <= node.gpus:
         nodes, gpus_per_node = 1, gpus - ranks
     else:
-        nodes = gpus // GPUS_PER_NODE - nodes_of_learner(ranks, GPUS_PER_NODE)
-        gpus_per_node = GPUS_PER_NODE
+        nodes = gpus // node.gpus - nodes_of_learner(ranks, node.gpus)
+        gpus_per_node = node.gpus
     evaluation = config.evaluation
     last = [evaluation.server.tensor_parallel_size] if evaluation.enabled else []
     size = config.rollout.server.tensor_parallel_size
@@ -210,13 +260,13 @@ def most_servers(config: Config, gpus: int) -> int:
     return 0
 
 
-def _divides_nodes(learner: LearnerConfig) -> bool:
+def _divides_nodes(learner: LearnerConfig, node: Node) -> bool:
     """Return True if each node has as many ranks, and whole tensor-parallel groups."""
-    nodes = nodes_of_learner(learner.world_size, GPUS_PER_NODE)
+    nodes = nodes_of_learner(learner.world_size, node.gpus)
     return learner.world_size % (nodes * learner.tensor_parallel_size) == 0
 
 
-def _check_layout(architecture: Architecture, config: Config, gpus: int) -> None:
+def _check_layout(architecture: Architecture, config: Config, gpus: int, node: Node) -> None:
     """Check that the layout fits the model and the number of GPUs.
 
     Raises:
@@ -245,9 +295,9 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int) -> None
         raise ConfigError(str(error)) from None
     sizes = {"learner": learner.tensor_parallel_size, "rollout.server": server_size}
     for name, size in sizes.items():
-        if size > GPUS_PER_NODE or GPUS_PER_NODE % size:
+        if size > node.gpus or node.gpus % size:
             raise ConfigError(
-                f"{name}.tensor_parallel_size={size}: must divide the {GPUS_PER_NODE} GPUs of a "
+                f"{name}.tensor_parallel_size={size}: must divide the {node.gpus} GPUs of a "
                 "node, so that all-reduces stay on NVLink"
             )
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
@@ -257,122 +307,159 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int) -> None
             f"learner.data_parallel_size={learner.data_parallel_size}: a step's {rows} completions "
             f"are not divisible by {parts} (minibatches x data-parallel ranks)"
         )
-    if gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE:
+    if gpus > node.gpus and gpus % node.gpus:
         raise ConfigError(
-            f"{gpus} GPUs: a node has {GPUS_PER_NODE}, so more than one node have a multiple of it"
+            f"{gpus} GPUs: a node has {node.gpus}, so more than one node have a multiple of it"
         )
-    if not _divides_nodes(learner):
+    if not _divides_nodes(learner, node):
         raise ConfigError(
             f"the learner's {learner.world_size} ranks: "
-            f"{nodes_of_learner(learner.world_size, GPUS_PER_NODE)} nodes of {GPUS_PER_NODE} GPUs "
+            f"{nodes_of_learner(learner.world_size, node.gpus)} nodes of {node.gpus} GPUs "
             "would not have as many each, in whole tensor-parallel groups of "
-            f"{learner.tensor_parallel_size}; take a multiple of {GPUS_PER_NODE}"
+            f"{learner.tensor_parallel_size}; take a multiple of {node.gpus}"
         )
 
 
-def _fullest_stage(architecture: Architecture, config: Config, buckets: int) -> dict[str, int]:
+def _fullest_stage(
+    architecture: Architecture, config: Config, buckets: int, node: Node
+) -> dict[str, int]:
     """Return the bytes by part on a rank of the fullest pipeline stage.
 
     Raises:
-        ConfigError: it does not fit on a GPU. The message names the first part that exceeds the
+        DoesNotFit: on a GPU. The message names the first part that exceeds the
             memory, with the parts added up in their order.
     """
     learner = config.learner
     stages = range(learner.pipeline_parallel_size)
     by_stage = [learner_memory(architecture, config, stage) for stage in stages]
     parts = max(by_stage, key=lambda parts: total_bytes(parts, buckets))
-    total = total_bytes(parts, buckets)
-    if total <= GPU_BYTES:
+    total, room = total_bytes(parts, buckets), node.gpu.memory_bytes
+    if total <= room:
         return parts
     sums = itertools.accumulate(parts.values())
-    excess = next(
-        (name for name, sum_ in zip(parts, sums, strict=True) if sum_ > GPU_BYTES), "buckets"
-    )
+    excess = next((name for name, sum_ in zip(parts, sums, strict=True) if sum_ > room), "buckets")
     verb = "do" if excess.endswith("s") else "does"
     sizes = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
-    raise ConfigError(
+    raise DoesNotFit(
         f"learner of tensor x pipeline x context x data parallel sizes "
         f"{learner.tensor_parallel_size} x {learner.pipeline_parallel_size} x "
         f"{learner.context_parallel_size} x {learner.data_parallel_size}: the {excess} {verb} not "
         f"fit: a rank of stage {by_stage.index(parts)} needs {total / GIB:.1f} of "
-        f"{GPU_BYTES / GIB:.1f} GiB ({sizes})"
+        f"{room / GIB:.1f} GiB ({sizes})",
+        total / room,
     )
 
 
-def _server_memory(architecture: Architecture, config: Config) -> tuple[dict[str, int], int]:
+def _server_memory(
+    architecture: Architecture, config: Config, node: Node
+) -> tuple[dict[str, int], int]:
     """Return the bytes by part on one GPU of a server, and the tokens in its KV cache.
 
     Raises:
-        ConfigError: the weights and one sequence of maximum length do not fit.
+        DoesNotFit: the weights and one sequence of maximum length do not fit.
     """
     server, longest = config.rollout.server, config.rollout.max_length
     size, weight_format = server.tensor_parallel_size, config.quantization.format
     weights = server_weight_bytes(
         architecture, weight_format, size, tuple(config.quantization.keep)
     )
-    room = int(GPU_BYTES * server.mem_fraction_static)
-    per_token = kv_bytes_per_token(architecture, size)
+    room = int(node.gpu.memory_bytes * server.mem_fraction_static)
+    per_token = kv_bytes_per_token(architecture, size, kv_value_bytes(server))
     kv_tokens = max(0, (room - sum(weights.values())) // per_token)
     if server.max_total_tokens is not None:
         kv_tokens = min(kv_tokens, server.max_total_tokens)
     if kv_tokens < longest:
         weights_gib = sum(weights.values()) / GIB
         what = "the weights do" if weights_gib > room / GIB else "the KV cache does"
-        raise ConfigError(
+        raise DoesNotFit(
             f"rollout.server.tensor_parallel_size={size}: {what} not fit: "
             f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
             f"{weight_format} weights take {weights_gib:.1f} GiB and one sequence of "
-            f"{longest} tokens {longest * per_token / GIB:.1f} GiB"
+            f"{longest} tokens {longest * per_token / GIB:.1f} GiB",
+            (sum(weights.values()) + longest * per_token) / room,
         )
-    unused = {"left for graphs and activations": GPU_BYTES - room}
+    unused = {"left for graphs and activations": node.gpu.memory_bytes - room}
     return {**weights, "KV cache": kv_tokens * per_token, **unused}, kv_tokens
 
 
-def layouts(architecture: Architecture, config: Config, gpus: int) -> Iterator[Config]:
+def layouts(
+    architecture: Architecture,
+    config: Config,
+    gpus: int,
+    node: Node = DGX_H100,
+    given: Collection[str] = (),
+) -> Iterator[Config]:
     """Yield `config` in every layout that may be the fastest; `plan` refuses some of them.
 
     Tensor-parallel groups stay within a node, and each node has as many ranks. There are up to 16
     pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks,
     and as many data-parallel replicas as fit. Experts are whole, on expert-parallel ranks of one
     node. Micro batches have the tokens of one longest sequence, and the cheapest recomputation that
-    fits is taken.
+    fits is taken. Servers decode up to 256 or 512 sequences at once. The fields in `given` keep
+    their values.
     """
-    sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
+    learner, rollout = config.learner, config.rollout
+
+    def values(field: str, searched: Iterable[int]) -> Iterable[int]:
+        return [attrgetter(field)(config)] if field in given else searched
+
+    sizes = [size for size in range(1, node.gpus + 1) if size <= gpus and node.gpus % size == 0]
     num_experts = architecture.num_experts or 1
-    expert_sizes = [size for size in sizes if num_experts % size == 0]
-    rows = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+    expert_sizes = values(
+        "learner.expert_parallel_size", [size for size in sizes if num_experts % size == 0]
+    )
+    kept = {field.removeprefix("learner.") for field in given if field.startswith("learner.")}
+    rows = rollout.prompts_per_step * rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step
-    for tensor, stages, context in itertools.product(sizes, range(1, 17), (1, 2, 4)):
-        in_last = architecture.shorter_last_stage(stages)
+    for tensor, stages, context in itertools.product(
+        values("learner.tensor_parallel_size", sizes),
+        values("learner.pipeline_parallel_size", range(1, 17)),
+        values("learner.context_parallel_size", (1, 2, 4)),
+    ):
+        searched: dict[str, Any] = {
+            "tensor_parallel_size": tensor,
+            "pipeline_parallel_size": stages,
+            "virtual_pipeline_parallel_size": 1,
+            "layers_in_last_pipeline_stage": architecture.shorter_last_stage(stages),
+            "context_parallel_size": context,
+            "expert_tensor_parallel_size": 1,
+            "tokens_per_micro_batch": None
+            if "micro_batch_size" in kept
+            else config.rollout.max_length,
+        }
+        changes = {name: value for name, value in searched.items() if name not in kept}
+        stage = dataclasses.replace(learner, **changes)
         try:
-            architecture.check_layout(tensor, stages, 1, in_last)
+            architecture.check_layout(tensor, stages, 1, stage.layers_in_last_pipeline_stage)
         except ArchitectureError:
             continue
         most = gpus // (tensor * stages * context)
-        for data, experts in itertools.product(range(1, most + 1), expert_sizes):
+        for data, experts in itertools.product(
+            values("learner.data_parallel_size", range(1, most + 1)), expert_sizes
+        ):
             if rows % (parts * data) or tensor * context * data % experts:
                 continue
-            learner = dataclasses.replace(
-                config.learner,
-                tensor_parallel_size=tensor,
-                pipeline_parallel_size=stages,
-                data_parallel_size=data,
-                virtual_pipeline_parallel_size=1,
-                layers_in_last_pipeline_stage=in_last,
-                context_parallel_size=context,
-                expert_parallel_size=experts,
-                expert_tensor_parallel_size=1,
-                tokens_per_micro_batch=config.rollout.max_length,
+            candidate = dataclasses.replace(
+                stage, data_parallel_size=data, expert_parallel_size=experts
             )
-            if not _divides_nodes(learner):
+            if not _divides_nodes(candidate, node):
                 continue
-            candidate = with_cheapest_recomputation(
-                architecture, dataclasses.replace(config, learner=learner)
+            with_learner = with_cheapest_recomputation(
+                architecture,
+                dataclasses.replace(config, learner=candidate),
+                node.gpu.memory_bytes,
+                kept,
             )
-            for size in sizes:
-                server = dataclasses.replace(config.rollout.server, tensor_parallel_size=size)
-                rollout = dataclasses.replace(config.rollout, server=server)
-                yield dataclasses.replace(candidate, rollout=rollout)
+            for size, slots in itertools.product(
+                values("rollout.server.tensor_parallel_size", sizes),
+                values("rollout.server.max_running_requests", (256, 512)),
+            ):
+                server = dataclasses.replace(
+                    rollout.server, tensor_parallel_size=size, max_running_requests=slots
+                )
+                yield dataclasses.replace(
+                    with_learner, rollout=dataclasses.replace(rollout, server=server)
+                )
 
 
 def suggest(
@@ -380,21 +467,40 @@ def suggest(
     config: Config,
     gpus: int,
     workload: Workload | None = None,
-) -> Plan | None:
-    """Return the plan with the shortest step over all `layouts`, or None if none fits."""
+    node: Node = DGX_H100,
+    given: Collection[str] = (),
+) -> Plan:
+    """Return the plan with the shortest step over all `layouts`.
+
+    Raises:
+        ConfigError: none fits; the message says why the one that comes closest does not.
+    """
     best: Plan | None = None
-    workload = workload or Workload.half(config)
-    for layout in layouts(architecture, config, gpus):
+    refusals: list[ConfigError] = []
+    workload = workload or Workload.of(config)
+    for layout in layouts(architecture, config, gpus, node, given):
         # No step is shorter than the learner's part of it, which is quickly computed.
-        if best and sum(learner_s(architecture, layout, workload).values()) >= best.total_s:
+        learner_time_s = sum(learner_s(architecture, layout, workload, node).values())
+        if best and learner_time_s >= best.total_s:
             continue
         try:
-            candidate = plan(architecture, layout, gpus, workload)
-        except ConfigError:
+            candidate = plan(architecture, layout, gpus, workload, node)
+        except ConfigError as error:
+            refusals.append(error)
             continue
         if best is None or candidate.total_s < best.total_s:
             best = candidate
-    return best
+    if best:
+        return best
+    if not refusals:  # the given fields leave nothing to search
+        return plan(architecture, config, gpus, workload, node)
+    closest = min(refusals, key=lambda refusal: getattr(refusal, "needed_part", math.inf))
+    fields = " ".join(f"{field}={attrgetter(field)(config)}" for field in sorted(given))
+    advice = "; use more GPUs or shorter responses" if isinstance(closest, DoesNotFit) else ""
+    raise ConfigError(
+        f"no layout of {gpus} GPUs {f'with {fields} ' if fields else ''}fits prompts and responses "
+        f"of {config.rollout.max_length} tokens; the closest: {closest}{advice}"
+    )
 
 
 def plan_or_suggest(
@@ -402,6 +508,8 @@ def plan_or_suggest(
     config: Config,
     gpus: int,
     workload: Workload,
+    node: Node = DGX_H100,
+    given: Collection[str] = (),
     *,
     has_layout: bool,
 ) -> Plan:
@@ -409,23 +517,19 @@ def plan_or_suggest(
 
     Raises:
         ConfigError: it does not fit. The message ends with a layout that does, or if there is
-            none with what would help.
+            none with why not.
     """
-    refusal = ""
-    if has_layout:
-        try:
-            return plan(architecture, config, gpus, workload)
-        except ConfigError as error:
-            refusal = f"{error}; "
-    best = suggest(architecture, config, gpus, workload)
-    if best is None:
-        raise ConfigError(
-            f"{refusal}no layout of {gpus} GPUs fits prompts and responses of "
-            f"{config.rollout.max_length} tokens: use more GPUs or shorter responses"
-        )
-    if has_layout:
-        raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_overrides(best.config))}")
-    return best
+    if not has_layout:
+        return suggest(architecture, config, gpus, workload, node, given)
+    try:
+        return plan(architecture, config, gpus, workload, node)
+    except ConfigError as error:
+        refusal = f"{error}; "
+    try:
+        best = suggest(architecture, config, gpus, workload, node, given)
+    except ConfigError as error:
+        raise ConfigError(f"{refusal}{error}") from None
+    raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_overrides(best.config))}")
 
 
 def layout_overrides(config: Config) -> list[str]:
@@ -449,5 +553,6 @@ def layout_overrides(config: Config) -> list[str]:
         "learner.offload_optimizer": str(learner.offload_optimizer).lower(),
         "rollout.servers": rollout.servers,
         "rollout.server.tensor_parallel_size": rollout.server.tensor_parallel_size,
+        "rollout.server.max_running_requests": rollout.server.max_running_requests,
     }
     return [f"{name}={value}" for name, value in overrides.items()]

@@ -23,70 +23,19 @@ context of every running sequence again.
 `benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from statistics import NormalDist
 from typing import Literal
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.step_time import Workload, decode_s, prefill_s
+from qurl_megatron.planning.gpus import DGX_H100, Node
+from qurl_megatron.planning.lengths import ResponseLengths, Workload
+from qurl_megatron.planning.memory import kv_value_bytes
+from qurl_megatron.planning.step_time import decode_s, prefill_s
 
-_NORMAL = NormalDist()
 _BISECTIONS = 30
-_INTEGRATION_STEPS = 64  # for the midpoint rule over the last batch
-
-
-@dataclass(frozen=True)
-class ResponseLengths:
-    """Response lengths in tokens, with a given mean, of which the longest reach `maximum`.
-
-    Without `log_deviation`, P(length > x) = 1 - (x / maximum)^k with k = mean / (maximum - mean).
-    A mean of half the maximum is then a uniform distribution. With it, lengths are lognormal and
-    truncated at the maximum, as a server truncates them.
-    """
-
-    mean: float
-    maximum: float
-    log_deviation: float | None = None  # standard deviation of log(length); None: not lognormal
-
-    def fraction_longer(self, length: float) -> float:
-        """Return the fraction of responses longer than `length`, which is below the maximum."""
-        if self.mean >= self.maximum or length <= 0:
-            return 1.0
-        if self.log_deviation is None:
-            return 1 - (length / self.maximum) ** (self.mean / (self.maximum - self.mean))
-        return 1 - _NORMAL.cdf((math.log(length) - self.log_median) / self.log_deviation)
-
-    @property
-    def mean_age(self) -> float:
-        """Mean number of tokens that a running response has: E[length^2] / (2 E[length])."""
-        if self.mean >= self.maximum:
-            return self.maximum / 2
-        if self.log_deviation is None:
-            exponent = self.mean / (self.maximum - self.mean)
-            return self.maximum / 2 * (exponent + 1) / (exponent + 2)
-        return self._moment(self.log_median, 2) / (2 * self.mean)
-
-    @cached_property
-    def log_median(self) -> float:
-        """The mean of log(length) before truncation, found by bisection of the truncated mean."""
-        low, high = math.log(self.mean), math.log(self.maximum) + 10 * (self.log_deviation or 0)
-        low -= 10 * (self.log_deviation or 0)
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._moment(middle, 1) > self.mean else (middle, high)
-        return (low + high) / 2
-
-    def _moment(self, log_median: float, power: int) -> float:
-        """Return E[min(X, maximum)^power] of a lognormal X."""
-        deviation = self.log_deviation or 0.0
-        edge = (math.log(self.maximum) - log_median) / deviation
-        below = math.exp(power * log_median + (power * deviation) ** 2 / 2)
-        below *= _NORMAL.cdf(edge - power * deviation)
-        return below + self.maximum**power * (1 - _NORMAL.cdf(edge))
+_INTEGRATION_STEPS = 128  # for the midpoint rule over the last batch
 
 
 @dataclass(frozen=True)
@@ -102,7 +51,12 @@ class ServerLoad:
 
 
 def server_load(
-    architecture: Architecture, config: Config, workload: Workload, slots: int, publish_s: float
+    architecture: Architecture,
+    config: Config,
+    workload: Workload,
+    slots: int,
+    publish_s: float,
+    node: Node = DGX_H100,
 ) -> ServerLoad:
     """Return the share of a step of each rollout server, which decodes `slots` sequences at once.
 
@@ -110,23 +64,22 @@ def server_load(
     """
     rollout = config.rollout
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
-    longest = rollout.max_response_length
-    lengths = ResponseLengths(workload.mean_response, longest, workload.log_deviation)
+    lengths, value_bytes = workload.responses(config), kv_value_bytes(rollout.server)
 
     def token_s(sequences: float, mean_age: float) -> float:
         context = sequences * (workload.mean_prompt + mean_age)
-        return decode_s(architecture, weight_format, size, sequences, context)
+        return decode_s(architecture, weight_format, size, sequences, context, node, value_bytes)
 
     def pause_s(running: float) -> float:
         if rollout.pause_mode != "retract":
             return publish_s
         context = running * (workload.mean_prompt + lengths.mean_age)
-        return publish_s + prefill_s(architecture, weight_format, size, context)
+        return publish_s + prefill_s(architecture, weight_format, size, context, node)
 
     prompt_tokens = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
     return ServerLoad(
         token_s=token_s,
-        prompts_s=prefill_s(architecture, weight_format, size, prompt_tokens),
+        prompts_s=prefill_s(architecture, weight_format, size, prompt_tokens, node),
         pause_s=pause_s,
         sequences=rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers,
         slots=slots,

@@ -1,4 +1,4 @@
-"""Estimate the time of a step on H100s, by phase.
+"""Estimate the time of a step, by phase.
 
 Symbols are those of `memory`: B bytes, e the bytes of a value, t and p the tensor and
 pipeline parallel sizes, d the data parallel size times the context parallel size, h hidden size, Q
@@ -13,23 +13,28 @@ query channels, V vocabulary rows.
                  two all-reduces of 2bh B per layer over NVLink, with a latency of `ALL_REDUCE_S`
                Of experts, those bytes are read that at least one of b sequences chooses,
                1 - (1 - k / experts)^b of them if all are chosen equally often, and the weights are
-               those that a sequence chooses.
+               those that a sequence chooses. Grouped products read their many small weights at an
+               efficiency of their own, and a layer of experts has further kernels: `EXPERT_DECODE`.
                HBM and peak are the datasheet's bandwidth and FLOP/s; e_w, e_f and e_kv are the
                fitted efficiencies below.
     rollout    `rollout_time.py` has its terms. Prompts are read once per group, at the matrix
                product rate of the weight format.
-    forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention,
-               and 2hV per response token on the last stage, at peak x `LEARNER_MFU`; plus two
+    forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention
+               (of which the mean over sequences counts), and 2hV per response token on the last
+               stage, at peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`; plus two
                all-reduces of eh B per layer and token over NVLink (with sequence parallelism, a
                reduce-scatter and an all-gather each). With context
                parallel size c, (c - 1) times the keys and values of a rank's tokens per layer, over
-               NVLink within a node, not overlapped. With expert parallel size n, two all-to-alls of
-               (n - 1) / n of k eh B per layer and token of a rank, over NVLink if n is within a
-               node, not overlapped. The slowest stage counts. The
-               pipeline bubble multiplies it by 1 + (p - 1) / (m v), with m micro batches and v
-               virtual stages.
+               NVLink within a node, not overlapped. With experts, k eh B per layer and token of a
+               rank are written and read twice in the GPU's memory, to sort the copies of tokens by
+               expert and back, and with expert parallel size n sent twice: the part for ranks of
+               other nodes over InfiniBand, the rest over NVLink, whichever takes longer, not
+               overlapped. The ranks that share a layer's experts wait for the one with the most
+               tokens (`expert_imbalance`). The slowest stage counts. The pipeline bubble
+               multiplies it by 1 + (p - 1) / (m v), with m micro batches and v virtual stages.
     proximal   One forward pass if there are several minibatches, and one with a reference.
-    update     Three forward passes, and a fourth of the layers that recompute=full computes again.
+    update     Three forward passes, but two of the tokens' ways to experts, and one more of the
+               layers that recompute=full computes again.
                With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the
                HBM's bandwidth. The output layer counts four times, because its logits are computed
                twice. Plus, per minibatch, over InfiniBand and not overlapped: the scattered sum of
@@ -52,17 +57,18 @@ query channels, V vocabulary rows.
                proportion to the learning rate.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
-sampling.
+sampling, and the host: the time in which it prepares batches and starts kernels.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from qurl_megatron.config.schema import Config, LearnerConfig, WeightFormat
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.gpus import DGX_H100, H100, Node
+from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
     element_bytes,
     kv_bytes_per_token,
@@ -76,14 +82,6 @@ from qurl_megatron.planning.memory import (
     values_by_copies,
 )
 
-# NVIDIA H100 SXM5 datasheet (nvidia.com/h100), without sparsity.
-HBM_BYTES_PER_S = 3.35e12
-PEAK_FLOPS = {"bf16": 989e12, "8-bit": 1979e12}  # FLOP/s; INT8 and FP8 are equal
-NVLINK_BYTES_PER_S = 450e9  # in one direction; 900 GB/s in both
-INFINIBAND_BYTES_PER_S = 50e9  # NDR 400 Gb/s, one adapter per GPU as in a DGX H100
-HOST_BYTES_PER_S = 64e9  # PCIe Gen 5 x16 in one direction, for each GPU; 128 GB/s in both
-GPUS_PER_NODE = 8  # DGX H100
-
 # Fitted by `benchmarks/plan.py` to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
 # (vLLM 0.30, github.com/tgarg01/silybench-data, 24 Sep 2026). INT8 is assumed to equal FP8.
 HBM_EFFICIENCY = {"weights": 0.93, "kv": 0.84}
@@ -94,9 +92,33 @@ SEQUENCE_S = 7.7e-6  # overhead per sequence and token
 # sequences, per all-reduce (ML.ENERGY leaderboard, github.com/ml-energy/leaderboard, 27 Feb 2026).
 ALL_REDUCE_S = 5e-6
 
+
+@dataclass(frozen=True)
+class ExpertDecode:
+    """What a layer of experts adds to the time of a token."""
+
+    hbm_efficiency: float  # of grouped products
+    layer_s: float  # overhead per layer and token, beyond `LAYER_S`
+
+
+# Fitted by `benchmarks/plan.py` to 20 latencies of Qwen3-30B-A3B and 235B-A22B on 1 to 8 H100, 8 to
+# 64 sequences of the chat task (the same leaderboard). INT8 is assumed to equal FP8.
+EXPERT_DECODE = {
+    "bf16": ExpertDecode(hbm_efficiency=0.87, layer_s=50e-6),
+    "8-bit": ExpertDecode(hbm_efficiency=0.62, layer_s=132e-6),
+}
+
 # 389 TFLOP/s per GPU: Llama 3 70B on 64 H100 in BF16, sequences of 8192 tokens, no tensor
 # parallelism (NeMo AutoModel, performance summary of April 2026).
-LEARNER_MFU = 389e12 / PEAK_FLOPS["bf16"]
+LEARNER_MFU = 389e12 / H100.bf16_flops
+# The rate of grouped products over that of large ones: with it a step of Qwen3-30B-A3B on 8 H100,
+# 512 sequences of 4096 tokens and experts chosen equally often, takes the 21.77 s of the same
+# summary. Fitted by `benchmarks/plan.py`.
+EXPERT_RATE = 0.84
+# Standard deviation of the tokens of an expert over their mean. The Gini coefficient of five models
+# is 0.105 to 0.24 and more on real text, and that of Qwen3-30B-A3B in between (arXiv:2605.20982);
+# 0.2 is taken, which is that of a normal distribution with this deviation.
+EXPERT_LOAD_DEVIATION = 0.2 * math.sqrt(math.pi)
 
 # Bytes of a delta over those of all tensors, by optimizer steps since the last publish, at a
 # learning rate of 1e-6: `python -m benchmarks.delta` (docs/findings/systems.md).
@@ -113,35 +135,18 @@ DELTA_PARTS: dict[WeightFormat, dict[int, float]] = {
 MEASURED_LEARNING_RATE = 1e-6
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Lengths in tokens. A configuration has only the maximum lengths."""
-
-    mean_prompt: float
-    mean_response: float
-    log_deviation: float | None = None  # of response lengths, see `rollout_time.ResponseLengths`
-
-    @classmethod
-    def half(cls, config: Config) -> Workload:
-        """Return mean lengths of half the maximum."""
-        rollout = config.rollout
-        return cls(rollout.max_prompt_length / 2, rollout.max_response_length / 2)
+def _precision(weight_format: WeightFormat) -> str:
+    return "bf16" if weight_format == "bf16" else "8-bit"
 
 
-def _product_flops(weight_format: WeightFormat) -> float:
+def _product_flops(weight_format: WeightFormat, node: Node) -> float:
     """Return the FLOP/s that a GPU of a server reaches in products with weights of this format."""
-    precision = "bf16" if weight_format == "bf16" else "8-bit"
-    return PEAK_FLOPS[precision] * PRODUCT_EFFICIENCY[precision]
+    return node.gpu.flops(weight_format) * PRODUCT_EFFICIENCY[_precision(weight_format)]
 
 
-def _link_bytes_per_s(ranks: int) -> float:
-    """Return the rate of the link that connects so many ranks: in one node, or between nodes."""
-    return NVLINK_BYTES_PER_S if ranks <= GPUS_PER_NODE else INFINIBAND_BYTES_PER_S
-
-
-def _all_reduce_s(num_bytes: float, ranks: int) -> float:
-    """Return the seconds of a ring all-reduce over NVLink, without its latency."""
-    return 2 * (ranks - 1) / ranks * num_bytes / NVLINK_BYTES_PER_S
+def _all_reduce_s(num_bytes: float, ranks: int, node: Node) -> float:
+    """Return the seconds of a ring all-reduce, without its latency."""
+    return 2 * (ranks - 1) / ranks * num_bytes / node.link_bytes_per_s(ranks)
 
 
 def decode_s(
@@ -150,6 +155,8 @@ def decode_s(
     tensor_parallel_size: int,
     sequences: float,
     context_tokens: float,
+    node: Node = DGX_H100,
+    kv_value_bytes: int = 2,
 ) -> float:
     """Return the seconds in which one server decodes a token for each of its sequences.
 
@@ -157,26 +164,30 @@ def decode_s(
         sequences: number of sequences that are decoded at once.
         context_tokens: tokens in the KV cache of all sequences together.
     """
-    size = tensor_parallel_size
+    size, hbm = tensor_parallel_size, node.gpu.hbm_bytes_per_s
+    weights_per_s = hbm * HBM_EFFICIENCY["weights"]
     linear, output = architecture.num_linear_weights, num_output_weights(architecture)
     of_gpu = server_weight_bytes(architecture, weight_format, size)
-    linear_bytes: float = of_gpu["linear"]
+    read_s = of_gpu["linear"] / weights_per_s
+    layer_s = LAYER_S
     if architecture.num_experts:
+        experts = EXPERT_DECODE[_precision(weight_format)]
         unchosen = 1 - architecture.experts_per_token / architecture.num_experts
-        linear_bytes += of_gpu["experts"] * (1 - unchosen**sequences)
+        chosen_bytes = of_gpu["experts"] * (1 - unchosen**sequences)
+        read_s += chosen_bytes / (hbm * experts.hbm_efficiency)
+        layer_s += experts.layer_s
 
-    def product_s(num_bytes: float, weights: float, flops: float) -> float:
-        read_s = num_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["weights"])
-        return max(read_s, 2 * sequences * weights / flops)
+    def multiply_s(weights: float, weight_format: WeightFormat) -> float:
+        return 2 * sequences * weights / _product_flops(weight_format, node)
 
-    time_s = product_s(linear_bytes, linear / size, _product_flops(weight_format))
-    time_s += product_s(2 * output / size, output / size, _product_flops("bf16"))
-    kv_bytes = context_tokens * kv_bytes_per_token(architecture, size)
-    time_s += kv_bytes / (HBM_BYTES_PER_S * HBM_EFFICIENCY["kv"])
-    time_s += architecture.num_layers * LAYER_S + sequences * SEQUENCE_S
+    time_s = max(read_s, multiply_s(linear / size, weight_format))
+    time_s += max(2 * output / size / weights_per_s, multiply_s(output / size, "bf16"))
+    kv_bytes = context_tokens * kv_bytes_per_token(architecture, size, kv_value_bytes)
+    time_s += kv_bytes / (hbm * HBM_EFFICIENCY["kv"])
+    time_s += architecture.num_layers * layer_s + sequences * SEQUENCE_S
     if size > 1:
         hidden_bytes = 2 * sequences * architecture.hidden_size
-        all_reduce_s = ALL_REDUCE_S + _all_reduce_s(hidden_bytes, size)
+        all_reduce_s = ALL_REDUCE_S + _all_reduce_s(hidden_bytes, size, node)
         time_s += 2 * architecture.num_layers * all_reduce_s
     return time_s
 
@@ -186,92 +197,145 @@ def prefill_s(
     weight_format: WeightFormat,
     tensor_parallel_size: int,
     tokens: float,
+    node: Node = DGX_H100,
 ) -> float:
     """Return the seconds in which one server reads prompts of `tokens` in all."""
-    rate = _product_flops(weight_format) * tensor_parallel_size
+    rate = _product_flops(weight_format, node) * tensor_parallel_size
     return 2 * architecture.num_linear_weights * tokens / rate
 
 
-def _forward_s(
-    architecture: Architecture, config: Config, workload: Workload
-) -> tuple[float, float]:
-    """Return the seconds of the layers and of the output layer in one forward pass over a step.
+def expert_imbalance(architecture: Architecture, ranks: int) -> float:
+    """Return the tokens of the rank with the most over the mean, of ranks that share the experts.
 
-    The layers are divided over all GPUs of the learner, the output layer over those of the last
-    pipeline stage.
+    Loads of experts are taken to be independent and normal; Blom's formula gives the largest of
+    `ranks` of them.
     """
-    learner, rollout = config.learner, config.rollout
+    if ranks == 1:
+        return 1.0
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + largest * EXPERT_LOAD_DEVIATION / math.sqrt(architecture.num_experts / ranks)
+
+
+def pass_flops(
+    architecture: Architecture, config: Config, workload: Workload
+) -> tuple[float, float, float]:
+    """Return the FLOPs of one forward pass over a step.
+
+    They are those of the layers without experts, of the experts, and of the output layer, which
+    only responses pass through.
+    """
+    rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    length = workload.mean_prompt + workload.mean_response
-    rate = learner.world_size * PEAK_FLOPS["bf16"] * LEARNER_MFU
-    layers_s = sequences * architecture.forward_flops(length) / rate
+    length, square = workload.mean_length, workload.mean_square_length(config)
+    layers = sequences * architecture.forward_flops(length, square)
+    experts = 0.0
+    if architecture.num_experts:
+        weights = 3 * architecture.hidden_size * architecture.active_intermediate_size
+        experts = 2 * sequences * length * architecture.num_layers * weights
+    output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
+    return layers - experts, experts, output
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one forward pass over a step, of a layer and of the output layer."""
+
+    layer_s: float  # products, and the communication of tensor and context parallelism
+    exchange_s: float  # of a layer's tokens with its experts
+    output_s: float
+
+
+def _forward_s(architecture: Architecture, config: Config, workload: Workload, node: Node) -> _Pass:
+    """Return the seconds of a forward pass over a step.
+
+    A layer is divided over all GPUs of its pipeline stage, and so is the output layer.
+    """
+    learner, rollout, gpu = config.learner, config.rollout, node.gpu
+    stages, num_layers = learner.pipeline_parallel_size, architecture.num_layers
+    rate = learner.world_size / stages * gpu.bf16_flops * LEARNER_MFU
+    imbalance = expert_imbalance(architecture, learner.expert_parallel_size)
+    dense, experts, output = pass_flops(architecture, config, workload)
+    layer_s = (dense + experts * imbalance / EXPERT_RATE) / rate / num_layers
     # Each tensor-parallel group has the layers of its stage and the sequences of its replica.
-    tokens = sequences * length / (learner.data_parallel_size * learner.context_parallel_size)
-    layers = architecture.num_layers / learner.pipeline_parallel_size
+    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
+    tokens = sequences * workload.mean_length
+    tokens /= learner.data_parallel_size * learner.context_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
-    layers_s += 2 * layers * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size)
+    layer_s += 2 * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)
     # Every context-parallel rank passes on the keys and values of all the others.
     heads = architecture.key_value_heads_on_rank(learner.tensor_parallel_size)
     channels = 2 * heads * architecture.head_dim
     ring_bytes = (learner.context_parallel_size - 1) * element_bytes(learner) * channels * tokens
     ranks = learner.tensor_parallel_size * learner.context_parallel_size
-    layers_s += layers * ring_bytes / _link_bytes_per_s(ranks)
-    layers_s += layers * _all_to_all_s(architecture, learner, tokens)
-    output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
-    return layers_s, output / (rate / learner.pipeline_parallel_size)
+    layer_s += ring_bytes / node.link_bytes_per_s(ranks)
+    exchange_s = imbalance * exchange_with_experts_s(architecture, learner, tokens, node)
+    return _Pass(layer_s, exchange_s, output / rate)
 
 
-def _all_to_all_s(architecture: Architecture, learner: LearnerConfig, tokens: float) -> float:
+def exchange_with_experts_s(
+    architecture: Architecture, learner: LearnerConfig, tokens: float, node: Node = DGX_H100
+) -> float:
     """Return the seconds in which one layer's tokens go to their experts and come back.
 
-    `tokens` are those of a tensor-parallel group.
+    `tokens` are those of a tensor-parallel group, chosen experts all equally often.
     """
-    size = learner.expert_parallel_size
+    gpu, size = node.gpu, learner.expert_parallel_size
     copies = architecture.experts_per_token * tokens / learner.tensor_parallel_size
-    num_bytes = 2 * copies * element_bytes(learner) * architecture.hidden_size * (size - 1) / size
-    return num_bytes / _link_bytes_per_s(size * learner.expert_tensor_parallel_size)
+    num_bytes = 2 * copies * element_bytes(learner) * architecture.hidden_size
+    in_node = min(size, max(1, node.gpus // learner.expert_tensor_parallel_size))
+    sent_s = num_bytes * max(
+        (in_node - 1) / size / gpu.nvlink_bytes_per_s,
+        (size - in_node) / size / gpu.infiniband_bytes_per_s,
+    )
+    return sent_s + 2 * num_bytes / gpu.hbm_bytes_per_s
 
 
-def learner_s(architecture: Architecture, config: Config, workload: Workload) -> dict[str, float]:
+def learner_s(
+    architecture: Architecture, config: Config, workload: Workload, node: Node = DGX_H100
+) -> dict[str, float]:
     """Return the seconds of the learner's phases, `proximal` and `update`."""
-    learner = config.learner
-    length = workload.mean_prompt + workload.mean_response
+    learner, gpu = config.learner, node.gpu
     minibatches = config.optimizer.minibatches_per_step
-    layers_s, output_s = _forward_s(architecture, config, workload)
+    forward = _forward_s(architecture, config, workload, node)
+    layer_s = forward.layer_s + forward.exchange_s
     stages = learner.pipeline_parallel_size
     by_stage = stage_layers(architecture, learner)
-    layer_s = layers_s * stages / architecture.num_layers
     again_s = layer_s
     if learner.recompute == "selective":
-        tokens = config.rollout.prompts_per_step * config.rollout.completions_per_prompt * length
-        tokens /= learner.data_parallel_size * learner.context_parallel_size
+        sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+        copies = learner.data_parallel_size * learner.context_parallel_size
+        tokens = sequences * workload.mean_length / copies
         # SwiGLU reads two values and writes one.
         values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
-        again_s = element_bytes(learner) * values * tokens / HBM_BYTES_PER_S
+        again_s = element_bytes(learner) * values * tokens / gpu.hbm_bytes_per_s
 
     def passes_s(by_stage: list[float], micro_batches: int) -> float:
         virtual = learner.virtual_pipeline_parallel_size
         return max(by_stage) * (1 + (stages - 1) / (micro_batches * virtual))
 
-    micro_batches = num_micro_batches(config, length)
-    forward = [layers * layer_s for layers in by_stage]
+    micro_batches = num_micro_batches(config, workload.mean_length)
+    scored = [layers * layer_s for layers in by_stage]
     update = [
-        3 * layers * layer_s + recomputed_layers(learner, layers) * again_s for layers in by_stage
+        layers * (3 * forward.layer_s + 2 * forward.exchange_s)
+        + recomputed_layers(learner, layers) * again_s
+        for layers in by_stage
     ]
-    forward[-1] += output_s
-    update[-1] += 4 * output_s
-    proximal_s = passes_s(forward, micro_batches * minibatches)
+    scored[-1] += forward.output_s
+    update[-1] += 4 * forward.output_s
+    proximal_s = passes_s(scored, micro_batches * minibatches)
     proximal_s *= (minibatches > 1) + (config.objective.kl_coefficient > 0)
     update_s = passes_s(update, micro_batches)
     on_ranks = [values_by_copies(architecture, learner, stage) for stage in range(stages)]
     for copies, numel in max(on_ranks, key=lambda values: sum(values.values())).items():
+        sent_bytes = (copies - 1) / copies * (4 + element_bytes(learner)) * numel
         update_s += minibatches * (
-            (copies - 1) / copies * (4 + element_bytes(learner)) * numel / INFINIBAND_BYTES_PER_S
+            sent_bytes / gpu.infiniband_bytes_per_s
             # gradient, master and moments, read and written
-            + 2 * 16 * numel / copies / HBM_BYTES_PER_S
+            + 2 * 16 * numel / copies / gpu.hbm_bytes_per_s
         )
         if learner.offload_optimizer:
-            update_s += minibatches * 2 * state_bytes(learner) * numel / copies / HOST_BYTES_PER_S
+            copied_bytes = 2 * state_bytes(learner) * numel / copies
+            update_s += minibatches * copied_bytes / gpu.host_bytes_per_s
     return {"proximal": proximal_s, "update": update_s}
 
 
@@ -314,17 +378,17 @@ def delta_part(weight_format: WeightFormat, steps: int, learning_rate: float) ->
     return min(1.0, part * learning_rate / MEASURED_LEARNING_RATE)
 
 
-def plan_publish(architecture: Architecture, config: Config) -> PublishPlan:
+def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H100) -> PublishPlan:
     """Return what a publish to the servers of `config` sends, and a lower bound on its seconds."""
     learner, quantization, servers = config.learner, config.quantization, config.rollout.servers
-    by_stage = stage_bytes(architecture, config)
+    gpu, by_stage = node.gpu, stage_bytes(architecture, config)
     full_bytes = sum(dense + experts for dense, experts in by_stage)
     # The first sender of each stage. The others have as many experts, and nothing else.
     sending = [(dense, experts / learner.expert_parallel_size) for dense, experts in by_stage]
     size, expert_size = learner.tensor_parallel_size, learner.expert_tensor_parallel_size
-    if is_direct(config):
+    if is_direct(config, node):
         rank_bytes = max(dense / size + experts / expert_size for dense, experts in sending)
-        time_s = servers * rank_bytes / NVLINK_BYTES_PER_S
+        time_s = servers * rank_bytes / gpu.nvlink_bytes_per_s
         return PublishPlan(full_bytes, full_bytes, is_direct=True, time_s=time_s)
     part = 1.0
     if quantization.publish != "full":
@@ -335,20 +399,20 @@ def plan_publish(architecture: Architecture, config: Config) -> PublishPlan:
 
     def seconds(dense: float, experts: float) -> float:
         gathered = (size - 1) / size * dense + (expert_size - 1) / expert_size * experts
-        send_s = servers * (dense + experts) / INFINIBAND_BYTES_PER_S
-        return gathered / NVLINK_BYTES_PER_S + send_s
+        send_s = servers * (dense + experts) / gpu.infiniband_bytes_per_s
+        return gathered / gpu.nvlink_bytes_per_s + send_s
 
-    receive_s = full_bytes / INFINIBAND_BYTES_PER_S
+    receive_s = full_bytes / gpu.infiniband_bytes_per_s
     time_s = part * max(receive_s, *itertools.starmap(seconds, sending))
     return PublishPlan(part * full_bytes, full_bytes, is_direct=False, time_s=time_s)
 
 
-def is_direct(config: Config) -> bool:
+def is_direct(config: Config, node: Node = DGX_H100) -> bool:
     """Return whether ranks write into the servers' parameters: all are in one node."""
     quantization, rollout = config.quantization, config.rollout
     gpus = config.learner.world_size + rollout.servers * rollout.server.tensor_parallel_size
     return (
         quantization.transport != "broadcast"
         and quantization.publish == "full"
-        and gpus <= GPUS_PER_NODE
+        and gpus <= node.gpus
     )

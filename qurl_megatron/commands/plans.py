@@ -1,0 +1,196 @@
+"""The command that plans a run, or the same run on several numbers of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qurl_megatron.commands.runs import Overrides
+
+if TYPE_CHECKING:
+    from qurl_megatron.config.schema import Config
+    from qurl_megatron.model.architecture import Architecture
+    from qurl_megatron.planning.lengths import Workload
+
+LAYOUT_FIELDS = (
+    "learner.",
+    "rollout.server.tensor_parallel_size",
+    "rollout.server.max_running_requests",
+)
+"""What a search of layouts decides, unless it is given."""
+
+
+def plan(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RECIPE",
+            help="Directory with config.json, a known model such as Qwen2.5-32B, or a recipe.",
+        ),
+    ],
+    overrides: Overrides = None,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Number of GPUs of learner and servers together. Several, such as 24,32,64, give "
+            "a table.",
+        ),
+    ] = "64",
+    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")] = 8,
+    mean_prompt: Annotated[
+        float | None,
+        typer.Option(help="Mean prompt length, in tokens. Default: half of max_prompt_length."),
+    ] = None,
+    mean_response: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean response length, in tokens. Default: a quarter of max_response_length."
+        ),
+    ] = None,
+    log_deviation: Annotated[
+        float,
+        typer.Option(
+            help="Standard deviation of log(response length): lengths are lognormal, and cut off "
+            "at the maximum. Around 1 for reasoning."
+        ),
+    ] = 1.0,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="Directory of a run of this model, to set beside its plan; repeat the option for "
+            "several.",
+        ),
+    ] = None,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="File to write: FILE.csv, or a picture, FILE.svg or FILE.png; repeat the option "
+            "for several.",
+        ),
+    ] = None,
+) -> None:
+    """Estimate the memory and time that a run needs; nothing is allocated.
+
+    For a model, choose the layout with the shortest step. Fields that are given keep their values.
+
+    For a recipe, keep its own layout.
+
+    If something does not fit, the error names the part that is too large.
+    """
+    from qurl_megatron.commands import plan_page, scaling
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.config.validate import check_weight_format
+    from qurl_megatron.planning.gpus import node_of
+    from qurl_megatron.planning.plan import plan_or_suggest
+
+    scaling.check_outputs(output or [])
+    node = node_of(gpu, gpus_per_node)
+    numbers = _numbers(gpus)
+    architecture, config, given = _plan_input(subject, overrides or [])
+    check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
+    workload = _workload(config, mean_prompt, mean_response, log_deviation)
+    rows, refusals = [], {}
+    for number in numbers:
+        try:
+            planned = plan_or_suggest(
+                architecture, config, number, workload, node, given or (), has_layout=given is None
+            )
+        except ConfigError as error:
+            refusals[number] = error
+        else:
+            rows.append(scaling.Row(planned))
+    if refusals and not rows:
+        raise refusals[max(refusals)]
+    rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]
+    if len(rows) == 1 and not refusals:
+        plan_page.print_plan(rows[0].plan)
+    else:
+        scaling.print_rows(rows, refusals)
+    for file in output or []:
+        scaling.write(rows, file)
+        print(f"{file} is ready")
+
+
+def _numbers(gpus: str) -> list[int]:
+    """Return the numbers of GPUs of `--gpus`, in their order.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    from qurl_megatron.config.schema import ConfigError
+
+    words = gpus.split(",")
+    if not all(word.isdecimal() and 2 <= int(word) <= 16_384 for word in words):
+        raise ConfigError(f"--gpus {gpus}: must be numbers from 2 to 16384, such as 24,32,64")
+    return sorted({int(word) for word in words})
+
+
+def _workload(
+    config: Config, mean_prompt: float | None, mean_response: float | None, log_deviation: float
+) -> Workload:
+    """Return the lengths that are given, and for the others what a plan assumes.
+
+    Raises:
+        ConfigError: a length is above its maximum in `config`, or a number is none.
+    """
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.planning.lengths import Workload
+
+    assumed = Workload.of(config)
+    for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
+        longest = getattr(config.rollout, f"max_{name}_length")
+        if mean is not None and not 1 <= mean <= longest:
+            raise ConfigError(
+                f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
+            )
+    if not 0.01 <= log_deviation <= 10:
+        raise ConfigError(
+            f"--log-deviation {log_deviation}: must be from 0.01 to 10; around 1 for reasoning"
+        )
+    return Workload(
+        assumed.mean_prompt if mean_prompt is None else mean_prompt,
+        assumed.mean_response if mean_response is None else mean_response,
+        log_deviation,
+    )
+
+
+def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
+    """Return the model's shape, the configuration, and the fields of its layout that are given.
+
+    A model gets the configuration of recipes/scaling_32b.py, or with experts of
+    recipes/qwen3_moe.py. A recipe has its own, with a layout: None.
+
+    Raises:
+        ArchitectureError, ConfigError: one line.
+    """
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.config.text import with_overrides
+    from qurl_megatron.launch.prepare import load_recipe, recipe_names
+    from qurl_megatron.model.architecture import Architecture
+    from qurl_megatron.model.known import KNOWN_MODELS
+
+    is_model = subject in KNOWN_MODELS or Path(subject).is_dir()
+    if is_model:
+        overrides = [f"model={subject}", *overrides]
+        architecture = KNOWN_MODELS.get(subject) or Architecture.from_directory(subject)
+        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
+    elif subject not in recipe_names():
+        raise ConfigError(
+            f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
+            f"({', '.join(recipe_names())})"
+        )
+    config = with_overrides(load_recipe(subject).recipe(), overrides)
+    if not config.model:
+        raise ConfigError(
+            "model=: missing; give a directory with config.json, or a name such as Qwen2.5-32B"
+        )
+    architecture = KNOWN_MODELS.get(config.model) or Architecture.from_directory(config.model)
+    fields = {word.partition("=")[0] for word in overrides}
+    given = {field for field in fields if field.startswith(LAYOUT_FIELDS)}
+    return architecture, config, given if is_model else None

@@ -1,0 +1,191 @@
+"""A run on several numbers of GPUs, planned and measured: as a table, as CSV and as a picture."""
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.weight_map import num_parameters
+from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.lengths import Workload
+from qurl_megatron.planning.plan import REMEDIES, Plan, layout_overrides, plan_run
+from qurl_megatron.report.metrics import PHASES
+from qurl_megatron.report.plots import read_run
+
+PICTURES = (".svg", ".png")
+COLOURS = ("#00798c", "#66a182", "#d1495b", "#edae49", "#8d96a3", "#2e4057")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan, and the run that it is the plan of, if there is one."""
+
+    plan: Plan
+    run: str = ""
+    measured_s: dict[str, float] = field(default_factory=dict)  # by phase; empty without a run
+
+    @property
+    def measured_step_s(self) -> float:
+        """Measured time of a step, in seconds."""
+        return sum(self.measured_s.values())
+
+
+def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: Node) -> Row:
+    """Return the times of a run beside the plan of its own layout and mean response length.
+
+    Times are medians over its steps but the first, in which servers and learner warm up.
+
+    Raises:
+        ConfigError: it is no run of this model, or its layout cannot be planned.
+    """
+    run = read_run(run_dir)
+    architecture = Architecture.from_directory(run.config.model)
+    if num_parameters(architecture) != num_parameters(model):
+        raise ConfigError(
+            f"--measured {run_dir}: {run.config.model} is not the model that is planned; it has "
+            f"{num_parameters(architecture):,} parameters, not {num_parameters(model):,}"
+        )
+    steps = run.steps[1:] or run.steps
+    mean_response = fmean(step["response_length_mean"] for step in steps)
+    lengths = Workload(workload.mean_prompt, mean_response, workload.log_deviation)
+    measured_s = {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
+    try:
+        planned = plan_run(architecture, run.config, lengths, node)
+    except ConfigError as error:
+        raise ConfigError(f"--measured {run_dir}: {error}") from None
+    return Row(planned, run.name, measured_s)
+
+
+def check_outputs(files: Iterable[Path]) -> None:
+    """Check that the files can be written, before anything is planned.
+
+    Raises:
+        ConfigError: the ending of one is unknown, or its directory is missing.
+    """
+    for file in files:
+        if file.suffix not in (".csv", *PICTURES):
+            raise ConfigError(f"--output {file}: must end in .csv, {' or '.join(PICTURES)}")
+        if not file.parent.is_dir():
+            raise ConfigError(f"--output {file}: there is no directory {file.parent}; make it")
+
+
+def write(rows: list[Row], file: Path) -> None:
+    """Write the rows as CSV or as a picture, by the ending of `file`."""
+    if file.suffix == ".csv":
+        _write_csv(rows, file)
+    else:
+        _draw(rows, file)
+
+
+def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
+    """Print a line for each row, and one for each number of GPUs on which nothing fits."""
+    console, has_runs = Console(highlight=False), any(row.run for row in rows)
+    table = Table(box=box.SIMPLE_HEAD)
+    measured = ["measured, s", "measured / planned", "run"] if has_runs else []
+    for name in ("GPUs", "step, s", "of ideal", "GPU-hours", "limit", *measured):
+        table.add_column(name, justify="left" if name in ("limit", "run") else "right")
+    for row in rows:
+        values = _values(rows, row)
+        cells = [
+            f"{row.plan.gpus}",
+            f"{row.plan.total_s:.0f}",
+            f"{values['of_ideal']:.0%}",
+            f"{values['gpu_hours']:,.0f}",
+            f"{values['limit']}",
+        ]
+        if row.run:
+            ratio = row.measured_step_s / row.plan.total_s
+            cells += [f"{row.measured_step_s:.1f}", f"{ratio:.2f}", row.run]
+        table.add_row(*cells)
+    console.print(table)
+    for row in rows:
+        layout = " ".join(layout_overrides(row.plan.config))
+        console.print(f"{row.plan.gpus} {row.plan.node.gpu.name}: {layout}", soft_wrap=True)
+    for gpus, refusal in refusals.items():
+        console.print(f"{gpus}: {refusal}", soft_wrap=True)
+
+
+def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
+    """Return what the CSV says of a row, by column."""
+    plan, first = row.plan, rows[0].plan
+    hours = plan.config.steps * plan.total_s / 3600
+    parts = plan.parts_s
+    return {
+        "gpus": plan.gpus,
+        "gpu": plan.node.gpu.name,
+        "step_s": plan.total_s,
+        "of_ideal": first.total_s * first.gpus / (plan.total_s * plan.gpus),
+        "hours": hours,
+        "gpu_hours": hours * plan.gpus,
+        "limit": max(parts, key=lambda part: parts[part]),
+        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items()},
+        **{f"part_{part.replace(' ', '_')}_s": parts.get(part, 0.0) for part in REMEDIES},
+        "run": row.run,
+        "measured_step_s": row.measured_step_s if row.run else "",
+        **{f"measured_{phase}_s": row.measured_s.get(phase, "") for phase in PHASES},
+        "layout": " ".join(layout_overrides(plan.config)),
+    }
+
+
+def _write_csv(rows: list[Row], file: Path) -> None:
+    lines = [_values(rows, row) for row in rows]
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def _draw(rows: list[Row], file: Path) -> None:
+    """Draw the time of a step, and below it the parts that make it up."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    plans = [row.plan for row in rows if not row.run] or [row.plan for row in rows]
+    runs = [row for row in rows if row.run]
+    gpus = [plan.gpus for plan in plans]
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    times, shares = figure.subplots(2, 1)
+    ideal = [plans[0].total_s * plans[0].gpus / number for number in gpus]
+    times.plot(gpus, [plan.total_s for plan in plans], COLOURS[0], marker="s", label="planned")
+    times.plot(gpus, ideal, "#777777", linestyle=":", label="twice the GPUs, half the time")
+    if runs:
+        measured = [row.measured_step_s for row in runs]
+        of_runs = [row.plan.gpus for row in runs]
+        times.plot(of_runs, measured, COLOURS[2], marker="o", linestyle="", label="measured")
+    times.set(xscale="log", yscale="log", ylabel="seconds a step")
+    times.grid(alpha=0.3, which="both")
+    times.legend(fontsize=8)
+    parts = [
+        [100 * plan.parts_s.get(name, 0.0) / plan.total_s for plan in plans] for name in REMEDIES
+    ]
+    places = range(len(plans))
+    bottom = [0.0] * len(plans)
+    for name, part, colour in zip(REMEDIES, parts, COLOURS, strict=True):
+        shares.bar(places, part, bottom=bottom, label=name, color=colour)
+        bottom = [low + height for low, height in zip(bottom, part, strict=True)]
+    shares.set(xlabel=f"{plans[0].node.gpu.name}, learner and servers", ylabel="% of a step")
+    shares.set_xticks(places, [str(number) for number in gpus])
+    shares.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    numbers = sorted({*gpus, *(row.plan.gpus for row in runs)})
+    times.set_xticks(numbers, [str(number) for number in numbers])
+    times.set_xticks([], minor=True)
+    times.yaxis.set_major_formatter("{x:g}")
+    times.yaxis.set_minor_formatter("{x:g}")
+    times.tick_params(axis="y", which="minor", labelsize=7)
+    config = plans[0].config
+    figure.suptitle(
+        f"{Path(config.model).name} in {config.quantization.format}: "
+        f"{config.rollout.prompts_per_step} x {config.rollout.completions_per_prompt} responses of "
+        f"{plans[0].workload.mean_response:,.0f} tokens",
+        fontsize=11,
+    )
+    # Makes the file reproducible, with text and not outlines: a tenth of the size.
+    with matplotlib.rc_context({"svg.hashsalt": "plan", "svg.fonttype": "none"}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

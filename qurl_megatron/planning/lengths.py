@@ -1,0 +1,93 @@
+"""How long prompts and responses are, which a configuration has only the maxima of.
+
+Responses are lognormal and cut off at their maximum, as a server cuts them. Prompts all have their
+mean length.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+from qurl_megatron.config.schema import Config
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class ResponseLengths:
+    """Response lengths in tokens, with a given mean, of which the longest reach `maximum`."""
+
+    mean: float
+    maximum: float
+    log_deviation: float  # standard deviation of log(length), before it is cut off
+
+    def fraction_longer(self, length: float) -> float:
+        """Return the fraction of responses longer than `length`, which is below the maximum."""
+        if self.mean >= self.maximum or length <= 0:
+            return 1.0
+        return 1 - _NORMAL.cdf((math.log(length) - self._log_median) / self.log_deviation)
+
+    def quantile(self, fraction: float) -> float:
+        """Return the length that `fraction` of the responses do not exceed."""
+        if self.mean >= self.maximum:
+            return self.maximum
+        logarithm = NormalDist(self._log_median, self.log_deviation).inv_cdf(fraction)
+        return min(math.exp(logarithm), self.maximum)
+
+    @property
+    def mean_square(self) -> float:
+        """Mean of length^2."""
+        return self._moment(self._log_median, 2) if self.mean < self.maximum else self.maximum**2
+
+    @property
+    def mean_age(self) -> float:
+        """Mean number of tokens that a running response has: E[length^2] / (2 E[length])."""
+        return self.mean_square / (2 * min(self.mean, self.maximum))
+
+    @cached_property
+    def _log_median(self) -> float:
+        """The mean of log(length) before it is cut off, by bisection of the mean after it."""
+        low = math.log(self.mean) - 10 * self.log_deviation
+        high = math.log(self.maximum) + 10 * self.log_deviation
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._moment(middle, 1) > self.mean else (middle, high)
+        return (low + high) / 2
+
+    def _moment(self, log_median: float, power: int) -> float:
+        """Return E[min(X, maximum)^power] of a lognormal X."""
+        edge = (math.log(self.maximum) - log_median) / self.log_deviation
+        below = math.exp(power * log_median + (power * self.log_deviation) ** 2 / 2)
+        below *= _NORMAL.cdf(edge - power * self.log_deviation)
+        return below + self.maximum**power * (1 - _NORMAL.cdf(edge))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Mean lengths in tokens, and how much responses differ in length."""
+
+    mean_prompt: float
+    mean_response: float
+    log_deviation: float = 1.0  # around 1 for reasoning
+
+    @classmethod
+    def of(cls, config: Config) -> "Workload":
+        """Return what a plan assumes: half of the longest prompt, a quarter of the response."""
+        rollout = config.rollout
+        return cls(rollout.max_prompt_length / 2, rollout.max_response_length / 4)
+
+    @property
+    def mean_length(self) -> float:
+        """Mean of prompt plus response."""
+        return self.mean_prompt + self.mean_response
+
+    def responses(self, config: Config) -> ResponseLengths:
+        """Return the lengths of responses that `config` cuts off."""
+        longest = config.rollout.max_response_length
+        return ResponseLengths(self.mean_response, longest, self.log_deviation)
+
+    def mean_square_length(self, config: Config) -> float:
+        """Return the mean square of prompt plus response."""
+        prompt = self.mean_prompt
+        return prompt**2 + 2 * prompt * self.mean_response + self.responses(config).mean_square
