@@ -31,6 +31,8 @@ from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.slurm import LEAD_UNMEASURED_S, time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
+from qurl_megatron.planning.gpus import H100, node_of
+from qurl_megatron.planning.job import objections
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
@@ -49,6 +51,9 @@ class JobOptions:
 
     gpus_per_node: int = GPUS_PER_NODE
     """Number of GPUs of a node."""
+
+    gpu: str = H100.name
+    """Kind of GPU, by which the plan of the run judges the job."""
 
     heterogeneous: bool = False
     """Whether learner and servers each get a group of nodes, or are in one allocation."""
@@ -124,6 +129,11 @@ def launch(
     else:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
+        node = node_of(options.gpu, options.gpus_per_node)
+        for job in jobs:
+            limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
+            for objection in objections(job.config, node, limit_s, max_jobs):
+                print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
         code = snapshot(Path(LOGS), writes=not dry_run)
         scripts = [job_script(job.config, job.words, options, code) for job in jobs]
     if on_slurm or dry_run:
@@ -223,9 +233,6 @@ def job_script(
         groups = [(len(learner) + len(rollout), options.gpus_per_node)]
     # Where Slurm counts no GPUs, a job has those of its whole nodes.
     uncounted = {} if has_gpu_gres else {"QURL_GPUS_PER_NODE": options.gpus_per_node}
-    limit_s = float("inf")
-    with contextlib.suppress(ValueError):  # `_sbatch_line` refuses what is no limit
-        limit_s = time_limit_s(str(options.sbatch.get("time")))
     lines = ["#!/bin/bash"]
     for number, (num_nodes, gpus) in enumerate(groups):
         asked: dict[str, object] = {
@@ -241,7 +248,7 @@ def job_script(
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
             "output": f"{LOGS}/%x-%j.out",
-            "signal": f"B:USR1@{min(LEAD_UNMEASURED_S, limit_s / 2):.0f}",
+            "signal": f"B:USR1@{min(LEAD_UNMEASURED_S, _limit_s(options) / 2):.0f}",
         }
         for name, value in options.sbatch.items():
             if value is not None:
@@ -309,6 +316,13 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
             )
 
 
+def _limit_s(options: JobOptions) -> float:
+    """Return the time limit of a job in seconds; infinity if it is the partition's."""
+    with contextlib.suppress(ValueError):  # `_sbatch_line` refuses what is no limit
+        return time_limit_s(str(options.sbatch.get("time")))
+    return float("inf")
+
+
 def _sbatch_line(name: str, value: object) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise ConfigError(f"--sbatch {name}={value}: not an sbatch option, such as qos=high")
@@ -318,13 +332,22 @@ def _sbatch_line(name: str, value: object) -> str:
             "character"
         )
     if name == "time":
-        try:
-            time_limit_s(str(value))
-        except ValueError:
-            raise ConfigError(
-                f"time={value}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
-            ) from None
+        checked_limit_s(str(value))
     return f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+
+
+def checked_limit_s(time: str) -> float:
+    """Return the seconds of a time limit; infinity for none.
+
+    Raises:
+        ConfigError: it is not in Slurm's form.
+    """
+    try:
+        return time_limit_s(time)
+    except ValueError:
+        raise ConfigError(
+            f"time={time}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
+        ) from None
 
 
 def _export(name: str, value: object) -> str:
@@ -339,6 +362,7 @@ def _variables(config: Config, options: JobOptions, code: Path) -> dict[str, obj
     variables: dict[str, object] = {
         "QURL_PYTHON": os.environ.get("QURL_PYTHON", python),
         "QURL_MAX_RESTARTS": options.max_restarts,
+        "QURL_GPU": options.gpu,
         "QURL_SRUN_ARGS": shlex.join(options.srun_args),
         "QURL_CONTAINER_OPTIONS": shlex.join(_container_options(config, options, code)),
     }

@@ -51,6 +51,8 @@ from qurl_megatron.launch.servers import Attempt, RestartLimit
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.gpus import node_of
+from qurl_megatron.planning.job import objections
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
@@ -110,6 +112,7 @@ def _run(config: Config, max_restarts: int) -> int:
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
     if not preflight(attempt, plan, learner_group, rollout_group):
         return 2
+    say_objections(config, max_restarts)
     save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
         stack.callback(release_servers_at, config)
@@ -318,7 +321,7 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
         ]
         return groups[0], groups[1]
     nodes = hostnames(environment["SLURM_JOB_NODELIST"])
-    gpus = int(environment.get("QURL_GPUS_PER_NODE", environment.get("SLURM_GPUS_ON_NODE", "0")))
+    gpus = gpus_of_node(environment)
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
     num_learner = -(-world_size // gpus)
@@ -330,6 +333,12 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
     cpus = min_cpus(environment["SLURM_JOB_CPUS_PER_NODE"])
     learner, rollout = nodes[:num_learner], nodes[num_learner:]
     return NodeGroup(learner, None, cpus), NodeGroup(rollout, None, cpus)
+
+
+def gpus_of_node(environment: Mapping[str, str]) -> int:
+    """Return how many GPUs the job has on a node; 0 if it has asked for none."""
+    counted = environment.get("SLURM_GPUS_ON_NODE", "0")
+    return int(environment.get("QURL_GPUS_PER_NODE", counted))
 
 
 def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
@@ -477,6 +486,15 @@ def expected_save_s(config: Config) -> float:
         flush=True,
     )
     return save_s
+
+
+def say_objections(config: Config, max_restarts: int) -> None:
+    """Print what the plan of the run says against this job."""
+    now = time.time()
+    limit_s = (job_end_time(now) or float("inf")) - now
+    node = node_of(os.environ["QURL_GPU"], gpus_of_node(os.environ))
+    for objection in objections(config, node, limit_s, max_restarts + 1):
+        print(f"qurl: warning: {objection}", flush=True)
 
 
 def job_end_time(started_at: float) -> float | None:

@@ -26,6 +26,7 @@ from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
 from qurl_megatron.launch.status import claim
 from qurl_megatron.planning import host
+from qurl_megatron.planning.gpus import Node
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
 
@@ -112,13 +113,14 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     container = f"--container-image=i.sqsh --no-container-mount-home --container-workdir={CODE}"
     container += " --container-mounts=/:/,/e:/e"
     container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
-    assert script.splitlines()[-9:-1] == [
+    assert script.splitlines()[-10:-1] == [
         "export NCCL_DEBUG=INFO",
         "module load cuda",
         "export PYTHONSAFEPATH=1",
         f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         "export QURL_PYTHON=python",
         "export QURL_MAX_RESTARTS=3",
+        "export QURL_GPU=H100",
         "export QURL_SRUN_ARGS=--mpi=none",
         f"export QURL_CONTAINER_OPTIONS='{container}'",
     ]
@@ -272,6 +274,19 @@ def test_a_job_runs_the_code_that_was_submitted(
     monkeypatch.chdir(checkout)  # which Python must not prefer
     shown = subprocess.run(["bash", "-c", f"{asking}\n{script}"], capture_output=True, text=True)
     assert shown.stdout.split() == [str(code / "qurl_megatron" / "__init__.py"), str(code)]
+
+
+def test_what_the_plan_says_against_a_job_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:
+        return [f"{config.steps} {node.gpu.name} {node.gpus} {limit_s:.0f} {max_jobs}"]
+
+    monkeypatch.setattr(experiment, "objections", objections)
+    options = JobOptions({"time": "10"}, gpus_per_node=4, gpu="A100", max_restarts=2)
+    launch("quickstart", ["name=s"], ["steps=2,3"], options=options, dry_run=True)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warnings == [f"qurl: s-{steps}: warning: {steps} A100 4 600 3" for steps in (2, 3)]
 
 
 def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,13 @@ def plan(
             "several.",
         ),
     ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Time limit of a job, such as 04:00:00: say what speaks against it."),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, max=10_000, help="How often the job may be requeued.")
+    ] = 20,
     output: Annotated[
         list[Path] | None,
         typer.Option(
@@ -86,10 +93,13 @@ def plan(
     from qurl_megatron.commands import plan_page, scaling
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.validate import check_weight_format
+    from qurl_megatron.launch.experiment import checked_limit_s
     from qurl_megatron.planning.gpus import node_of
+    from qurl_megatron.planning.job import objections_to_limit
     from qurl_megatron.planning.plan import plan_or_suggest
 
     scaling.check_outputs(output or [])
+    limit_s = checked_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     numbers = _numbers(gpus)
     architecture, config, given = _plan_input(subject, overrides or [])
@@ -110,6 +120,8 @@ def plan(
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]
     if len(rows) == 1 and not refusals:
         plan_page.print_plan(rows[0].plan)
+        for objection in objections_to_limit(rows[0].plan, limit_s, max_restarts + 1):
+            print(f"Warning: {objection}.")
     else:
         scaling.print_rows(rows, refusals)
     for file in output or []:

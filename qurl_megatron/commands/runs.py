@@ -20,7 +20,7 @@ Overrides = Annotated[
     ),
 ]
 # Of `qurl launch`: those that make no sense on this machine.
-SLURM_OPTIONS = """account partition time gpus_per_node heterogeneous sbatch container_image
+SLURM_OPTIONS = """account partition time gpus_per_node gpu heterogeneous sbatch container_image
     container_mounts setup env""".split()
 
 
@@ -125,6 +125,10 @@ def launch(
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, max=128, help="Number of GPUs per node. Default: 8.")
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Kind of GPU that the plan of the run assumes, as in qurl plan."),
+    ] = None,
     heterogeneous: Annotated[
         bool,
         typer.Option(
@@ -180,6 +184,7 @@ def launch(
         sbatch={"account": account, "partition": partition, "time": time}
         | {name: value for name, _, value in others},
         gpus_per_node=gpus_per_node or experiment.GPUS_PER_NODE,
+        gpu=gpu or experiment.JobOptions.gpu,
         heterogeneous=heterogeneous,
         container_image=container_image or "",
         container_mounts=container_mounts.split(",") if container_mounts else (),

@@ -1,0 +1,66 @@
+"""What the plan of a run says against its jobs: memory, and the time limit."""
+
+import math
+from collections.abc import Iterator
+
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.lengths import Workload
+from qurl_megatron.planning.plan import DoesNotFit, Plan, plan_run
+
+
+def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:
+    """Return what speaks against jobs of a run, a sentence each.
+
+    It is nothing for a run that plans do not support, and for a model that is not built yet.
+
+    Args:
+        limit_s: time limit of a job; infinity for none.
+        max_jobs: how many jobs one after the other may train the run.
+    """
+    if config.advantage_estimator == "gae" or config.rollout.servers_at:
+        return []
+    try:
+        architecture = Architecture.from_directory(config.model)
+    except ArchitectureError:
+        return []
+    try:
+        plan = plan_run(architecture, config, Workload.of(config), node)
+    except DoesNotFit as error:
+        return [f"on {node.gpu.name} GPUs the run does not fit: {error}"]
+    except ConfigError as error:
+        return [f"`qurl plan` refuses this run: {error}"]
+    return [*objections_to_limit(plan, limit_s, max_jobs)]
+
+
+def objections_to_limit(plan: Plan, limit_s: float, max_jobs: int) -> Iterator[str]:
+    """Yield what speaks against jobs of `limit_s` seconds, a sentence each."""
+    step_s, steps = plan.total_s, plan.config.steps
+    if step_s > limit_s:
+        yield (
+            f"a step is planned to take {_hours(step_s)}, and a job only {_hours(limit_s)}: none "
+            "would complete a step; give a longer --time"
+        )
+        return
+    checkpoint = plan.config.checkpoint
+    interval_s = checkpoint.every_steps * step_s
+    if checkpoint.every_minutes:
+        interval_s = min(interval_s, 60 * checkpoint.every_minutes)
+    if interval_s > limit_s:
+        yield (
+            f"checkpoint.every_steps={checkpoint.every_steps}: so many steps are planned to take "
+            f"{_hours(interval_s)}, and a job {_hours(limit_s)}: one that dies loses all its "
+            "steps; give checkpoint.every_minutes=60"
+        )
+    total_s = steps * step_s
+    if total_s > max_jobs * limit_s:
+        yield (
+            f"{steps} steps are planned to take {_hours(total_s)}, and {max_jobs} jobs "
+            f"{_hours(max_jobs * limit_s)}: the run would not be finished; give --max-restarts "
+            f"{math.ceil(total_s / limit_s)}, or a longer --time"
+        )
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.0f} s"

@@ -1,0 +1,68 @@
+"""What the plan of a run says against its jobs, before they cost anything."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.model.known import KNOWN_MODELS
+from qurl_megatron.planning import job
+from qurl_megatron.planning.gpus import DGX_H100
+from qurl_megatron.planning.job import objections, objections_to_limit
+from qurl_megatron.planning.plan import Plan, plan
+from qurl_megatron.recipes import dapo_aime, quickstart, scaling_32b
+
+HOUR_S = 3600
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    """Return the plan of 800 steps of a 32B model, with a checkpoint every 20."""
+    return plan(KNOWN_MODELS["Qwen2.5-32B"], scaling_32b.recipe(), 64)
+
+
+def test_a_job_whose_run_saves_and_ends_in_time_has_no_objection(planned: Plan) -> None:
+    assert 200 < planned.total_s < 300
+    assert [*objections_to_limit(planned, 4 * HOUR_S, 21)] == []
+    assert [*objections_to_limit(planned, float("inf"), 1)] == []
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "max_jobs", "starts"),
+    [
+        (100, 10_000, "a step is planned to take 2.. s, and a job only 100 s: none would complete"),
+        (HOUR_S, 100, "checkpoint.every_steps=20: so many steps are planned to take 1.. h, and a"),
+        (4 * HOUR_S, 3, "800 steps are planned to take 5... h, and 3 jobs 12.0 h: the run would"),
+    ],
+)
+def test_a_limit_is_compared_with_a_step_a_checkpoint_and_the_run(
+    planned: Plan, limit_s: float, max_jobs: int, starts: str
+) -> None:
+    (objection,) = objections_to_limit(planned, limit_s, max_jobs)
+    assert re.match(starts, objection), objection
+
+
+def test_checkpoints_by_the_clock_answer_the_second_objection(planned: Plan) -> None:
+    planned.config.checkpoint.every_minutes = 30
+    try:
+        assert [*objections_to_limit(planned, HOUR_S, 100)] == []
+    finally:
+        planned.config.checkpoint.every_minutes = 0
+
+
+def test_what_a_plan_refuses_is_an_objection_and_what_it_does_not_know_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of(config: Config, *words: str) -> list[str]:
+        return objections(with_overrides(config, list(words)), DGX_H100, float("inf"), 1)
+
+    assert of(quickstart.recipe()) == []  # its model is not built yet
+    architecture = KNOWN_MODELS["Qwen2.5-32B"]
+    monkeypatch.setattr(job.Architecture, "from_directory", lambda path: architecture)
+    (objection,) = of(dapo_aime.recipe(), f"model={Path.cwd()}")
+    assert objection.startswith("on H100 GPUs the run does not fit: learner of tensor x pipeline")
+    (objection,) = of(scaling_32b.recipe(), "learner.tensor_parallel_size=3")
+    assert objection.startswith("`qurl plan` refuses this run: ")
+    assert of(dapo_aime.recipe(), "advantage_estimator=gae") == []
