@@ -127,7 +127,7 @@ def test_the_image_installs_what_make_installs_and_docs_say_on_the_cuda_of_torch
         for line in lines
         if "pip install" in line
     ]
-    for options, page in zip(installed, ("Makefile", "docs/slurm.md"), strict=True):
+    for options, page in zip(installed, ("Makefile", "docs/cluster.md"), strict=True):
         assert f"pip install {options}\n" in (REPOSITORY / page).read_text()
     (base,) = re.findall(r"^FROM nvidia/cuda:(\d+)\S+-ubuntu24.04$", "\n".join(lines), re.MULTILINE)
     assert base == (torch.version.cuda or "").partition(".")[0]
