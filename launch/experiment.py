@@ -97,8 +97,8 @@ def launch(
         ConfigError, DataError: one line that says what is wrong with a run; nothing has started.
     """
     on_slurm = options is not None
-    if on_slurm and not dry_run and not shutil.which("sbatch"):
-        raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
+    if on_slurm and not dry_run:
+        check_sbatch()
     checks_only = {"writes": False, "asks_servers": False}
     jobs = []
     for words in named_runs(recipe, overrides, sweeps):
@@ -119,7 +119,10 @@ def launch(
     if dry_run:
         print("".join(scripts), end="")
         return 0
-    return submit(jobs, scripts) if on_slurm else run_here(jobs)
+    if not on_slurm:
+        return run_here(jobs)
+    submit({str(job.config.run_dir): script for job, script in zip(jobs, scripts, strict=True)})
+    return 0
 
 
 def named_runs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> list[list[str]]:
@@ -251,14 +254,40 @@ def _variables(options: JobOptions) -> dict[str, object]:
     return variables
 
 
-def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:
-    """Submit the jobs, and print the number of each.
+def command_script(words: Sequence[str], gpus: int, sbatch: Mapping[str, object]) -> str:
+    """Return the script of a job that runs a `qurl` command on one node, from this directory.
+
+    Raises:
+        ConfigError: an option of sbatch is malformed.
+    """
+    asked: dict[str, object] = {
+        "job-name": f"qurl.{words[1]}",
+        "chdir": Path.cwd(),
+        "nodes": 1,
+        "gpus-per-node": gpus or False,
+        "exclusive": True,
+        "mem": 0,  # all of the node's; a cluster's default may be a few gigabytes
+        "output": OUTPUT,
+    }
+    asked |= {name: value for name, value in sbatch.items() if value is not None}
+    lines = [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
+    return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(words)}"]) + "\n"
+
+
+def check_sbatch() -> None:
+    """Check that jobs can be submitted from this machine; raise ConfigError if they cannot."""
+    if not shutil.which("sbatch"):
+        raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
+
+
+def submit(scripts: Mapping[str, str]) -> None:
+    """Submit scripts, and print the number of each one's job with its title.
 
     Raises:
         ConfigError: sbatch refused a script; the text is its last line.
     """
     Path(OUTPUT).parent.mkdir(exist_ok=True)
-    for job, script in zip(jobs, scripts, strict=True):
+    for title, script in scripts.items():
         done = subprocess.run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True
         )
@@ -266,8 +295,7 @@ def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:
             lines = done.stderr.strip().splitlines() or ["sbatch failed"]
             raise ConfigError(lines[-1])
         number = done.stdout.strip().partition(";")[0]  # before the name of a cluster
-        print(f"{job.config.run_dir}: job {number}", flush=True)
-    return 0
+        print(f"{title}: job {number}", flush=True)
 
 
 def run_here(jobs: Sequence[Job]) -> int:

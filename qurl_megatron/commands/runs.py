@@ -143,20 +143,10 @@ def launch(
 
     A job that runs out of time or is preempted is requeued and resumes its run.
     """
-    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch import experiment
 
-    if executor not in ("local", "slurm"):
-        raise ConfigError(f"--executor {executor}: executors are local and slurm")
-    given = [name for name in SLURM_OPTIONS if context.params[name]]
-    if executor == "local" and given:
-        raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
-    others = [word.partition("=") for word in sbatch or []]
-    if not all(name and value for name, _, value in others):
-        raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
     options = experiment.JobOptions(
-        sbatch={"account": account, "partition": partition, "time": time}
-        | {name: value for name, _, value in others},
+        sbatch=sbatch_options(context),
         gpus_per_node=gpus_per_node or experiment.GPUS_PER_NODE,
         heterogeneous=heterogeneous,
         container_image=container_image or "",
@@ -167,6 +157,28 @@ def launch(
     sys.exit(
         experiment.launch(recipe, overrides or [], sweep or [], options=asked, dry_run=dry_run)
     )
+
+
+def sbatch_options(context: typer.Context) -> dict[str, object]:
+    """Return the options of sbatch that a command was given.
+
+    Raises:
+        ConfigError: one is malformed, or there are some without `--executor slurm`.
+    """
+    from qurl_megatron.config.schema import ConfigError
+
+    given = context.params
+    if given["executor"] not in ("local", "slurm"):
+        raise ConfigError(f"--executor {given['executor']}: executors are local and slurm")
+    for name in SLURM_OPTIONS:
+        if given["executor"] == "local" and given.get(name):
+            raise ConfigError(f"--{name.replace('_', '-')}: only with --executor slurm")
+    words = given["sbatch"] or []
+    others = [word.partition("=") for word in words]
+    if not all(name and value for name, _, value in others):
+        raise ConfigError(f"--sbatch {' '.join(words)}: not of the form OPTION=VALUE")
+    own = {name: given[name] for name in ("account", "partition", "time")}
+    return own | {name: value for name, _, value in others}
 
 
 def status(
