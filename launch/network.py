@@ -24,19 +24,22 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 MESSAGE_BYTES = 2**26
-MEASURE_S = 0.5  # that each exchange is repeated for
+MEASURE_S = 0.2  # that each exchange is repeated for
 MEET_TIMEOUT_S = 180.0  # for all nodes to import torch
 EXCHANGE_TIMEOUT_S = 15.0  # of each wait within an exchange
 ALARM_S = 2 * EXCHANGE_TIMEOUT_S  # for a whole exchange
 ROUND_TIMEOUT_S = ALARM_S + EXCHANGE_TIMEOUT_S  # for all nodes to end a round
 LEAVE_TIMEOUT_S = 5.0
-LIMIT_S = 300.0  # for the whole check; a round takes a second or two
+ROUND_S = 5.0  # is more than a round takes, so that the limit of the whole check is generous
 INFINIBAND = Path("/sys/class/infiniband")
 # Bytes per second below which an exchange is slower than what a run needs, and why.
 FLOORS = {
@@ -76,7 +79,7 @@ def rounds(nodes: Sequence[NodePlan]) -> list[list[Exchange]]:
     senders = [node.name for node in nodes if node.sends]
     servers = [node.name for node in nodes if node.servers]
     left = [*itertools.pairwise(learner), *itertools.product(senders, servers)]
-    rounds = []
+    planned = []
     while left:
         busy: set[str] = set()
         now = []
@@ -86,8 +89,13 @@ def rounds(nodes: Sequence[NodePlan]) -> list[list[Exchange]]:
                 now.append(Exchange("broadcast", pair))
         done = {exchange.nodes for exchange in now}
         left = [pair for pair in left if pair not in done]
-        rounds.append(now)
-    return rounds + ([[Exchange("all-reduce", tuple(learner))]] if len(learner) > 1 else [])
+        planned.append(now)
+    return planned + ([[Exchange("all-reduce", tuple(learner))]] if len(learner) > 1 else [])
+
+
+def limit_s(nodes: Sequence[NodePlan]) -> float:
+    """Return the seconds after which what still runs of the whole check is to be ended."""
+    return MEET_TIMEOUT_S + ROUND_TIMEOUT_S + ROUND_S * len(rounds(nodes))
 
 
 def check_node(logs: Path, port: int) -> None:
@@ -152,7 +160,7 @@ def check_node(logs: Path, port: int) -> None:
             store.wait([f"left/{name}" for name in names], timedelta(seconds=LEAVE_TIMEOUT_S))
 
 
-def measure(exchange: Exchange, rank: int, store: object) -> float:
+def measure(exchange: Exchange, rank: int, store: "Store") -> float:
     """Do an exchange for `MEASURE_S`; return the bytes per second that pass a node's link.
 
     Of an all-reduce of n nodes that are 2 (n - 1) / n bytes for each byte of the message.
@@ -168,7 +176,7 @@ def measure(exchange: Exchange, rank: int, store: object) -> float:
     num_nodes = len(exchange.nodes)
     dist.init_process_group(
         device.backend_to(),
-        store=dist.PrefixStore(exchange.title, store),  # type: ignore
+        store=dist.PrefixStore(exchange.title, store),
         rank=rank,
         world_size=num_nodes,
         timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),

@@ -353,7 +353,7 @@ def network_works(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
         JobStep(attempt, f"network_{group.nodes[0]}", srun(group, len(group.nodes), command))
         for group in groups
     ]
-    wait_for(steps, network.LIMIT_S)
+    wait_for(steps, network.limit_s(plan.nodes))
     end_steps(steps)
     lines, works = network.summarize(plan, reports)
     print("\n".join(lines), flush=True)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -103,7 +104,7 @@ def test_processes_that_hang_are_ended_and_their_nodes_named(
 ) -> None:
     program = "import time; time.sleep(600)"
     monkeypatch.setattr(slurm, "task", lambda *words: [sys.executable, "-c", program])
-    monkeypatch.setattr(network, "LIMIT_S", 2.0)
+    monkeypatch.setattr(network, "limit_s", lambda nodes: 2.0)
     assert not slurm.network_works(attempt, JobPlan("t", "k", 0, "n1", 1, NODES), *GROUPS)
     missing = re.findall(r"qurl: network: (\w+) never joined", capsys.readouterr().out)
     assert missing == [node.name for node in NODES]
@@ -117,7 +118,7 @@ def take_part(name: str, logs: Path, port: int, title: str, how: str) -> None:
     network.EXCHANGE_TIMEOUT_S, network.MESSAGE_BYTES, network.MEASURE_S = 2.0, 2**16, 0.01
     measure = network.measure
 
-    def disturbed(exchange: Exchange, rank: int, store: object) -> float:
+    def disturbed(exchange: Exchange, rank: int, store: Any) -> float:
         if exchange.title != title:
             return measure(exchange, rank, store)
         if how == "hangs":
