@@ -39,6 +39,7 @@ GPUS_PER_NODE = 8
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 SINFO_TIMEOUT_S = 10.0
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
+OUTPUT = f"{LOGS}/%x-%j.out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +115,8 @@ def launch(
         ConfigError, DataError: one line that says what is wrong with a run; nothing has started.
     """
     on_slurm = options is not None
-    if on_slurm and not dry_run and not shutil.which("sbatch"):
-        raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
+    if on_slurm and not dry_run:
+        check_sbatch()
     checks_only = {"writes": False, "asks_servers": False}
     jobs = []
     for words in named_runs(recipe, overrides, sweeps):
@@ -130,19 +131,22 @@ def launch(
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
         node = node_of(options.gpu, options.gpus_per_node)
+        code = snapshot(Path(LOGS), writes=not dry_run)
+        scripts = [job_script(job.config, job.words, options, code) for job in jobs]
         for job in jobs:
             limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
             for objection in objections(job.config, node, limit_s, max_jobs):
                 print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
-        code = snapshot(Path(LOGS), writes=not dry_run)
-        scripts = [job_script(job.config, job.words, options, code) for job in jobs]
     if on_slurm or dry_run:
         # Runs of a sweep usually share a summary. stdout is for the scripts.
         print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
     if dry_run:
         print("".join(scripts), end="")
         return 0
-    return submit(jobs, scripts) if on_slurm else run_here(jobs)
+    if not on_slurm:
+        return run_here(jobs)
+    submit({str(job.config.run_dir): script for job, script in zip(jobs, scripts, strict=True)})
+    return 0
 
 
 def named_runs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> list[list[str]]:
@@ -247,18 +251,15 @@ def job_script(
             "requeue": True,
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
-            "output": f"{LOGS}/%x-%j.out",
+            "output": OUTPUT,
             "signal": f"B:USR1@{min(LEAD_UNMEASURED_S, _limit_s(options) / 2):.0f}",
         }
-        for name, value in options.sbatch.items():
-            if value is not None:
-                asked[name.replace("_", "-")] = value
+        asked |= _given(options)
         if str(asked["nodes"]).isdecimal() and int(str(asked["nodes"])) < num_nodes:
             raise ConfigError(f"nodes={asked['nodes']}: too few; the run takes {num_nodes} of them")
         lines += ["#SBATCH hetjob"] if number else []
         lines += [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
-    lines += [_export(name, value) for name, value in options.environment.items()]
-    lines += [options.setup_lines] if options.setup_lines else []
+    lines += _first_lines(options)
     # Else Python would prefer the working directory, which may be a checkout.
     lines += ["export PYTHONSAFEPATH=1"]
     lines += [f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
@@ -314,6 +315,18 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
                 f"--container-mounts: the container would not have {what}, {place}; add "
                 f"{place}:{place}, or a directory above it"
             )
+
+
+def _given(options: JobOptions) -> dict[str, object]:
+    """Return the options of sbatch that the user gave, by their names."""
+    given = {name: value for name, value in options.sbatch.items() if value is not None}
+    return {name.replace("_", "-"): value for name, value in given.items()}
+
+
+def _first_lines(options: JobOptions) -> list[str]:
+    """Return what a job does before anything else: the user's variables and lines of shell."""
+    lines = [_export(name, value) for name, value in options.environment.items()]
+    return lines + ([options.setup_lines] if options.setup_lines else [])
 
 
 def _limit_s(options: JobOptions) -> float:
@@ -394,14 +407,41 @@ def _container_options(config: Config, options: JobOptions, code: Path) -> list[
     return [*words, f"--container-env={','.join(dict.fromkeys(names))}"]
 
 
-def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:
-    """Submit the jobs, and print the number of each.
+def command_script(words: Sequence[str], gpus: int, options: JobOptions) -> str:
+    """Return the script of a job that runs a `qurl` command on one node, from this directory.
+
+    Raises:
+        ConfigError: an option of sbatch is malformed.
+    """
+    asked: dict[str, object] = {
+        "job-name": f"qurl.{words[1]}",
+        "chdir": Path.cwd(),
+        "nodes": 1,
+        "gpus-per-node": gpus if gpus and knows_gpus(options.sbatch.get("partition")) else False,
+        "exclusive": True,
+        "mem": 0,  # all of the node's; a cluster's default may be a few gigabytes
+        "output": OUTPUT,
+    }
+    asked |= _given(options)
+    lines = [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
+    lines = ["#!/bin/bash", *lines, *_first_lines(options), f"exec {shlex.join(words)}"]
+    return "\n".join(lines) + "\n"
+
+
+def check_sbatch() -> None:
+    """Check that jobs can be submitted from this machine; raise ConfigError if they cannot."""
+    if not shutil.which("sbatch"):
+        raise ConfigError("--executor slurm: this machine has no sbatch; submit from a login node")
+
+
+def submit(scripts: Mapping[str, str]) -> None:
+    """Submit scripts, and print the number of each one's job with its title.
 
     Raises:
         ConfigError: sbatch refused a script; the text is its last line.
     """
     Path(LOGS).mkdir(exist_ok=True)
-    for job, script in zip(jobs, scripts, strict=True):
+    for title, script in scripts.items():
         done = subprocess.run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True
         )
@@ -409,8 +449,7 @@ def submit(jobs: Sequence[Job], scripts: Sequence[str]) -> int:
             lines = done.stderr.strip().splitlines() or ["sbatch failed"]
             raise ConfigError(lines[-1])
         number = done.stdout.strip().partition(";")[0]  # before the name of a cluster
-        print(f"{job.config.run_dir}: job {number}", flush=True)
-    return 0
+        print(f"{title}: job {number}", flush=True)
 
 
 def run_here(jobs: Sequence[Job]) -> int:

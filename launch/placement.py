@@ -11,7 +11,13 @@ import json
 import secrets
 from pathlib import Path
 
-from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    LearnerConfig,
+    ServerConfig,
+    WeightFormat,
+)
 from qurl_megatron.files import write_whole
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
 
@@ -104,6 +110,7 @@ class NodePlan:
     gpus: int
     ranks: int = 0
     servers: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # set name, index
+    sends: bool = False  # whether one of its ranks sends weights to the servers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +162,25 @@ def make_plan(
             f"least as many servers; there are {len(specs)}, the evaluation server included"
         )
     ranks = world_size // len(learner_nodes)
-    nodes = [NodePlan(name, gpus=ranks, ranks=ranks) for name in learner_nodes]
+    senders = {rank // ranks for rank in sending_ranks(config.learner)}
+    nodes = [
+        NodePlan(name, gpus=ranks, ranks=ranks, sends=number in senders)
+        for number, name in enumerate(learner_nodes)
+    ]
     for name, on_node in zip(rollout_nodes, deal(specs, len(rollout_nodes)), strict=True):
         gpus = sum(spec.server.tensor_parallel_size for spec in on_node)
         servers = [(spec.set_name, spec.index) for spec in on_node]
         nodes.append(NodePlan(name, gpus, servers=servers))
     key = secrets.token_hex(32)  # no dash at its start, which SGLang would take for an option
     return JobPlan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
+
+
+def sending_ranks(learner: LearnerConfig) -> list[int]:
+    """Return the ranks that send weights to the servers: the first of each team (`gather.py`)."""
+    stage = learner.world_size // learner.pipeline_parallel_size
+    step = learner.expert_tensor_parallel_size
+    firsts = range(0, step * learner.expert_parallel_size, step)
+    return [start + first for start in range(0, learner.world_size, stage) for first in firsts]
 
 
 def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:

@@ -43,6 +43,7 @@ from pathlib import Path
 from qurl_megatron.config.disk import checkpoint_bytes, write_bytes_per_s
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.files import gigabytes, read_json_lines, write_whole
+from qurl_megatron.launch import network
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.prepare import prepare_resume_or_new
@@ -110,7 +111,8 @@ def _run(config: Config, max_restarts: int) -> int:
     }
     write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for guard, status and logs
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
-    if not preflight(attempt, plan, learner_group, rollout_group):
+    groups = (learner_group, rollout_group)
+    if not (preflight(attempt, plan, *groups) and network_works(attempt, plan, *groups)):
         return 2
     say_objections(config, max_restarts)
     save_s = expected_save_s(config)
@@ -368,6 +370,23 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
         problems += [f"qurl: preflight of {node.name}: {problem}" for problem in report]
     print("\n".join(problems) or f"preflight passed on {len(plan.nodes)} nodes", flush=True)
     return not problems
+
+
+def network_works(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
+    """Let the nodes exchange tensors as the run will; print how fast that was, and what failed."""
+    reports = attempt.logs / "network"
+    reports.mkdir()
+    # Without a limit of srun's own: the nodes that are left say who is missing.
+    command = ["--wait=0", *task("network", attempt.logs, free_port())]
+    steps = [
+        JobStep(attempt, f"network_{group.nodes[0]}", srun(group, len(group.nodes), command))
+        for group in groups
+    ]
+    wait_for(steps, network.limit_s(plan.nodes))
+    end_steps(steps)
+    lines, works = network.summarize(plan, reports)
+    print("\n".join(lines), flush=True)
+    return works
 
 
 def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """The tasks on the nodes of a Slurm job, which `launch/slurm.py` starts through srun.
 
     preflight LOGS TOKEN    one task per node: report what the node lacks for its part of the plan
+    network LOGS PORT       one task per node: exchange tensors with the others (`network.py`)
     rollout LOGS            one task per node: keep its servers running, and their addresses in
                             LOGS/servers_NODE.json
     learner LOGS            one task per rank: train
@@ -189,10 +190,14 @@ def read_job(logs: Path) -> tuple[JobPlan, Attempt]:
 
 
 def main() -> None:
-    """Run a task of a job: `python -m qurl_megatron.launch.slurm_task ROLE LOGS [TOKEN]`."""
-    role, logs, *token = sys.argv[1:]
+    """Run a task of a job: `python -m qurl_megatron.launch.slurm_task ROLE LOGS [WORD]`."""
+    role, logs, *word = sys.argv[1:]
     if role == "preflight":
-        preflight(Path(logs), *token)
+        preflight(Path(logs), *word)
+    elif role == "network":
+        from qurl_megatron.launch.network import check_node
+
+        check_node(Path(logs), *map(int, word))
     else:
         sys.exit({"rollout": rollout, "learner": learner}[role](Path(logs)))
 

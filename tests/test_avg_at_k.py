@@ -7,17 +7,27 @@ from typing import Any
 
 import pytest
 
+from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.avg_at_k import (
     Answer,
     Average,
+    EvalConfig,
     ProblemResult,
     averages,
     measure,
+    run,
     write_answers,
 )
+
+
+def test_a_format_that_needs_a_gpu_is_refused_where_it_would_run(tmp_path: Path) -> None:
+    if device.accelerator() == "cuda":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match="SGLang's own fp8 layers need a GPU; use format=fp8"):
+        run(EvalConfig(format="fp8-block", output=str(tmp_path / "eval")))
 
 
 def make_result(greedy: float, *sampled: float) -> ProblemResult:

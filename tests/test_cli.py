@@ -151,6 +151,7 @@ def test_eval_reports_a_server_that_fails_in_one_message_and_exits_with_1(
     def fail(config: EvalConfig) -> None:
         raise ServerFailed("it died")
 
+    monkeypatch.setattr(avg_at_k, "check", lambda config: None)
     monkeypatch.setattr(avg_at_k, "run", fail)
     with pytest.raises(SystemExit) as ended:
         cli.app(["eval", "model", "data.jsonl"])

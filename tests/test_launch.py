@@ -57,7 +57,7 @@ def test_ranks_and_servers_spread_evenly_and_each_node_needs_a_gpu_for_each() ->
     config = config_of(ranks=8, servers=3, gpus_per_server=2, problems=64)
     plan = make_plan(config, 0, ["a", "b"], ["c", "d"], port=1)
     assert plan.nodes == [
-        NodePlan("a", gpus=4, ranks=4),
+        NodePlan("a", gpus=4, ranks=4, sends=True),
         NodePlan("b", gpus=4, ranks=4),
         NodePlan("c", gpus=4, servers=[("rollout", 0), ("rollout", 2)]),
         NodePlan("d", gpus=3, servers=[("rollout", 1), ("evaluation", 0)]),

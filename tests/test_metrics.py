@@ -1,13 +1,18 @@
 """Check that a run's log holds each step once across resumes, in its files and its curves."""
 
 import json
+import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from logs import ZEROS, evaluation, run_log, write
 from qurl_megatron.config.schema import RolloutConfig, StageConfig
+from qurl_megatron.process import free_port
 from qurl_megatron.report.metrics import (
     MAX_REWARDS,
     Evaluation,
@@ -179,6 +184,38 @@ def test_each_part_of_a_run_is_a_weights_and_biases_run_in_its_directory(
         [(1, 0.125), (2, 0.25), (3, 0.375)],
         [(3, 0.75)],
     ]
+
+
+@pytest.mark.parametrize("blocked", ["base URL", "proxy", "base URL that is silent"])
+def test_a_run_without_internet_records_curves_offline_and_says_how_to_send_them(
+    blocked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_DATA_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if "silent" in blocked else free_port()
+        name = "HTTPS_PROXY" if blocked == "proxy" else "WANDB_BASE_URL"
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+        wandb.teardown()  # it keeps the settings of its first use in a process
+        (run_dir := tmp_path / "a run").mkdir()
+        log = run_log(run_dir, wandb_project="project")
+        began = time.monotonic()
+        log.start(BEFORE)
+        assert time.monotonic() - began < 30  # wandb.init() alone waits for 90 s, and fails
+        write(log, 1, reward_mean=0.25)
+        log.close()
+        wandb.teardown()
+    (part,) = (run_dir / "wandb").glob("offline-run-*")
+    assert wandb_rewards(part) == [(1, 0.25)]
+    printed = "".join(capfd.readouterr())
+    assert printed.count("Weights & Biases is offline: http") == 1
+    assert "retry" not in printed
+    command = printed.partition("to send the curves later: ")[2].splitlines()[0]
+    shown = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True)
+    assert shown.stdout == f"wandb sync {part}\n"
 
 
 def test_parts_of_rewards_are_curves_and_the_first_verifier_failure_is_shown(

@@ -263,7 +263,7 @@ COMMANDS = rows("""
     eval model no_such.jsonl max_prompt_length=99 max_response_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
     eval model problems.jsonl format=int3          format=int3
-    eval model problems.jsonl format=fp8-block     SGLang's own fp8 layers need a GPU
+    eval model problems.jsonl format=fp8-block     blocks are 128 wide
     eval model problems.jsonl format=int8 keep=[no] max_prompt_length=99 max_response_length=9  no:
     eval model problems.jsonl output=runs          output=runs: exists
     eval model problems.jsonl output=-x            must not begin with -
@@ -271,7 +271,18 @@ COMMANDS = rows("""
     eval model problems.jsonl max_prompt_length=99 max_response_length=999  set it to 413 or less
     eval model problems.jsonl server.tensor_parallel_size=3  4 attention heads
     eval model problems.jsonl kk=1                 did you mean k
-    eval quantized problems.jsonl                  is quantized already
+    eval quantized problems.jsonl max_prompt_length=99 max_response_length=99  is quantized already
+    eval model problems.jsonl --executor ray       executors are local and slurm
+    eval model problems.jsonl --account a          --account: only with --executor slurm
+    eval nowhere problems.jsonl --executor slurm   model directory 'nowhere' does not exist
+    eval model problems.jsonl --executor slurm server.tensor_parallel_size=3  4 attention heads
+    quantize model out --executor slurm --time 1h  time=1h: not a time limit of Slurm
+    export nowhere out --executor slurm            nowhere: not a checkpoint
+    quantize nowhere out --executor slurm          model directory 'nowhere' does not exist
+    quantize model runs --executor slurm           runs exists; choose another directory
+    quantize model out --executor slurm --keep none  none
+    quantize model out --executor slurm --sbatch qos  --sbatch qos: not of the form OPTION=VALUE
+    mismatch model problems.jsonl --executor slurm --format bf16  is not quantized
     quantize model                                 Missing argument 'DST'
     quantize nowhere out                           model directory 'nowhere' does not exist
     quantize model runs                            runs exists; choose another directory
@@ -296,8 +307,8 @@ COMMANDS = rows("""
     plan                                           Missing argument 'MODEL|RECIPE'
     plan nowhere                                   nowhere: no such directory, model
     plan grpo                                      model=: missing
-    plan Qwen2.5-32B --gpus 1                      '--gpus'
-    plan Qwen2.5-32B --gpus 100000                 '--gpus'
+    plan Qwen2.5-32B --gpus 1                      --gpus 1: must be numbers from 2 to 16384
+    plan Qwen2.5-32B --gpus 100000                 --gpus 100000: must be numbers from 2
     plan Qwen2.5-32B --mean-prompt -1              --mean-prompt -1.0: must be from 1 to
     plan Qwen2.5-32B --mean-prompt nan             --mean-prompt nan: must be from 1 to
     plan Qwen2.5-32B --mean-response inf           --mean-response inf: must be from 1 to

@@ -27,6 +27,7 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
+from qurl_megatron.launch.placement import sending_ranks
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
@@ -151,6 +152,7 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
         by_rank = [results[converter] for results in ranks]
         first, second = by_rank[0].conversions
         assert [rank for rank, sent in enumerate(by_rank) if sent.first] == senders
+        assert sending_ranks(config) == senders
         buckets = [bucket for sent in by_rank for bucket in sent.first]
         tensors = tensors_in(buckets)
         expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)), kept)

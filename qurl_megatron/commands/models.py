@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from qurl_megatron.commands.as_job import may_be_job
+
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import WeightFormat
     from qurl_megatron.model.huggingface import Progress
@@ -20,22 +22,29 @@ SourceDirectory = Annotated[
 NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")]
 
 
+@may_be_job
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint: RUN/checkpoints/step_NNNNNN.")
     ],
     destination: NewDirectory,
-) -> None:
+) -> Iterator[int]:
     """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
+    from qurl_megatron.launch.prepare import warn_of_pickles
+    from qurl_megatron.learner.checkpoint import read_config
+
+    warn_of_pickles(checkpoint)
+    read_config(checkpoint)
+    _check_new(destination)
+    yield 0
     with progress_bar("exporting") as progress:
-        from qurl_megatron.launch.prepare import warn_of_pickles
         from qurl_megatron.weight_sync.export import export_checkpoint
 
-        warn_of_pickles(checkpoint)
         export_checkpoint(checkpoint, destination, progress)
     print(f"{destination} is ready")
 
 
+@may_be_job
 def quantize(
     source: SourceDirectory,
     destination: NewDirectory,
@@ -50,19 +59,25 @@ def quantize(
             "several.",
         ),
     ] = None,
-) -> None:
+) -> Iterator[int]:
     """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
 
     If it is interrupted, call it again: it continues where it stopped.
     """
+    from qurl_megatron.config.keep import kept_layers
+    from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.quantization.offline import quantize_directory
 
+    chosen = check_format(weight_format)
+    kept_layers(keep or [], Architecture.from_directory(source))
+    _check_new(destination)
+    yield 0
     with progress_bar(f"quantizing to {weight_format}") as progress:
-        chosen = check_format(weight_format)
         quantize_directory(source, destination, chosen, progress, keep or [])
     print(f"{destination} is ready")
 
 
+@may_be_job
 def mismatch(
     model: SourceDirectory,
     data: Annotated[
@@ -86,7 +101,7 @@ def mismatch(
     ] = 0.1,
     output: Annotated[Path | None, typer.Option(help="JSON file to write. Default: none.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
-) -> None:
+) -> Iterator[int]:
     """Find which tokens, layers and activations make the quantized model differ.
 
     Recommend layers to keep in BF16 (quantization.keep).
@@ -110,6 +125,7 @@ def mismatch(
 
     options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
     read = read_prompts(options)
+    yield 1
     with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:
         result = measure(options, read, progress)
     print_mismatch(result)
@@ -160,6 +176,7 @@ def uaq(
         print("Every scale is a power of two: an undo gives back the original, bit for bit.")
 
 
+@may_be_job
 def evaluate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hugging Face directory or checkpoint.")
@@ -171,7 +188,7 @@ def evaluate(
             help="Data files or reasoning_gym:TASK, and settings such as k=32.",
         ),
     ],
-) -> None:
+) -> Iterator[int]:
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
     from qurl_megatron.config.text import with_overrides
     from qurl_megatron.evaluation import avg_at_k
@@ -179,6 +196,8 @@ def evaluate(
     data = [word for word in words if "=" not in word]
     settings = [word for word in words if "=" in word]
     config = with_overrides(avg_at_k.EvalConfig(model=model, data=data), settings)
+    avg_at_k.check(config)
+    yield config.server.tensor_parallel_size
     avg_at_k.run(config)
 
 
@@ -202,6 +221,14 @@ def serve(
 
     config = with_overrides(serve.ServeConfig(model=model), settings or [])
     sys.exit(serve.run(config))
+
+
+def _check_new(destination: Path) -> None:
+    """Check that nothing has this name, not even a link to nowhere."""
+    from qurl_megatron.config.schema import ConfigError
+
+    if destination.exists() or destination.is_symlink():
+        raise ConfigError(f"{destination} exists; choose another directory")
 
 
 def check_format(name: str) -> WeightFormat:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
+    from qurl_megatron.launch.experiment import JobOptions
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, such as quickstart.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
@@ -164,38 +165,56 @@ def launch(
 
     A job that runs out of time or is preempted is requeued and resumes its run.
     """
-    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch import experiment
 
-    if executor not in ("local", "slurm"):
-        raise ConfigError(f"--executor {executor}: executors are local and slurm")
-    given = [name for name in SLURM_OPTIONS if context.params[name]]
-    if executor == "local" and given:
-        raise ConfigError(f"--{given[0].replace('_', '-')}: only with --executor slurm")
-    others = [word.partition("=") for word in sbatch or []]
-    if not all(name and value for name, _, value in others):
-        raise ConfigError(f"--sbatch {' '.join(sbatch or [])}: not of the form OPTION=VALUE")
-    variables = [word.partition("=") for word in env or []]
-    if not all(name and equals for name, equals, _ in variables):
-        raise ConfigError(f"--env {' '.join(env or [])}: not of the form NAME=VALUE")
+    options = job_options(context)
+    sys.exit(
+        experiment.launch(recipe, overrides or [], sweep or [], options=options, dry_run=dry_run)
+    )
+
+
+def job_options(context: typer.Context) -> JobOptions | None:
+    """Return what a command was told of its job; None if it is to run on this machine.
+
+    Raises:
+        ConfigError: an option is malformed, or there are some without `--executor slurm`.
+    """
+    from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.launch.experiment import JobOptions
+
+    given = {name: value for name, value in context.params.items() if value not in (None, "", [])}
+    if given["executor"] not in ("local", "slurm"):
+        raise ConfigError(f"--executor {given['executor']}: executors are local and slurm")
+    if given["executor"] == "local":
+        for name in SLURM_OPTIONS:
+            if given.get(name):
+                raise ConfigError(f"--{name.replace('_', '-')}: only with --executor slurm")
+        return None
+    sbatch = _pairs(given, "sbatch", "OPTION=VALUE")
+    setup = given.get("setup")
     if setup and not setup.is_file():
         raise ConfigError(f"--setup {setup}: no such file")
-    options = experiment.JobOptions(
-        sbatch={"account": account, "partition": partition, "time": time}
-        | {name: value for name, _, value in others},
-        gpus_per_node=gpus_per_node or experiment.GPUS_PER_NODE,
-        gpu=gpu or experiment.JobOptions.gpu,
-        heterogeneous=heterogeneous,
-        container_image=container_image or "",
-        container_mounts=container_mounts.split(",") if container_mounts else (),
-        environment={name: value for name, _, value in variables},
+    names = ("gpus_per_node", "gpu", "heterogeneous", "container_image", "max_restarts")
+    return JobOptions(
+        sbatch={name: given.get(name) for name in ("account", "partition", "time")} | sbatch,
+        container_mounts=[mount for mount in given.get("container_mounts", "").split(",") if mount],
+        environment=_pairs(given, "env", "NAME=VALUE"),
         setup_lines=setup.read_text() if setup else "",
-        max_restarts=max_restarts,
+        **{name: given[name] for name in names if name in given},
     )
-    asked = options if executor == "slurm" else None
-    sys.exit(
-        experiment.launch(recipe, overrides or [], sweep or [], options=asked, dry_run=dry_run)
-    )
+
+
+def _pairs(given: dict[str, Any], option: str, form: str) -> dict[str, str]:
+    """Return the names and values of an option that may be repeated."""
+    from qurl_megatron.config.schema import ConfigError
+
+    pairs = {}
+    for word in given.get(option, []):
+        name, _, value = word.partition("=")
+        if not name or not value:
+            raise ConfigError(f"--{option} {word}: not of the form {form}")
+        pairs[name] = value
+    return pairs
 
 
 def status(

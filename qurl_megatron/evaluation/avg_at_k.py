@@ -222,22 +222,37 @@ def averages(results: list[ProblemResult]) -> dict[str, Average]:
     return by_name
 
 
-def run(config: EvalConfig) -> None:
-    """Serve, measure and print a table; write `summary.json`, and jsonl answers per data file.
+def check(config: EvalConfig) -> None:
+    """Check what another machine can check too, without the model's weights and the data.
 
     Raises:
-        ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
-        ServerFailed: the server died.
+        ConfigError, ArchitectureError: an input is wrong.
     """
-    output = Path(config.output)
-    if output.exists():
+    if Path(config.output).exists():
         raise ConfigError(f"output={config.output}: exists; choose another directory")
     if not config.data:
         raise ConfigError(
             "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
         )
+    model = Path(config.model)
+    architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
+    validate_server("server", config.server, architecture, config.format, config.max_length)
+    validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
+    check_options({"server": config.server})
+
+
+def run(config: EvalConfig) -> None:
+    """Serve, measure and print a table; write `summary.json`, and jsonl answers per data file.
+
+    `check` has accepted the configuration.
+
+    Raises:
+        ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
+        ServerFailed: the server died.
+    """
     if config.format == "fp8-block" and device.accelerator() == "cpu":
         raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+    output = Path(config.output)
     reward = Config(
         reward=absolute(config.reward),
         reward_timeout_s=config.reward_timeout_s,
@@ -250,9 +265,6 @@ def run(config: EvalConfig) -> None:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
-        validate_server("server", config.server, architecture, config.format, config.max_length)
-        validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
-        check_options({"server": config.server})
         tokenizer = load_tokenizer(model_dir)
         prompts = _load_prompts(config, reward, tokenizer)
         if config.format != "bf16":
@@ -343,12 +355,16 @@ def show_progress(title: str, requests: int, console: Console) -> Iterator[Calla
 
 def _hugging_face_directory(model: Path, scratch: Path) -> Path:
     """Return `model`, or if that is a checkpoint, a directory with its export."""
-    if not (model / "state.json").exists():
+    if not _is_checkpoint(model):
         return model
     from qurl_megatron.weight_sync.export import export_checkpoint
 
     export_checkpoint(model, scratch / "exported", lambda done, total: None)
     return scratch / "exported"
+
+
+def _is_checkpoint(model: Path) -> bool:
+    return (model / "state.json").exists()
 
 
 def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:

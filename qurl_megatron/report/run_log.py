@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import shlex
 import shutil
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
@@ -208,6 +209,9 @@ class RunLog:
             self._tensorboard = None
         if self._wandb is not None:
             self._wandb.finish()
+            if self._wandb.offline:
+                recorded = self._config.run_dir / "wandb" / "offline-run-"
+                self.say(f"to send the curves later: wandb sync {shlex.quote(str(recorded))}*")
             self._wandb = None
 
     def _open_curves(self, after_step: int) -> None:
@@ -226,7 +230,18 @@ class RunLog:
             # Tables are staged for upload there, and not in the home directory.
             names = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
             device.extend_environment(dict.fromkeys(names, str(directory)))
+            session = wandb.setup(wandb.Settings(silent=True))
+            mode: Literal["offline"] | None = None
+            # Asks the server who the user is, and waits 5 s for the answer. wandb.init() would wait
+            # 90 s, and then end the run. A mode that the user has set is kept.
+            if "mode" not in session.settings.model_fields_set and not session.viewer:
+                mode = "offline"
+                self.say(
+                    f"Weights & Biases is offline: {session.settings.base_url} does not answer, or "
+                    "knows no key of yours"
+                )
             self._wandb = wandb.init(
+                mode=mode,
                 project=self._config.wandb_project,
                 group=self._config.name,
                 name=f"{self._config.name} from step {after_step + 1}",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -42,6 +43,8 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     comments = cluster.call("squeue", "--noheader", f"--jobs={job.id}", "--format=%k").splitlines()
     assert set(comments) == {str(run_dir)}  # of both components
     wait_for_text(job, "step 3/")
+    for exchange in ("n1 -> n2", "n1 -> n3", "n1 -> n4", "all-reduce of 2 nodes"):
+        assert re.search(rf"^(qurl: )?network: {exchange} \S+ GB/s", job.text(), re.MULTILINE)
     plan = json.loads((run_dir / "logs" / "plan.json").read_text())
     parts = [(node["name"], node["ranks"], len(node["servers"])) for node in plan["nodes"]]
     assert parts == [("n1", 1, 0), ("n2", 1, 0), ("n3", 0, 1), ("n4", 0, 1)]
