@@ -83,8 +83,9 @@ def test_suggested_layout_on_24_gpus_is_the_one_in_the_findings() -> None:
 
 def test_a_given_field_keeps_its_value_and_the_others_are_searched() -> None:
     config = study("Qwen2.5-32B", 64, "int8")
+    config.rollout.server.max_running_requests = 256
     free = plan.suggest(QWEN2, config, 64)
-    assert free.config.rollout.server.max_running_requests == 512  # the recipe's 256 is slower
+    assert free.config.rollout.server.max_running_requests == 512
     given = {"rollout.server.tensor_parallel_size": 8, "learner.recompute": "full"}
     words = [f"{field}={value}" for field, value in given.items()]
     best = plan.suggest(QWEN2, with_overrides(config, words), 64, given=given)
@@ -221,7 +222,7 @@ def test_a_refusal_suggests_a_layout_that_fits() -> None:
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), ["learner.tensor_parallel_size=2"])
     half = Workload.of(config)
     with pytest.raises(ConfigError, match="this layout fits: ") as refusal:
-        plan.plan_or_suggest(QWEN2, config, 64, half, has_layout=True)
+        plan.plan_or_suggest(QWEN2, config, 64, half)
     words = str(refusal.value).partition("this layout fits: ")[2].split()
     plan.plan(QWEN2, with_overrides(config, words), 64)
 
@@ -229,12 +230,12 @@ def test_a_refusal_suggests_a_layout_that_fits() -> None:
 def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
     config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
     half = Workload.of(config)
-    suggested = plan.plan_or_suggest(QWEN2, config, 24, half, has_layout=False)
+    suggested = plan.plan_or_suggest(QWEN2, config, 24, half, given=())
     peak = total_bytes(suggested.learner_bytes, suggested.converter_bucket_bytes)
     assert peak < H100.memory_bytes
     assert suggested.kv_tokens >= 32768
     with pytest.raises(ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens; .* use more"):
-        plan.plan_or_suggest(QWEN2, config, 16, half, has_layout=False)
+        plan.plan_or_suggest(QWEN2, config, 16, half, given=())
 
 
 def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:

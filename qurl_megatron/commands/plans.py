@@ -98,9 +98,7 @@ def plan(
     rows, refusals = [], {}
     for number in numbers:
         try:
-            planned = plan_or_suggest(
-                architecture, config, number, workload, node, given or (), has_layout=given is None
-            )
+            planned = plan_or_suggest(architecture, config, number, workload, node, given)
         except ConfigError as error:
             refusals[number] = error
         else:
