@@ -262,6 +262,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
             "rollout.servers=2, in fp8, of 4 GPUs",
         ),
         (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
+        (["MODEL/config.json", "--gpus", "4", "--gpu", "A100"], 0, "4 A100: learner."),
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
         (["scaling_32b"], 2, "model=: missing"),
         (["Qwen2.5-32B", "--gpus", "8"], 2, "no layout of 8 GPUs fits"),
@@ -299,12 +300,12 @@ def test_the_command_prints_a_plan_or_one_line(
     tmp_path: Path, words: list[str], code: int, text: str
 ) -> None:
     """A model directory needs nothing but config.json."""
-    if "MODEL" in words:
+    if words[0].startswith("MODEL"):
         build_tiny_model(tmp_path, max_position_embeddings=16384)
         for path in tmp_path.iterdir():
             if path.name != "config.json":
                 path.unlink()
-        words = [str(tmp_path) if word == "MODEL" else word for word in words]
+        words = [word.replace("MODEL", str(tmp_path)) for word in words]
     result = CliRunner().invoke(app, ["plan", *words])
     assert result.exit_code == code, result.output
     assert text in (result.stdout if code == 0 else result.stderr)
@@ -368,3 +369,23 @@ def test_a_run_ahead_of_the_learner_has_the_parts_that_decide() -> None:
 def test_the_line_names_the_largest_part_and_what_shortens_it() -> None:
     line = largest_part({"passes": 30.0, "publish": 60.0, "decoding": 10.0})
     assert line == f"publish, 60 % of the step; {REMEDIES['publish']}"
+
+
+def test_the_page_says_what_was_planned_what_it_costs_and_what_was_left_out() -> None:
+    words = ["scaling_32b", "model=Qwen2.5-32B", "learner.fp8=blockwise", "steps=1000"]
+    page = CliRunner().invoke(app, ["plan", *words, "--mean-response", "3000"]).stdout
+    config = with_overrides(study("Qwen2.5-32B", 64, "int8"), words[2:])
+    planned = plan.plan(QWEN2, config, 64, Workload(512, 3000))
+    hours = 1000 * planned.total_s / 3600
+    flops = 3 * sum(step_time.pass_flops(QWEN2, config, planned.workload))
+    mfu = flops / (40 * 989e12 * planned.step_s["update"])
+    for sentence in (
+        "A step has 256 prompts x 8 responses. Prompts have 512 tokens; lengths of responses are "
+        "lognormal (deviation 1), with a mean of 3,000 and at most 8,192 tokens.",
+        f"An update reaches {mfu:.0%} of the FLOP/s of the learner's GPUs.",
+        f"1000 steps take {hours:,.1f} hours, {64 * hours:,.0f} GPU-hours, without evaluation and "
+        f"checkpoints. A checkpoint takes {14 * PARAMETERS['Qwen2.5-32B'] / 1e9:.0f} GB.",
+        "4 published steps (dense, long answers; NeMo-RL on H100) took 0.9 to 1.3 times",
+        "Not counted: the speed of learner.fp8=blockwise, planned as BF16.",
+    ):
+        assert sentence in page
