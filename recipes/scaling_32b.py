@@ -73,6 +73,6 @@ def with_servers(model: str, learner: LearnerConfig, gpus: int, gpus_per_server:
     config = grpo.recipe()
     config.model, config.learner = model, learner
     config.rollout.servers = (gpus - learner.world_size) // gpus_per_server
-    config.rollout.server = ServerConfig(gpus_per_server, max_running_requests=256)
+    config.rollout.server = ServerConfig(gpus_per_server, max_running_requests=512)
     config.evaluation = EvaluationConfig(problems=0)
     return config

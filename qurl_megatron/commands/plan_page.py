@@ -92,7 +92,7 @@ def _not_counted(plan: Plan) -> Iterator[str]:
     if config.quantization.keep:
         yield "the time of layers that quantization.keep leaves in BF16"
     if plan.node.gpu is not H100:
-        yield f"what differs on an {plan.node.gpu.name} in how much of its rates is reached"
+        yield f"how much of its rates {plan.node.gpu.name} reaches, taken to be H100's part"
 
 
 def _describe_publish(publish: PublishPlan) -> str:

@@ -27,7 +27,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="Directory with config.json, a known model such as Qwen2.5-32B, or a recipe.",
+            help="A config.json or its directory, a known model such as Qwen2.5-32B, or a recipe.",
         ),
     ],
     overrides: Overrides = None,
@@ -108,9 +108,7 @@ def plan(
     rows, refusals = [], {}
     for number in numbers:
         try:
-            planned = plan_or_suggest(
-                architecture, config, number, workload, node, given or (), has_layout=given is None
-            )
+            planned = plan_or_suggest(architecture, config, number, workload, node, given)
         except ConfigError as error:
             refusals[number] = error
         else:
@@ -187,6 +185,8 @@ def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Confi
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.model.known import KNOWN_MODELS
 
+    if Path(subject).name == "config.json":
+        subject = str(Path(subject).parent)
     is_model = subject in KNOWN_MODELS or Path(subject).is_dir()
     if is_model:
         overrides = [f"model={subject}", *overrides]

@@ -85,10 +85,11 @@ from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
+from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.quantization import quantize
 
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
-RUNTIME_BYTES = 4 * 1024**3
+RUNTIME_BYTES = 4 * GIB
 
 
 @functools.cache

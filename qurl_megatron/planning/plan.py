@@ -409,6 +409,7 @@ def layouts(
         "learner.expert_parallel_size", [size for size in sizes if num_experts % size == 0]
     )
     kept = {field.removeprefix("learner.") for field in given if field.startswith("learner.")}
+    budget = None if "micro_batch_size" in kept else rollout.max_length
     rows = rollout.prompts_per_step * rollout.completions_per_prompt
     parts = config.optimizer.minibatches_per_step
     for tensor, stages, context in itertools.product(
@@ -423,9 +424,7 @@ def layouts(
             "layers_in_last_pipeline_stage": architecture.shorter_last_stage(stages),
             "context_parallel_size": context,
             "expert_tensor_parallel_size": 1,
-            "tokens_per_micro_batch": None
-            if "micro_batch_size" in kept
-            else config.rollout.max_length,
+            "tokens_per_micro_batch": budget,
         }
         changes = {name: value for name, value in searched.items() if name not in kept}
         stage = dataclasses.replace(learner, **changes)
@@ -509,24 +508,22 @@ def plan_or_suggest(
     gpus: int,
     workload: Workload,
     node: Node = DGX_H100,
-    given: Collection[str] = (),
-    *,
-    has_layout: bool,
+    given: Collection[str] | None = None,
 ) -> Plan:
-    """Return the plan of the layout in `config` if `has_layout`, else of the fastest layout.
+    """Return the plan of the fastest layout with the `given` fields; None: of that in `config`.
 
     Raises:
         ConfigError: it does not fit. The message ends with a layout that does, or if there is
             none with why not.
     """
-    if not has_layout:
+    if given is not None:
         return suggest(architecture, config, gpus, workload, node, given)
     try:
         return plan(architecture, config, gpus, workload, node)
     except ConfigError as error:
         refusal = f"{error}; "
     try:
-        best = suggest(architecture, config, gpus, workload, node, given)
+        best = suggest(architecture, config, gpus, workload, node)
     except ConfigError as error:
         raise ConfigError(f"{refusal}{error}") from None
     raise ConfigError(f"{refusal}this layout fits: {' '.join(layout_overrides(best.config))}")

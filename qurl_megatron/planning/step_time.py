@@ -10,7 +10,8 @@ query channels, V vocabulary rows.
                    the weight format and for the output layer in BF16
                  C x KV cache B per token / (HBM e_kv)
                  layers x `LAYER_S` + b x `SEQUENCE_S`
-                 two all-reduces of 2bh B per layer over NVLink, with a latency of `ALL_REDUCE_S`
+                 two all-reduces of 2bh B per layer over NVLink, or over InfiniBand if a server has
+                   more GPUs than a node, with a latency of `ALL_REDUCE_S`
                Of experts, those bytes are read that at least one of b sequences chooses,
                1 - (1 - k / experts)^b of them if all are chosen equally often, and the weights are
                those that a sequence chooses. Grouped products read their many small weights at an
