@@ -7,6 +7,7 @@ that this process gets the signal before the time limit.
 """
 
 import contextlib
+import csv
 import dataclasses
 import hashlib
 import itertools
@@ -101,6 +102,7 @@ def launch(
     overrides: Sequence[str],
     sweeps: Sequence[str] = (),
     *,
+    layouts: Path | None = None,
     options: JobOptions | None = None,
     dry_run: bool = False,
 ) -> int:
@@ -119,7 +121,7 @@ def launch(
         check_sbatch()
     checks_only = {"writes": False, "asks_servers": False}
     jobs = []
-    for words in named_runs(recipe, overrides, sweeps):
+    for words in named_runs(recipe, overrides, sweeps, layouts):
         if on_slurm:
             prepared = prepare_resume_or_new(recipe, words, **checks_only)
         else:
@@ -149,11 +151,14 @@ def launch(
     return 0
 
 
-def named_runs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> list[list[str]]:
+def named_runs(
+    recipe: str, overrides: Sequence[str], sweeps: Sequence[str], layouts: Path | None = None
+) -> list[list[str]]:
     """Return the overrides of each run of a sweep, with a name such as `sweep-acr-int8-1.5`.
 
-    The axes of a sweep are given as `field=value,value`. A name begins with the `name=` among the
-    `overrides`, or with the recipe's name, and ends with the values. Without sweeps there is one
+    The axes of a sweep are given as `field=value,value`, and that of its layouts as a table of
+    `qurl plan --output FILE.csv`. A name begins with the `name=` among the `overrides`, or with the
+    recipe's name, and ends with the values and the numbers of GPUs. Without sweeps there is one
     run; if it has no name, it gets the recipe's and the time.
 
     Raises:
@@ -161,21 +166,35 @@ def named_runs(recipe: str, overrides: Sequence[str], sweeps: Sequence[str]) -> 
     """
     names = [word.removeprefix("name=") for word in overrides if word.startswith("name=")]
     name = names[-1] if names else ""
-    if not sweeps:
+    if not sweeps and not layouts:
         return [[*overrides] if name else [*overrides, f"name={default_name(recipe)}"]]
-    axes = []
+    axes = [_planned_layouts(layouts)] if layouts else []
     for word in sweeps:
         field, _, values = word.partition("=")
         listed = values.split(",")
         if not all(listed) or len(set(listed)) < len(listed):
             raise ConfigError(f"--sweep {word}: not of the form field=value,value")
-        axes.append([f"{field}={value}" for value in listed])
+        axes.append({value: [f"{field}={value}"] for value in listed})
     runs = []
-    for swept in itertools.product(*axes):
-        parts = [name or f"{recipe}-sweep"]
-        parts += [re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]) for word in swept]
-        runs.append([*overrides, *swept, f"name={'-'.join(parts)}"])
+    for chosen in itertools.product(*axes):
+        swept = [word for axis, value in zip(axes, chosen, strict=True) for word in axis[value]]
+        parts = [re.sub(r"[^\w.+-]+", "_", value) for value in chosen]
+        runs.append([*overrides, *swept, f"name={'-'.join([name or f'{recipe}-sweep', *parts])}"])
     return runs
+
+
+def _planned_layouts(table: Path) -> dict[str, list[str]]:
+    """Return the overrides of each layout in a table of `qurl plan`, by its number of GPUs."""
+    try:
+        with table.open(newline="") as file:
+            layouts = {f"{row['gpus']}gpus": row["layout"].split() for row in csv.DictReader(file)}
+    except (OSError, UnicodeError, KeyError, AttributeError, csv.Error) as error:
+        raise ConfigError(
+            f"--layouts {table}: not a table of `qurl plan --output FILE.csv` ({error})"
+        ) from None
+    if not layouts:
+        raise ConfigError(f"--layouts {table}: has no layout")
+    return layouts
 
 
 def check_unused(run_dir: Path) -> None:

@@ -18,6 +18,7 @@ from nemo_run.cli.api import create_cli
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
+from qurl_megatron.commands import scaling
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
@@ -25,8 +26,10 @@ from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch,
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
 from qurl_megatron.launch.status import claim
+from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import host
 from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.plan import plan
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
 
@@ -316,6 +319,22 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     assert [command.split() for command in commands] == [
         ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
     ]
+
+
+def test_a_table_of_plans_is_a_sweep_over_its_layouts() -> None:
+    rows = [scaling.Row(plan(KNOWN_MODELS["Qwen2.5-0.5B"], Config(), gpus)) for gpus in (8, 16)]
+    scaling.write(rows, table := Path("study.csv"))
+    small, large = named_runs("grpo", ["name=study", "steps=5"], ["seed=1"], table)
+    assert small[:2] == large[:2] == ["name=study", "steps=5"]
+    assert (small[-1], large[-1]) == ("name=study-8gpus-1", "name=study-16gpus-1")
+    layouts = [with_overrides(Config(), words) for words in (small, large)]
+    assert [run.rollout.servers for run in layouts] == [
+        row.plan.config.rollout.servers for row in rows
+    ]
+    for text in ("", "gpus,layout\n", "a,b\n1,2\n"):
+        table.write_text(text)
+        with pytest.raises(ConfigError, match="^--layouts study.csv: "):
+            named_runs("grpo", [], [], table)
 
 
 def test_nothing_starts_without_sbatch_or_over_a_run_that_exists_or_is_owned(

@@ -114,6 +114,13 @@ def launch(
             help="Start a run for each value; repeat the option for all combinations.",
         ),
     ] = None,
+    layouts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Start a run for each layout in a table of `qurl plan --output FILE.csv`.",
+        ),
+    ] = None,
     executor: Annotated[str, typer.Option(help="Where to run: local or slurm.")] = "local",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")
@@ -168,8 +175,9 @@ def launch(
     from qurl_megatron.launch import experiment
 
     options = job_options(context)
+    words, sweeps = overrides or [], sweep or []
     sys.exit(
-        experiment.launch(recipe, overrides or [], sweep or [], options=options, dry_run=dry_run)
+        experiment.launch(recipe, words, sweeps, layouts=layouts, options=options, dry_run=dry_run)
     )
 
 
