@@ -133,7 +133,7 @@ def launch(
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
         node = node_of(options.gpu, options.gpus_per_node)
-        code = snapshot(Path(LOGS), writes=not dry_run)
+        code = snapshot(Path(LOGS), writes=False)
         scripts = [job_script(job.config, job.words, options, code) for job in jobs]
         for job in jobs:
             limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
@@ -147,6 +147,7 @@ def launch(
         return 0
     if not on_slurm:
         return run_here(jobs)
+    snapshot(Path(LOGS), writes=True)
     submit({str(job.config.run_dir): script for job, script in zip(jobs, scripts, strict=True)})
     return 0
 
