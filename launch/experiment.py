@@ -262,7 +262,7 @@ def job_script(
         asked: dict[str, object] = {
             "job-name": f"qurl.{config.name}",
             "comment": config.run_dir.absolute(),  # `qurl status` finds the job by it
-            "chdir": Path.cwd(),
+            "chdir": Path.cwd(),  # paths are relative to it, from wherever the script is submitted
             "nodes": num_nodes,
             "gpus-per-node": gpus if has_gpu_gres else False,
             "ntasks-per-node": 1,
@@ -285,8 +285,6 @@ def job_script(
     lines += [f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     variables = _variables(config, options, code) | uncounted
     lines += [_export(name, value) for name, value in variables.items()]
-    # A container has another working directory, and a requeued job may be sent from elsewhere.
-    words = [*words, f"output_dir={Path(config.output_dir).absolute()}"]
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
     lines += [f'exec {shlex.join(command)} "$0" {shlex.join(words)}']
     return "\n".join(lines) + "\n"
@@ -315,7 +313,8 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
     """
     pairs = [mount.split(":")[:2] for mount in options.container_mounts]
     mounted = [Path(host) for host, inside in pairs if Path(host) == Path(inside)]
-    needed = {"the code": code, "output_dir": Path(config.output_dir)}
+    needed = {"this directory": Path.cwd(), "the code": code}
+    needed["output_dir"] = Path(config.output_dir)
     files = {
         "model": config.model,
         "critic.model": config.critic.model,
@@ -329,7 +328,7 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
             if name and Path(name).exists():
                 needed[what] = Path(name)
     for what, path in needed.items():
-        place = path.absolute()
+        place = Path(os.path.abspath(path))  # without ..
         if not any(place.is_relative_to(mount) for mount in mounted):
             raise ConfigError(
                 f"--container-mounts: the container would not have {what}, {place}; add "
@@ -420,7 +419,7 @@ def _container_options(config: Config, options: JobOptions, code: Path) -> list[
         return []
     _check_mounts(config, options, code)
     words = [f"--container-image={options.container_image}", "--no-container-mount-home"]
-    words += [f"--container-workdir={code}"]
+    words += [f"--container-workdir={Path.cwd()}"]
     words += [f"--container-mounts={','.join(options.container_mounts)}"]
     # An image may have a PYTHONPATH of its own.
     names = ["PYTHONPATH", "PYTHONSAFEPATH", *options.container_env, *options.environment]

@@ -90,10 +90,9 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None
         assert "partition" not in part
     # The batch process replaces the shell.
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", "$0", recipe]
-    place = f"output_dir={Path.cwd()}/runs"  # the same wherever the script is submitted from
-    expected = ["exec", *command, "name=first", "rollout.servers=3", place]
+    expected = ["exec", *command, "name=first", "rollout.servers=3"]
     assert shlex.split(script.splitlines()[-1]) == expected
-    assert parts_of(script)[0]["chdir"] == str(Path.cwd())
+    assert parts_of(script)[0]["chdir"] == str(Path.cwd())  # from wherever it is submitted
 
 
 def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only() -> None:
@@ -113,7 +112,9 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
     assert not part.keys() & {"no-kill", "container-image"}
-    container = f"--container-image=i.sqsh --no-container-mount-home --container-workdir={CODE}"
+    container = (
+        f"--container-image=i.sqsh --no-container-mount-home --container-workdir={Path.cwd()}"
+    )
     container += " --container-mounts=/:/,/e:/e"
     container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
     assert script.splitlines()[-10:-1] == [
@@ -138,18 +139,22 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
         script_of(environment={"A B": "x"})
 
 
-def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it() -> None:
-    Path("model").mkdir()
-    Path("data").mkdir()
-    Path("mine.py").touch()
-    words = ["model=model", "data=data:train", "reward=mine.py:reward"]
-    here = Path.cwd()
+def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("work", "model", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path / "work")
+    words = ["model=../model", "data=../data:train", "reward=../mine.py:reward"]
+    words += [f"output_dir={tmp_path}/runs"]
     needed = {
+        "this directory": tmp_path / "work",
         "the code": CODE,
-        "output_dir": here / "runs",
-        "model": here / "model",
-        "data": here / "data",
-        "reward": here / "mine.py",
+        "output_dir": tmp_path / "runs",
+        "model": tmp_path / "model",
+        "data": tmp_path / "data",
+        "reward": tmp_path / "mine.py",
     }
     mounts = ["/e:/e", f"{CODE}:/workspace"]  # elsewhere does not count
     for what, path in needed.items():
@@ -198,9 +203,9 @@ def test_a_job_script_passes_every_word_as_it_was_given() -> None:
     )
     printing = r"""exec() { shift 5; printf '%s\0' "$@" "$QURL_CONTAINER_OPTIONS" "$WHERE"; }"""
     shown = subprocess.run(["bash", "-c", f"{printing}\n{script}"], capture_output=True, text=True)
-    *given, place, container, where, _ = shown.stdout.split("\0")
+    *given, container, where, _ = shown.stdout.split("\0")
     assert (given, shown.stderr) == (["quickstart", "name=first", *words], "")
-    assert (place, where) == (f"output_dir={Path.cwd()}/runs", UNSAFE[0])
+    assert where == UNSAFE[0]
     assert "--container-image=$(touch x)" in shlex.split(container)
     assert "--container-mounts=/:/,/d;touch x:/d" in shlex.split(container)
     assert list(Path.cwd().iterdir()) == []  # nothing was touched
@@ -246,7 +251,7 @@ def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
     )
     launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
     assert capsys.readouterr().out == "runs/s-2: job 1\nruns/s-3: job 2\n"
-    executed = re.findall(r'^exec .+ run "\$0" (.+) output_dir=', Path("scripts").read_text(), re.M)
+    executed = re.findall(r'^exec .+ run "\$0" (.+)$', Path("scripts").read_text(), re.M)
     assert executed == [f"quickstart name=s steps={n} name=s-{n}" for n in (2, 3)]
     assert Path("logs").is_dir()  # where the jobs write
     program("sbatch", "(echo error: more; echo sbatch: error: no account) >&2; exit 1")
@@ -315,7 +320,7 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
     assert list(Path.cwd().iterdir()) == []  # nothing is written
-    commands = re.findall(r'^exec .+ run "\$0" (.+) output_dir=', shown.out, re.MULTILINE)
+    commands = re.findall(r'^exec .+ run "\$0" (.+)$', shown.out, re.MULTILINE)
     assert [command.split() for command in commands] == [
         ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
     ]
