@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import nemo_run
 import pytest
@@ -117,9 +118,10 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     )
     container += " --container-mounts=/:/,/e:/e"
     container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
-    assert script.splitlines()[-10:-1] == [
+    assert script.splitlines()[-11:-1] == [
         "export NCCL_DEBUG=INFO",
         "module load cuda",
+        f"cd {Path.cwd()}",  # wherever these lines went
         "export PYTHONSAFEPATH=1",
         f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         "export QURL_PYTHON=python",
@@ -161,8 +163,14 @@ def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_
         refused = f"the container would not have {what}, {path}; add {path}:{path}, or a directory"
         with pytest.raises(ConfigError, match=f"^--container-mounts: {re.escape(refused)}"):
             script_of(*words, container_image="i.sqsh", container_mounts=mounts)
-        mounts.append(f"{path}:{path}:ro")
+        mounts.append(f"{path}:{path}")
     assert "i.sqsh" in script_of(*words, container_image="i.sqsh", container_mounts=mounts)
+    mounts.append(f"/e:{tmp_path}/model")  # which hides the other
+    with pytest.raises(ConfigError, match="the container would not have model"):
+        script_of(*words, container_image="i.sqsh", container_mounts=mounts)
+    mounts[-1] = f"{tmp_path}/runs:{tmp_path}/runs:ro"
+    with pytest.raises(ConfigError, match="output_dir, .*, would be read only"):
+        script_of(*words, container_image="i.sqsh", container_mounts=mounts)
 
 
 @pytest.fixture
@@ -272,8 +280,8 @@ def test_a_job_runs_the_code_that_was_submitted(
     launch("quickstart", ["name=t"], options=JobOptions())  # the same code: no second copy
     assert list(code.parent.iterdir()) == [code]
     (checkout / "qurl_megatron" / "launch" / "slurm.py").write_text("raise SystemExit('changed')")
-    changed = experiment.snapshot(Path("logs"), writes=False)
-    assert changed != code and list(code.parent.iterdir()) == [code]
+    with experiment.copied_code(Path("logs")) as (changed, _):
+        assert changed != code and list(code.parent.iterdir()) == [code]
 
     script = Path("script").read_text()
     asked = "import qurl_megatron, importlib.metadata as m\n"
@@ -282,6 +290,19 @@ def test_a_job_runs_the_code_that_was_submitted(
     monkeypatch.chdir(checkout)  # which Python must not prefer
     shown = subprocess.run(["bash", "-c", f"{asking}\n{script}"], capture_output=True, text=True)
     assert shown.stdout.split() == [str(code / "qurl_megatron" / "__init__.py"), str(code)]
+    code.rename("elsewhere")  # never other code in its place
+    shown = subprocess.run(["bash", "-c", f"{asking}\n{script}"], capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == f"qurl: {code} is missing; launch the run again\n"
+
+
+def test_two_launches_at_once_keep_one_copy_of_the_code() -> None:
+    Path("logs").mkdir()
+    with experiment.copied_code(Path("logs")) as (code, keep):
+        keep()
+        with patch.object(Path, "exists", lambda path: False):
+            keep()
+    assert list(Path("logs").absolute().iterdir()) == [code]
 
 
 def test_what_the_plan_says_against_a_job_is_a_warning(
@@ -336,7 +357,8 @@ def test_a_table_of_plans_is_a_sweep_over_its_layouts() -> None:
     assert [run.rollout.servers for run in layouts] == [
         row.plan.config.rollout.servers for row in rows
     ]
-    for text in ("", "gpus,layout\n", "a,b\n1,2\n"):
+    twice = table.read_text() + table.read_text().splitlines()[1] + "\n"
+    for text in ("", "gpus,layout\n", "a,b\n1,2\n", twice):
         table.write_text(text)
         with pytest.raises(ConfigError, match="^--layouts study.csv: "):
             named_runs("grpo", [], [], table)
@@ -435,6 +457,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     expected = "without a GPU the learner takes 0.0203 GB of memory and the servers 0.00388 GB, at"
     assert expected in str(refused.value) and "this machine has 0.01 GB" in str(refused.value)
     assert not Path("runs").exists()
+    prepare_new("quickstart", ["name=first"], num_gpus=0, writes=False)  # only checks
     prepare_new("quickstart", ["name=first"])  # a Slurm job's nodes have memory of their own
 
 
