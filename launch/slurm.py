@@ -360,15 +360,16 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
         for group in groups
     ]
     in_container = "QURL_CONTAINER_OPTIONS" in os.environ  # whose image is imported first
-    timeout_s = CONTAINER_TIMEOUT_S if in_container else PREFLIGHT_TIMEOUT_S
-    wait_for(steps, timeout_s)
+    start = time.monotonic()
+    wait_for(steps, CONTAINER_TIMEOUT_S if in_container else PREFLIGHT_TIMEOUT_S)
+    waited_s = time.monotonic() - start
     problems = []
     for node in plan.nodes:
         try:
             report = json.loads((reports / f"{node.name}.json").read_text())
         except FileNotFoundError:
             report = [
-                f"no report after at most {timeout_s:.0f} s: the node did not start, "
+                f"no report after {waited_s:.0f} s: the node did not start, "
                 f"lacks this Python environment, or does not share the file system of {reports}"
             ]
         problems += [f"qurl: preflight of {node.name}: {problem}" for problem in report]
