@@ -239,7 +239,7 @@ def copied_code(logs: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(PACKAGE, copy / PACKAGE.name, ignore=ignored)  # which follows links
         for file in distribution("qurl-megatron").files or ():
-            if file.parts[0].endswith(".dist-info"):
+            if file.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file.locate(), copy / file)
         content = hashlib.sha256()
