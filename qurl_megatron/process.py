@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, addresses, logs, signals, ending with the parent, freed memory."""
+"""Helpers for processes: ports, keys, addresses, logs, signals, ending with the parent, memory."""
 
 import contextlib
 import ctypes
@@ -45,6 +45,11 @@ def free_port() -> int:
             probe.bind(("", port))  # on all addresses
             _drawn.add(port)
             return port
+
+
+def make_key() -> str:
+    """Return a key of 256 bits for servers; it begins with no dash, as an option would."""
+    return secrets.token_hex(32)
 
 
 def raise_open_file_limit() -> int:

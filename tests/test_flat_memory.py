@@ -69,7 +69,7 @@ def test_publishes_leave_no_object_behind_and_give_freed_memory_back(tmp_path: P
 
 def test_connections_read_the_certificates_at_most_once() -> None:
     nobody = "http://127.0.0.1:9"
-    server = Server(nobody, "elsewhere", 0, None, 1, [], log_file=os.devnull, scratch_dir="")
+    server = Server(nobody, "a key", "elsewhere", 0, None, 1, [], log_file=os.devnull)
     client = RolloutClient(Fleet("rollout", {}), None, [])
     times = 0
     original = ssl.SSLContext.load_verify_locations

@@ -42,7 +42,7 @@ def remote_server(url: str, key: str, run: str = "") -> Server:
 
     `run` names the run that the server is asked to serve.
     """
-    return Server(url, api_key=key, is_remote=True, run=run)
+    return Server(url, key, is_remote=True, run=run)
 
 
 def description_of(architecture: Architecture, config: Config) -> Description:
