@@ -13,7 +13,6 @@ import socket
 import stat
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -212,9 +211,7 @@ def save_servers_at(config: Config) -> None:
 
 def release_servers_at(config: Config) -> None:
     """Let the servers elsewhere serve other runs: this one has ended, or will resume."""
-    if servers := _saved(config):
-        with ThreadPoolExecutor(len(servers)) as threads:  # some may not answer
-            threads.map(release, servers)
+    release(_saved(config))
 
 
 def _saved(config: Config) -> list[Server]:

@@ -25,7 +25,7 @@ from torch import Tensor
 import sglang_loader
 from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.rollout import elsewhere
+from qurl_megatron.rollout import asking, elsewhere
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import door, weights
@@ -107,6 +107,9 @@ class ServerProcess:
         app = FastAPI()
         plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
         self.http = TestClient(app)
+        monkeypatch.setattr(
+            asking, "connect", lambda: httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        )
 
     async def _update(self, request: Any) -> tuple[bool, str]:
         self.versions.append((request.weight_version, request.flush_cache))
@@ -129,7 +132,6 @@ class ServerProcess:
     def channel(self, key: str = KEY) -> HttpChannel:
         server = elsewhere.remote_server("http://a", key, "first")
         channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
-        channel._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
         return channel
 
 

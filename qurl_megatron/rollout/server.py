@@ -10,19 +10,18 @@ Every server requires a key with each request, also on loopback, which all users
 The key is stored in `Server`, and never appears on a command line.
 """
 
+import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import shutil
 import socket
-import ssl
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import httpx
 import psutil
 
 from qurl_megatron import device
@@ -41,6 +40,7 @@ from qurl_megatron.process import (
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload
+from qurl_megatron.rollout.asking import Answer, NoAnswer, ask
 from qurl_megatron.rollout.options import command_line
 from qurl_megatron.rollout.wire import RUN_HEADER
 
@@ -48,19 +48,6 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 OWN_RUN = "own"  # names the run that started a server to it
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
-# Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
-# which could not be told from a server that dies.
-CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-
-
-@functools.cache
-def certificates() -> ssl.SSLContext:
-    """Return what servers elsewhere are verified with.
-
-    A client that is not given it reads the certificates of all authorities anew, even if it only
-    speaks plain HTTP.
-    """
-    return httpx.create_ssl_context()
 
 
 class ServerFailed(RuntimeError):
@@ -92,6 +79,10 @@ class Server:
         """HTTP headers that every request needs."""
         key = {"Authorization": f"Bearer {self.api_key}"}
         return key | ({RUN_HEADER: self.run} if self.run else {})
+
+    async def ask(self, method: str, path: str, **options: Any) -> Answer:
+        """Send a request to the server, with its headers; see `asking.ask`."""
+        return await ask(method, f"{self.url}{path}", self.headers, **options)
 
     @property
     def is_local(self) -> bool:
@@ -307,22 +298,6 @@ def wait_ready(
 
 def answers(server: Server) -> bool:
     """Return whether a server has started; it does not answer while it is paused."""
-    with contextlib.suppress(httpx.TransportError), connect(server, timeout_s=5.0) as http:
-        return http.get("/health").is_success
+    with contextlib.suppress(NoAnswer):
+        return asyncio.run(server.ask("GET", "/health", timeout_s=5.0)).is_success
     return False
-
-
-def connect(server: Server, timeout_s: float) -> httpx.Client:
-    """Return a client of one server.
-
-    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
-    would read what is sent there.
-    """
-    return httpx.Client(
-        base_url=server.url,
-        headers=server.headers,
-        timeout=timeout_s,
-        limits=CONNECTIONS,
-        verify=certificates(),
-        trust_env=False,
-    )

@@ -87,7 +87,6 @@ class Sender:
         """Leave the process group."""
         torch.distributed.destroy_process_group(self._group)
         self._thread.shutdown()
-        self.control.close()
 
 
 @dataclass(frozen=True)

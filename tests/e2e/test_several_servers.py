@@ -118,8 +118,8 @@ def publish_to_both(publisher: Publisher) -> Published:
     published = publisher.publish()
     assert published.num_servers == 2
     for member in publisher._fleet.members("serving"):
-        with closing(ServerControl(member.server)) as control:
-            assert combine(control.checksums()) == published.conversion.checksums
+        held = ServerControl(member.server).checksums()
+        assert combine(held) == published.conversion.checksums
     return published
 
 
