@@ -1,6 +1,7 @@
 """Control one server during a publish: pause, receive weights, report checksums, resume."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,17 @@ class _Rank:
 
 
 _RANKS = pydantic.TypeAdapter(list[_Rank])
+
+
+_threads = threading.local()
+
+
+def _runner() -> asyncio.Runner:
+    """Return this thread's event loop: making one for each request takes as long as a request."""
+    if not hasattr(_threads, "runner"):
+        _threads.runner = asyncio.Runner()
+    runner: asyncio.Runner = _threads.runner
+    return runner
 
 
 class UpdateRefused(ServerFailed):
@@ -127,7 +139,7 @@ class ServerControl:
     def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         options = {"timeout_s": self._timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
         try:
-            answer = asyncio.run(self.server.ask("POST", path, json=body, **options))
+            answer = _runner().run(self.server.ask("POST", path, json=body, **options))
         except NoAnswer as error:
             raise self.server.failed(str(error)) from None
         if not answer.is_success:
