@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -30,13 +30,14 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
-from qurl_megatron.launch.slurm import LEAD_UNMEASURED_S, time_limit_s
+from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
 from qurl_megatron.planning.gpus import H100, node_of
 from qurl_megatron.planning.job import objections
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
+SIGNAL_LEAD_S = 600  # of Slurm's signal, for a job whose own clock failed
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 SINFO_TIMEOUT_S = 10.0
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
@@ -127,28 +128,42 @@ def launch(
         else:
             prepared = prepare_new(recipe, words, device.num_gpus(), **checks_only)
         jobs.append(Job([recipe, *words], *prepared))
-    if options is None:
-        scripts = [f"{shlex.join(job.command)}\n" for job in jobs]
-    else:
+    if options is not None:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
+        return launch_jobs(jobs, options, dry_run=dry_run)
+    if not dry_run:
+        return run_here(jobs)
+    print_summaries(jobs)
+    print("".join(f"{shlex.join(job.command)}\n" for job in jobs), end="")
+    return 0
+
+
+def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> int:
+    """Submit jobs, or print their scripts; print what their plans say against them."""
+    with copied_code(Path(LOGS)) as (code, keep_code):
+        scripts = {
+            str(job.config.run_dir): job_script(job.config, job.words, options, code)
+            for job in jobs
+        }
         node = node_of(options.gpu, options.gpus_per_node)
-        code = snapshot(Path(LOGS), writes=not dry_run)
-        scripts = [job_script(job.config, job.words, options, code) for job in jobs]
         for job in jobs:
             limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
             for objection in objections(job.config, node, limit_s, max_jobs):
                 print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
-    if on_slurm or dry_run:
-        # Runs of a sweep usually share a summary. stdout is for the scripts.
-        print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
-    if dry_run:
-        print("".join(scripts), end="")
-        return 0
-    if not on_slurm:
-        return run_here(jobs)
-    submit({str(job.config.run_dir): script for job, script in zip(jobs, scripts, strict=True)})
+        print_summaries(jobs)
+        if dry_run:
+            print("".join(scripts.values()), end="")
+        else:
+            Path(LOGS).mkdir(exist_ok=True)
+            keep_code()
+            submit(scripts)
     return 0
+
+
+def print_summaries(jobs: Sequence[Job]) -> None:
+    """Print the summaries of data, which runs of a sweep usually share; stdout is for scripts."""
+    print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
 
 
 def named_runs(
@@ -186,14 +201,15 @@ def named_runs(
 def _planned_layouts(table: Path) -> dict[str, list[str]]:
     """Return the overrides of each layout in a table of `qurl plan`, by its number of GPUs."""
     try:
-        with table.open(newline="") as file:
-            layouts = {f"{row['gpus']}gpus": row["layout"].split() for row in csv.DictReader(file)}
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.DictReader(file) if not row["run"]]  # else a measured one
+        layouts = {f"{row['gpus']}gpus": row["layout"].split() for row in rows}
     except (OSError, UnicodeError, KeyError, AttributeError, csv.Error) as error:
         raise ConfigError(
             f"--layouts {table}: not a table of `qurl plan --output FILE.csv` ({error})"
         ) from None
-    if not layouts:
-        raise ConfigError(f"--layouts {table}: has no layout")
+    if not layouts or len(layouts) < len(rows):
+        raise ConfigError(f"--layouts {table}: must have one layout for each number of GPUs")
     return layouts
 
 
@@ -211,17 +227,15 @@ def check_unused(run_dir: Path) -> None:
         )
 
 
-def snapshot(logs: Path, *, writes: bool) -> Path:
-    """Copy the package below `logs`, once for each state of its files; return the copy's directory.
+@contextlib.contextmanager
+def copied_code(logs: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Copy the package; yield the place below `logs` for these files, and what moves them there.
 
     A job that waits in the queue, or is requeued, so runs what was submitted. The copy includes the
-    metadata by which SGLang finds the plugin. Without `writes` nothing is left.
+    metadata by which SGLang finds the plugin.
     """
-    logs = logs.absolute()
-    if writes:
-        logs.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=logs if writes else None) as scratch:
-        copy = Path(scratch) / "code"
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch)
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(PACKAGE, copy / PACKAGE.name, ignore=ignored)  # which follows links
         for file in distribution("qurl-megatron").files or ():
@@ -231,10 +245,20 @@ def snapshot(logs: Path, *, writes: bool) -> Path:
         content = hashlib.sha256()
         for path in sorted(path for path in copy.rglob("*") if path.is_file()):
             content.update(str(path.relative_to(copy)).encode() + path.read_bytes())
-        place = logs / f"code_{content.hexdigest()[:12]}"
-        if writes and not place.exists():
-            copy.rename(place)
-    return place
+        place = logs.absolute() / f"code_{content.hexdigest()[:12]}"
+
+        def keep() -> None:
+            if place.exists():
+                return
+            unfinished = Path(tempfile.mkdtemp(dir=logs))
+            shutil.copytree(copy, unfinished, dirs_exist_ok=True)
+            try:
+                unfinished.rename(place)
+                place.chmod(0o755)
+            except OSError:  # another launch was faster
+                shutil.rmtree(unfinished)
+
+        yield place, keep
 
 
 def job_script(
@@ -261,7 +285,7 @@ def job_script(
         asked: dict[str, object] = {
             "job-name": f"qurl.{config.name}",
             "comment": config.run_dir.absolute(),  # `qurl status` finds the job by it
-            "chdir": Path.cwd(),
+            "chdir": Path.cwd(),  # paths are relative to it, from wherever the script is submitted
             "nodes": num_nodes,
             "gpus-per-node": gpus if has_gpu_gres else False,
             "ntasks-per-node": 1,
@@ -271,21 +295,21 @@ def job_script(
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
             "output": OUTPUT,
-            "signal": f"B:USR1@{min(LEAD_UNMEASURED_S, _limit_s(options) / 2):.0f}",
+            "signal": f"B:USR1@{min(SIGNAL_LEAD_S, _limit_s(options) / 2):.0f}",
         }
         asked |= _given(options)
         if str(asked["nodes"]).isdecimal() and int(str(asked["nodes"])) < num_nodes:
             raise ConfigError(f"nodes={asked['nodes']}: too few; the run takes {num_nodes} of them")
         lines += ["#SBATCH hetjob"] if number else []
         lines += [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
+    missing = shlex.quote(f"qurl: {code} is missing; launch the run again")
+    lines += [f"test -d {shlex.quote(str(code))} || {{ echo {missing} >&2; exit 2; }}"]
     lines += _first_lines(options)
     # Else Python would prefer the working directory, which may be a checkout.
     lines += ["export PYTHONSAFEPATH=1"]
     lines += [f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     variables = _variables(config, options, code) | uncounted
     lines += [_export(name, value) for name, value in variables.items()]
-    # A container has another working directory, and a requeued job may be sent from elsewhere.
-    words = [*words, f"output_dir={Path(config.output_dir).absolute()}"]
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
     lines += [f'exec {shlex.join(command)} "$0" {shlex.join(words)}']
     return "\n".join(lines) + "\n"
@@ -312,9 +336,9 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
     Raises:
         ConfigError: it lacks one; the message names the first.
     """
-    pairs = [mount.split(":")[:2] for mount in options.container_mounts]
-    mounted = [Path(host) for host, inside in pairs if Path(host) == Path(inside)]
-    needed = {"the code": code, "output_dir": Path(config.output_dir)}
+    mounts = [(*mount.split(":"), "")[:3] for mount in options.container_mounts]
+    needed = {"this directory": Path.cwd(), "the code": code}
+    needed["output_dir"] = Path(config.output_dir)
     files = {
         "model": config.model,
         "critic.model": config.critic.model,
@@ -328,12 +352,16 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
             if name and Path(name).exists():
                 needed[what] = Path(name)
     for what, path in needed.items():
-        place = path.absolute()
-        if not any(place.is_relative_to(mount) for mount in mounted):
-            raise ConfigError(
-                f"--container-mounts: the container would not have {what}, {place}; add "
-                f"{place}:{place}, or a directory above it"
-            )
+        for place in (Path(os.path.abspath(path)), path.resolve()):  # where a link is, and leads
+            covering = [mount for mount in mounts if place.is_relative_to(mount[1])]
+            host, inside, flags = covering[-1] if covering else ("", "/", "")
+            if Path(host) != Path(inside):
+                raise ConfigError(
+                    f"--container-mounts: the container would not have {what}, {place}; add "
+                    f"{place}:{place}, or a directory above it"
+                )
+            if what == "output_dir" and "ro" in flags.split("+"):
+                raise ConfigError(f"--container-mounts: {what}, {place}, would be read only")
 
 
 def _given(options: JobOptions) -> dict[str, object]:
@@ -345,7 +373,8 @@ def _given(options: JobOptions) -> dict[str, object]:
 def _first_lines(options: JobOptions) -> list[str]:
     """Return what a job does before anything else: the user's variables and lines of shell."""
     lines = [_export(name, value) for name, value in options.environment.items()]
-    return lines + ([options.setup_lines] if options.setup_lines else [])
+    back = f"cd {shlex.quote(str(Path.cwd()))}"
+    return lines + ([options.setup_lines, back] if options.setup_lines else [])
 
 
 def _limit_s(options: JobOptions) -> float:
@@ -419,7 +448,7 @@ def _container_options(config: Config, options: JobOptions, code: Path) -> list[
         return []
     _check_mounts(config, options, code)
     words = [f"--container-image={options.container_image}", "--no-container-mount-home"]
-    words += [f"--container-workdir={code}"]
+    words += [f"--container-workdir={Path.cwd()}"]
     words += [f"--container-mounts={','.join(options.container_mounts)}"]
     # An image may have a PYTHONPATH of its own.
     names = ["PYTHONPATH", "PYTHONSAFEPATH", *options.container_env, *options.environment]
@@ -443,7 +472,8 @@ def command_script(words: Sequence[str], gpus: int, options: JobOptions) -> str:
     }
     asked |= _given(options)
     lines = [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
-    lines = ["#!/bin/bash", *lines, *_first_lines(options), f"exec {shlex.join(words)}"]
+    # After a command sbatch reads no options, which a file of the user may have.
+    lines = ["#!/bin/bash", *lines, ":", *_first_lines(options), f"exec {shlex.join(words)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -3,8 +3,8 @@
 One process a node runs `check_node`: over NCCL on the node's first GPU, over gloo without one. The
 processes meet in a store on the learner's first node, and go through `rounds` together:
 
-    broadcast     from each sender's node to each server's, as a publish does, and from each node of
-                  the learner to the next: a pair that fails is then known
+    broadcast     to each server's node from two of the senders', as a publish does, and from each
+                  node of the learner to the next: a pair that fails is then known
     all-reduce    across the learner's nodes
 
 - After a round in which an exchange failed, or to whose end a node did not come, all end.
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 2**26
 MEASURE_S = 0.2  # that each exchange is repeated for
 MEET_TIMEOUT_S = 180.0  # for all nodes to import torch
+IMAGE_TIMEOUT_S = 3600.0  # and for them to import a container's image before
 EXCHANGE_TIMEOUT_S = 15.0  # of each wait within an exchange
 ALARM_S = 2 * EXCHANGE_TIMEOUT_S  # for a whole exchange
 ROUND_TIMEOUT_S = ALARM_S + EXCHANGE_TIMEOUT_S  # for all nodes to end a round
@@ -78,7 +79,13 @@ def rounds(nodes: Sequence[NodePlan]) -> list[list[Exchange]]:
     learner = [node.name for node in nodes if node.ranks]
     senders = [node.name for node in nodes if node.sends]
     servers = [node.name for node in nodes if node.servers]
-    left = [*itertools.pairwise(learner), *itertools.product(senders, servers)]
+    # Each server's node with two senders, and each sender with a server's node: all pairs of a job
+    # of hundreds of nodes would take minutes.
+    left = [*itertools.pairwise(learner)]
+    for number, server in enumerate(servers):
+        left += [(senders[(number + turn) % len(senders)], server) for turn in range(2)]
+    left += [(sender, servers[n % len(servers)]) for n, sender in enumerate(senders) if servers]
+    left = [*dict.fromkeys(left)]
     planned = []
     while left:
         busy: set[str] = set()
@@ -95,7 +102,12 @@ def rounds(nodes: Sequence[NodePlan]) -> list[list[Exchange]]:
 
 def limit_s(nodes: Sequence[NodePlan]) -> float:
     """Return the seconds after which what still runs of the whole check is to be ended."""
-    return MEET_TIMEOUT_S + ROUND_TIMEOUT_S + ROUND_S * len(rounds(nodes))
+    return meet_timeout_s() + ROUND_TIMEOUT_S + ROUND_S * len(rounds(nodes))
+
+
+def meet_timeout_s() -> float:
+    """Return the seconds in which all nodes must have joined."""
+    return MEET_TIMEOUT_S + (IMAGE_TIMEOUT_S if "QURL_CONTAINER_OPTIONS" in os.environ else 0)
 
 
 def check_node(logs: Path, port: int) -> None:
@@ -123,7 +135,7 @@ def check_node(logs: Path, port: int) -> None:
         plan.master_address,
         port,
         is_master=own == host,
-        timeout=timedelta(seconds=MEET_TIMEOUT_S),
+        timeout=timedelta(seconds=meet_timeout_s()),
         wait_for_workers=False,
     )
 
@@ -131,7 +143,7 @@ def check_node(logs: Path, port: int) -> None:
         """Wait for all nodes; return whether they came, and no exchange has failed so far."""
         say("waiting for the other nodes")
         keys = [f"{number}/{name}" for name in names]
-        timeout_s = ROUND_TIMEOUT_S if number else MEET_TIMEOUT_S
+        timeout_s = ROUND_TIMEOUT_S if number else meet_timeout_s()
         try:
             store.set(f"{number}/{own}", "failed" if report.failures else "well")
             store.wait(keys, timedelta(seconds=timeout_s))

@@ -68,6 +68,8 @@ def prepare_new(
             config.model = str(built)
         data_summary = _check(config, num_gpus, asks_servers)
         if writes:
+            if num_gpus == 0:
+                check_memory(config)
             config.run_dir.mkdir(parents=True)
             if built.exists():
                 config.model = str(config.run_dir / "model")
@@ -116,6 +118,8 @@ def prepare_resume(
         validate_resume(saved, config)
         data_summary = _check(config, num_gpus, asks_servers, resumes=True)
         if writes:
+            if num_gpus == 0:
+                check_memory(config)
             _write(config, data_summary)
     return config, data_summary
 
@@ -217,8 +221,6 @@ def _check(
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
     check_disk(config)
-    if num_gpus == 0:
-        check_memory(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))

@@ -178,11 +178,14 @@ class Servers:
     def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""
         server, age_s = slot.server, time.monotonic() - slot.started_at
-        if not server.alive():
+        is_alive = server.alive()
+        is_reported = incarnation(slot.spec.set_name, slot.spec.index, server) in reported
+        if is_reported or not is_alive:
+            code = exit_code(server.pid)  # waits: who dies closes its connections a moment before
+            if is_alive and code is None:
+                return "does not answer the learner"
             starting = "" if slot.is_ready else "while starting "
-            return f"died {starting}({how_it_ended(exit_code(server.pid))})"
-        if incarnation(slot.spec.set_name, slot.spec.index, server) in reported:
-            return "does not answer the learner"
+            return f"died {starting}({how_it_ended(code)})"
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
             slot.is_ready = True

@@ -52,12 +52,13 @@ from qurl_megatron.launch.servers import Attempt, RestartLimit
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.gpus import node_of
+from qurl_megatron.planning.gpus import H100, node_of
 from qurl_megatron.planning.job import objections
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
 
+STARTED_AT = time.time()
 POLL_S = 0.5
 REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
 PREFLIGHT_TIMEOUT_S = 300.0
@@ -78,7 +79,7 @@ LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this
 LEAD_GROWTH = (
     1.1  # the next step, evaluation or save may take this much longer than the longest yet
 )
-LEAD_UNMEASURED_S = 600  # the lead before a run has measured a step
+RECENT = 20  # steps that tell how long the next one takes
 
 
 def run(config: Config, max_restarts: int) -> int:
@@ -115,7 +116,8 @@ def _run(config: Config, max_restarts: int) -> int:
     if not (preflight(attempt, plan, *groups) and network_works(attempt, plan, *groups)):
         return 2
     say_objections(config, max_restarts)
-    save_s = expected_save_s(config)
+    with exit_on_bad_input():
+        save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
         stack.callback(release_servers_at, config)
         rollout = RolloutSide(attempt, rollout_group)
@@ -143,13 +145,12 @@ def watch(
     Ask the learner to stop early on a signal, or when a step and a save just fit before the time
     limit. `save_s` is what a save is expected to take, in seconds, until one is measured.
     """
-    started_at, looked_at, reminded_at = time.time(), -CLOCK_POLL_S, -REMIND_S
+    looked_at, reminded_at = -CLOCK_POLL_S, -REMIND_S
     ends_at = stops_at = float("inf")
     while True:
         if time.monotonic() >= looked_at + CLOCK_POLL_S:
-            ends_at, looked_at = job_end_time(started_at) or ends_at, time.monotonic()
-            half_s = (ends_at - started_at) / 2  # a short job still trains for half of its time
-            stops_at = ends_at - min(stop_lead_s(config.run_dir, save_s), half_s)
+            ends_at, looked_at = job_end_time() or ends_at, time.monotonic()
+            stops_at = ends_at - stop_lead_s(config.run_dir, save_s)
         if not stop_requests and time.time() > stops_at:
             stop_requests.append(0)
         if stop_requests and time.monotonic() >= reminded_at + REMIND_S:
@@ -298,7 +299,10 @@ def nodes_of_job(job: str) -> list[str]:
     """Return the nodes that a job still has; none if Slurm's controller does not answer."""
     answer = _ask_repeatedly("squeue", "--noheader", f"--jobs={job}", "--format=%N")
     listed = (answer or "").split()
-    return hostnames(",".join(listed)) if listed else []
+    try:
+        return hostnames(",".join(listed)) if listed else []
+    except (OSError, subprocess.CalledProcessError):  # the program is being replaced
+        return []
 
 
 def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
@@ -480,12 +484,13 @@ def stop_lead_s(run_dir: Path, save_s: float) -> float:
     """
     steps = read_json_lines(run_dir / "metrics.jsonl")
     if not steps:
-        return LEAD_UNMEASURED_S
+        return 0.0  # nothing would be saved
     saves = [line["time_write_s"] for line in read_json_lines(run_dir / "checkpoints.jsonl")]
     longest_save_s = max(saves, default=save_s)
     longest_s = max(
         longest_save_s,
-        *(sum(step.get(f"time_{phase}_s", 0.0) for phase in PHASES) for step in steps),
+        # A step that stalled long ago must not cost the end of every job.
+        *(sum(step.get(f"time_{phase}_s", 0.0) for phase in PHASES) for step in steps[-RECENT:]),
         *(step.get("time_evaluation_s", 0.0) for step in steps),
     )
     return LEAD_MARGIN_S + LEAD_GROWTH * (longest_s + longest_save_s)
@@ -495,9 +500,15 @@ def expected_save_s(config: Config) -> float:
     """Return the seconds that a checkpoint takes at the speed at which this node writes.
 
     All nodes of the learner write at the same time, so it is rather less. Print it.
+
+    Raises:
+        ConfigError: the run's directory cannot be written.
     """
     num_bytes = checkpoint_bytes(Architecture.from_directory(config.model), config)
-    speed = write_bytes_per_s(config.run_dir)
+    try:
+        speed = write_bytes_per_s(config.run_dir)
+    except OSError as error:
+        raise ConfigError(f"{config.run_dir}: cannot be written: {error.strerror}") from None
     save_s = num_bytes / speed
     print(
         f"a checkpoint has {gigabytes(num_bytes)}; at {gigabytes(speed)}/s from one node, it takes "
@@ -509,29 +520,29 @@ def expected_save_s(config: Config) -> float:
 
 def say_objections(config: Config, max_restarts: int) -> None:
     """Print what the plan of the run says against this job."""
-    now = time.time()
-    limit_s = (job_end_time(now) or float("inf")) - now
-    node = node_of(os.environ["QURL_GPU"], gpus_of_node(os.environ))
-    for objection in objections(config, node, limit_s, max_restarts + 1):
+    limit_s = (job_end_time() or float("inf")) - time.time()
+    node = node_of(os.environ.get("QURL_GPU", H100.name), gpus_of_node(os.environ))
+    jobs_left = max_restarts + 1 - int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    for objection in objections(config, node, limit_s, jobs_left):
         print(f"qurl: warning: {objection}", flush=True)
 
 
-def job_end_time(started_at: float) -> float | None:
+def job_end_time() -> float | None:
     """Return the Unix time of the job's time limit; infinity if it has none.
 
-    `started_at` is when the batch process started. The clock of Slurm's controller, by which the
-    end is told, may be ahead of this node's: then the limit counts from the start.
+    What is left of it depends on the clocks of this node and of Slurm's controller. If they differ,
+    the limit counts from this process's start.
 
     Return None if Slurm does not answer. That is asked once only, because a learner runs that must
     be watched meanwhile: ask again later.
     """
     job = os.environ["SLURM_JOB_ID"]
-    answer = (_ask("squeue", "--noheader", f"--jobs={job}", "--format=%e %l") or "").split()
+    answer = (_ask("squeue", "--noheader", f"--jobs={job}", "--format=%L %l") or "").split()
     try:
-        end, limit = answer[:2]  # a heterogeneous job lists each component
-        return min(datetime.fromisoformat(end).timestamp(), started_at + time_limit_s(limit))
-    except ValueError:  # silent, or unlimited
-        return float("inf") if answer else None
+        left, limit = answer[:2]  # a heterogeneous job lists each component
+        return min(time.time() + time_limit_s(left), STARTED_AT + time_limit_s(limit))
+    except ValueError:  # silent, or past its limit
+        return None
 
 
 def time_limit_s(text: str) -> float:
@@ -540,7 +551,7 @@ def time_limit_s(text: str) -> float:
     Raises:
         ValueError: it has another form.
     """
-    if text.lower() in ("infinite", "unlimited"):
+    if text.lower() in ("infinite", "unlimited", "not_set", "0"):
         return float("inf")
     days, dash, clock = text.rpartition("-")
     if not re.fullmatch(r"\d{1,7}(:\d{1,2}){0,2}", clock) or not re.fullmatch(r"\d{0,4}", days):
@@ -584,6 +595,8 @@ def _ask(*words: str) -> str | None:
         reason = f"no answer in {ASK_ONCE_TIMEOUT_S:.0f} s"
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip()
+    except OSError as error:  # the program is being replaced, or its file system is away
+        reason = str(error)
     print(f"qurl: {shlex.join(words)} failed: {reason}", file=sys.stderr, flush=True)
     return None
 

@@ -30,6 +30,7 @@ from qurl_megatron.process import start_ticks
 
 OWNER_FILE = "owner.json"
 JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
+SQUEUE_TIMEOUT_S = 30.0
 CLAIM_TIMEOUT_S = 1.0
 CLAIM_POLL_S = 0.02
 
@@ -129,9 +130,16 @@ def slurm_jobs(run_dir: Path) -> list[str]:
         return []
     started = {json.loads(path.read_text())["id"] for path in run_dir.glob("logs/**/job.json")}
     command = ["squeue", "--me", "--noheader", "--format=%i|%T|%r|%k"]
-    queue = subprocess.run(command, capture_output=True, text=True)
+    try:
+        queue = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"squeue does not answer in {SQUEUE_TIMEOUT_S:.0f} s; ask again"
+        ) from None
     jobs: dict[str, str] = {}
     for line in queue.stdout.splitlines():
+        if line.count("|") < 3:  # of a comment with a line break
+            continue
         number, state, reason, comment = line.split("|", 3)
         number = number.partition("+")[0]  # a heterogeneous job lists each component
         if number in started or comment == str(run_dir.absolute()):

@@ -84,8 +84,8 @@ def free_bytes(path: Path) -> int:
 
 
 def gigabytes(num_bytes: float) -> str:
-    """Return a size for a message, such as `1.5 GB`."""
-    return f"{num_bytes / 1e9:.3g} GB"
+    """Return a size for a message, such as `1.5 GB` or `1.44 TB`."""
+    return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import nemo_run
 import pytest
@@ -90,10 +91,9 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None
         assert "partition" not in part
     # The batch process replaces the shell.
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", "$0", recipe]
-    place = f"output_dir={Path.cwd()}/runs"  # the same wherever the script is submitted from
-    expected = ["exec", *command, "name=first", "rollout.servers=3", place]
+    expected = ["exec", *command, "name=first", "rollout.servers=3"]
     assert shlex.split(script.splitlines()[-1]) == expected
-    assert parts_of(script)[0]["chdir"] == str(Path.cwd())
+    assert parts_of(script)[0]["chdir"] == str(Path.cwd())  # from wherever it is submitted
 
 
 def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_only() -> None:
@@ -113,12 +113,15 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
     assert not part.keys() & {"no-kill", "container-image"}
-    container = f"--container-image=i.sqsh --no-container-mount-home --container-workdir={CODE}"
+    container = (
+        f"--container-image=i.sqsh --no-container-mount-home --container-workdir={Path.cwd()}"
+    )
     container += " --container-mounts=/:/,/e:/e"
     container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
-    assert script.splitlines()[-10:-1] == [
+    assert script.splitlines()[-11:-1] == [
         "export NCCL_DEBUG=INFO",
         "module load cuda",
+        f"cd {Path.cwd()}",  # wherever these lines went
         "export PYTHONSAFEPATH=1",
         f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         "export QURL_PYTHON=python",
@@ -138,26 +141,36 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
         script_of(environment={"A B": "x"})
 
 
-def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it() -> None:
-    Path("model").mkdir()
-    Path("data").mkdir()
-    Path("mine.py").touch()
-    words = ["model=model", "data=data:train", "reward=mine.py:reward"]
-    here = Path.cwd()
+def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("work", "model", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path / "work")
+    words = ["model=../model", "data=../data:train", "reward=../mine.py:reward"]
+    words += [f"output_dir={tmp_path}/runs"]
     needed = {
+        "this directory": tmp_path / "work",
         "the code": CODE,
-        "output_dir": here / "runs",
-        "model": here / "model",
-        "data": here / "data",
-        "reward": here / "mine.py",
+        "output_dir": tmp_path / "runs",
+        "model": tmp_path / "model",
+        "data": tmp_path / "data",
+        "reward": tmp_path / "mine.py",
     }
     mounts = ["/e:/e", f"{CODE}:/workspace"]  # elsewhere does not count
     for what, path in needed.items():
         refused = f"the container would not have {what}, {path}; add {path}:{path}, or a directory"
         with pytest.raises(ConfigError, match=f"^--container-mounts: {re.escape(refused)}"):
             script_of(*words, container_image="i.sqsh", container_mounts=mounts)
-        mounts.append(f"{path}:{path}:ro")
+        mounts.append(f"{path}:{path}")
     assert "i.sqsh" in script_of(*words, container_image="i.sqsh", container_mounts=mounts)
+    mounts.append(f"/e:{tmp_path}/model")  # which hides the other
+    with pytest.raises(ConfigError, match="the container would not have model"):
+        script_of(*words, container_image="i.sqsh", container_mounts=mounts)
+    mounts[-1] = f"{tmp_path}/runs:{tmp_path}/runs:ro"
+    with pytest.raises(ConfigError, match="output_dir, .*, would be read only"):
+        script_of(*words, container_image="i.sqsh", container_mounts=mounts)
 
 
 @pytest.fixture
@@ -198,9 +211,9 @@ def test_a_job_script_passes_every_word_as_it_was_given() -> None:
     )
     printing = r"""exec() { shift 5; printf '%s\0' "$@" "$QURL_CONTAINER_OPTIONS" "$WHERE"; }"""
     shown = subprocess.run(["bash", "-c", f"{printing}\n{script}"], capture_output=True, text=True)
-    *given, place, container, where, _ = shown.stdout.split("\0")
+    *given, container, where, _ = shown.stdout.split("\0")
     assert (given, shown.stderr) == (["quickstart", "name=first", *words], "")
-    assert (place, where) == (f"output_dir={Path.cwd()}/runs", UNSAFE[0])
+    assert where == UNSAFE[0]
     assert "--container-image=$(touch x)" in shlex.split(container)
     assert "--container-mounts=/:/,/d;touch x:/d" in shlex.split(container)
     assert list(Path.cwd().iterdir()) == []  # nothing was touched
@@ -246,7 +259,7 @@ def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
     )
     launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
     assert capsys.readouterr().out == "runs/s-2: job 1\nruns/s-3: job 2\n"
-    executed = re.findall(r'^exec .+ run "\$0" (.+) output_dir=', Path("scripts").read_text(), re.M)
+    executed = re.findall(r'^exec .+ run "\$0" (.+)$', Path("scripts").read_text(), re.M)
     assert executed == [f"quickstart name=s steps={n} name=s-{n}" for n in (2, 3)]
     assert Path("logs").is_dir()  # where the jobs write
     program("sbatch", "(echo error: more; echo sbatch: error: no account) >&2; exit 1")
@@ -267,8 +280,8 @@ def test_a_job_runs_the_code_that_was_submitted(
     launch("quickstart", ["name=t"], options=JobOptions())  # the same code: no second copy
     assert list(code.parent.iterdir()) == [code]
     (checkout / "qurl_megatron" / "launch" / "slurm.py").write_text("raise SystemExit('changed')")
-    changed = experiment.snapshot(Path("logs"), writes=False)
-    assert changed != code and list(code.parent.iterdir()) == [code]
+    with experiment.copied_code(Path("logs")) as (changed, _):
+        assert changed != code and list(code.parent.iterdir()) == [code]
 
     script = Path("script").read_text()
     asked = "import qurl_megatron, importlib.metadata as m\n"
@@ -277,6 +290,19 @@ def test_a_job_runs_the_code_that_was_submitted(
     monkeypatch.chdir(checkout)  # which Python must not prefer
     shown = subprocess.run(["bash", "-c", f"{asking}\n{script}"], capture_output=True, text=True)
     assert shown.stdout.split() == [str(code / "qurl_megatron" / "__init__.py"), str(code)]
+    code.rename("elsewhere")  # never other code in its place
+    shown = subprocess.run(["bash", "-c", f"{asking}\n{script}"], capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == f"qurl: {code} is missing; launch the run again\n"
+
+
+def test_two_launches_at_once_keep_one_copy_of_the_code() -> None:
+    Path("logs").mkdir()
+    with experiment.copied_code(Path("logs")) as (code, keep):
+        keep()
+        with patch.object(Path, "exists", lambda path: False):
+            keep()
+    assert list(Path("logs").absolute().iterdir()) == [code]
 
 
 def test_what_the_plan_says_against_a_job_is_a_warning(
@@ -315,7 +341,7 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
     assert list(Path.cwd().iterdir()) == []  # nothing is written
-    commands = re.findall(r'^exec .+ run "\$0" (.+) output_dir=', shown.out, re.MULTILINE)
+    commands = re.findall(r'^exec .+ run "\$0" (.+)$', shown.out, re.MULTILINE)
     assert [command.split() for command in commands] == [
         ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
     ]
@@ -331,7 +357,8 @@ def test_a_table_of_plans_is_a_sweep_over_its_layouts() -> None:
     assert [run.rollout.servers for run in layouts] == [
         row.plan.config.rollout.servers for row in rows
     ]
-    for text in ("", "gpus,layout\n", "a,b\n1,2\n"):
+    twice = table.read_text() + table.read_text().splitlines()[1] + "\n"
+    for text in ("", "gpus,layout\n", "a,b\n1,2\n", twice):
         table.write_text(text)
         with pytest.raises(ConfigError, match="^--layouts study.csv: "):
             named_runs("grpo", [], [], table)
@@ -430,6 +457,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     expected = "without a GPU the learner takes 0.0203 GB of memory and the servers 0.00388 GB, at"
     assert expected in str(refused.value) and "this machine has 0.01 GB" in str(refused.value)
     assert not Path("runs").exists()
+    prepare_new("quickstart", ["name=first"], num_gpus=0, writes=False)  # only checks
     prepare_new("quickstart", ["name=first"])  # a Slurm job's nodes have memory of their own
 
 

@@ -61,7 +61,8 @@ def test_publishes_leave_no_object_behind_and_give_freed_memory_back(tmp_path: P
     ((alive, given_back),) = run_ranks(publish_often, 1, model_dir, timeout_s=400)
     growth = [later - earlier for earlier, later in zip(alive[1:], alive[2:], strict=False)]
     own = str(Counter)  # the measurement's own
-    assert all(not grown.keys() - {own} for grown in growth), growth
+    # A thread may hold the last tensor that it sent; what is left behind grows every time.
+    assert set.intersection(*map(set, growth)) <= {own}, growth
     assert given_back > HOLES * HOLE_BYTES / 2
 
 

@@ -33,7 +33,7 @@ def test_a_job_whose_run_saves_and_ends_in_time_has_no_objection(planned: Plan) 
     ("limit_s", "max_jobs", "starts"),
     [
         (100, 10_000, "a step is planned to take 2.. s, and a job only 100 s: none would complete"),
-        (HOUR_S, 100, "checkpoint.every_steps=20: so many steps are planned to take 1.. h, and a"),
+        (HOUR_S, 100, "between two checkpoints 1.. h are planned to pass, and a job takes 1.0 h"),
         (4 * HOUR_S, 3, "800 steps are planned to take 5... h, and 3 jobs 12.0 h: the run would"),
     ],
 )

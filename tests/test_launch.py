@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -157,7 +156,8 @@ def test_a_start_has_logs_of_its_own_also_after_logs_of_others_were_deleted(tmp_
 @pytest.mark.parametrize(
     ("steps", "saves", "lead_s"),
     [
-        ([], [], slurm.LEAD_UNMEASURED_S),
+        ([], [], 0),  # there is nothing to save
+        ([(900, 0)] + [(100, 0)] * 20, [45], 60 + 1.1 * (100 + 45)),  # that stall was long ago
         ([(420, 0), (90, 40)], [], 60 + 1.1 * (420 + 200)),  # no save yet: 200 s are expected
         ([(120, 0), (90, 40)], [30, 45], 60 + 1.1 * (120 + 45)),
         ([(120, 0), (90, 140)], [45], 60 + 1.1 * (140 + 45)),  # asked as an evaluation begins
@@ -189,13 +189,14 @@ def test_a_job_is_asked_to_stop_when_a_step_or_evaluation_and_a_save_still_fit(
         ("1-2:03", 93_780),
         ("1-02:03:04", 93_784),
         ("UNLIMITED", float("inf")),
+        ("0", float("inf")),
     ],
 )
 def test_a_time_limit_is_read_as_sbatch_and_squeue_write_it(text: str, seconds: float) -> None:
     assert slurm.time_limit_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "-5", "1-", "4h", "1:2:3:4", "1-2:3:4:5", "NOT_SET"])
+@pytest.mark.parametrize("text", ["", "-5", "1-", "4h", "1:2:3:4", "1-2:3:4:5", "INVALID"])
 def test_what_is_no_time_limit_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         slurm.time_limit_s(text)
@@ -308,7 +309,9 @@ class Controller:
     def run(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         name = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
         self.failures[name] -= 1
-        if self.failures[name] >= 0 and self.failures[name] % 2:
+        if self.failures[name] == 0:
+            raise FileNotFoundError(name)  # the program is being replaced
+        if self.failures[name] > 0 and self.failures[name] % 2:
             raise subprocess.TimeoutExpired(command, slurm.ASK_ONCE_TIMEOUT_S)
         if self.failures[name] >= 0:
             message = "Unable to contact slurm controller"
@@ -338,16 +341,20 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
     return controller
 
 
-def test_the_end_of_a_job_counts_from_its_start_if_slurms_clock_is_ahead(ask: Ask) -> None:
-    started_at = time.time()
-    for ahead_s in (90, -90):
-        end = datetime.fromtimestamp(started_at + 600 + ahead_s).isoformat()
-        ask(0, {"squeue": f"{end} 10:00"})
-        assert slurm.job_end_time(started_at) == pytest.approx(started_at + 600 + min(0, ahead_s))
-    ask(0, {"squeue": "NONE UNLIMITED"})
-    assert slurm.job_end_time(started_at) == float("inf")
-    ask(1, {"squeue": ""})
-    assert slurm.job_end_time(started_at) is None
+def test_the_end_of_a_job_counts_from_its_start_if_slurms_clock_is_ahead(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "STARTED_AT", now := time.time())
+    for left, left_s in {"8:30": 510, "11:30": 600, "8:30 10:00\n8:29": 510}.items():
+        ask(0, {"squeue": f"{left} 10:00"})
+        assert slurm.job_end_time() == pytest.approx(now + left_s, abs=1)
+    ask(0, {"squeue": "UNLIMITED UNLIMITED"})
+    assert slurm.job_end_time() == float("inf")
+    for answer in ("", "INVALID 10:00", "garbage"):
+        ask(0, {"squeue": answer})
+        assert slurm.job_end_time() is None
+    ask(1, {"squeue": "8:30 10:00"})
+    assert slurm.job_end_time() is None
 
 
 def test_the_guard_requeues_a_job_without_its_batch_host_and_believes_no_silence(
@@ -430,8 +437,7 @@ def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs
         def check(self) -> bool:
             return time.monotonic() < deadline
 
-    soon = datetime.fromtimestamp(time.time() + 1).isoformat()
-    controller = ask(2, {"squeue": f"{soon} 10:00"})
+    controller = ask(2, {"squeue": "0:00 10:00"})
     monkeypatch.setattr(slurm, "CLOCK_POLL_S", 0.1)
     monkeypatch.setattr(slurm, "POLL_S", 0.01)
     deadline = time.monotonic() + 20

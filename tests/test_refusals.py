@@ -348,7 +348,7 @@ SLURM = rows(r"""
     --container-mounts /a:/a,:/b                   :/b: not of the form HOST:CONTAINER
     --container-mounts /a:/a                       --container-mounts: give --container-image too
     --container-image i.sqsh                       the container would not have the code
-    --setup nowhere                                --setup nowhere: no such file
+    --setup nowhere                                --setup nowhere: not a file of shell lines
     --env A                                        --env A: not of the form NAME=VALUE
     --env A;touch_F=1                              --env A;touch_F: not the name of an environment
     --sbatch qos=a\ntouch_F                        must not have a line break

@@ -118,10 +118,11 @@ def plan(
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]
     if len(rows) == 1 and not refusals:
         plan_page.print_plan(rows[0].plan)
-        for objection in objections_to_limit(rows[0].plan, limit_s, max_restarts + 1):
-            print(f"Warning: {objection}.")
     else:
         scaling.print_rows(rows, refusals)
+    for row in rows:
+        for objection in objections_to_limit(row.plan, limit_s, max_restarts + 1):
+            print(f"Warning, {row.plan.gpus} GPUs: {objection}.")
     for file in output or []:
         scaling.write(rows, file)
         print(f"{file} is ready")

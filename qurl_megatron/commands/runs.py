@@ -200,14 +200,16 @@ def job_options(context: typer.Context) -> JobOptions | None:
         return None
     sbatch = _pairs(given, "sbatch", "OPTION=VALUE")
     setup = given.get("setup")
-    if setup and not setup.is_file():
-        raise ConfigError(f"--setup {setup}: no such file")
+    try:
+        setup_lines = setup.read_text() if setup else ""
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--setup {setup}: not a file of shell lines ({error})") from None
     names = ("gpus_per_node", "gpu", "heterogeneous", "container_image", "max_restarts")
     return JobOptions(
         sbatch={name: given.get(name) for name in ("account", "partition", "time")} | sbatch,
         container_mounts=[mount for mount in given.get("container_mounts", "").split(",") if mount],
         environment=_pairs(given, "env", "NAME=VALUE"),
-        setup_lines=setup.read_text() if setup else "",
+        setup_lines=setup_lines,
         **{name: given[name] for name in names if name in given},
     )
 

@@ -79,13 +79,14 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             try:
                 with clock("evaluation"):
                     # It may take longer than who asked to stop waits.
-                    if evaluation_is_due(config, step) and (is_last or not asked_to_stop()):
+                    stopping = asked_to_stop()
+                    if evaluation_is_due(config, step) and not stopping:
                         evaluation = run.evaluate(step)
             finally:  # the step is done, even if its evaluation fails
                 log.write(step_metrics(config, results), evaluation)
                 log.write_samples(samples)
                 log.write_weights(published.version, weight_metrics(published.conversion))
-            stopping = not is_last and asked_to_stop()
+            stopping = stopping or (not is_last and asked_to_stop())
             run.checkpoint(step, published.version, evaluation, is_last=is_last, now=stopping)
             if stopping:
                 run.say_stopped_early()

@@ -1,9 +1,12 @@
 """What the plan of a run says against its jobs: memory, and the time limit."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.validate import check_weight_format
+from qurl_megatron.files import read_json_lines
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.lengths import Workload
@@ -25,8 +28,11 @@ def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> lis
         architecture = Architecture.from_directory(config.model)
     except ArchitectureError:
         return []
+    done = len(read_json_lines(config.run_dir / "metrics.jsonl"))
     try:
-        plan = plan_run(architecture, config, Workload.of(config), node)
+        check_weight_format(config.quantization.format, [node.gpu.capability])
+        left = dataclasses.replace(config, steps=max(0, config.steps - done))
+        plan = plan_run(architecture, left, Workload.of(config), node)
     except DoesNotFit as error:
         return [f"on {node.gpu.name} GPUs the run does not fit: {error}"]
     except ConfigError as error:
@@ -43,22 +49,21 @@ def objections_to_limit(plan: Plan, limit_s: float, max_jobs: int) -> Iterator[s
             "would complete a step; give a longer --time"
         )
         return
-    checkpoint = plan.config.checkpoint
-    interval_s = checkpoint.every_steps * step_s
+    checkpoint, total_s = plan.config.checkpoint, steps * step_s
+    interval_s = min(checkpoint.every_steps * step_s, total_s)
     if checkpoint.every_minutes:
-        interval_s = min(interval_s, 60 * checkpoint.every_minutes)
+        interval_s = min(interval_s, max(60 * checkpoint.every_minutes, step_s))
     if interval_s > limit_s:
         yield (
-            f"checkpoint.every_steps={checkpoint.every_steps}: so many steps are planned to take "
-            f"{_hours(interval_s)}, and a job {_hours(limit_s)}: one that dies loses all its "
-            "steps; give checkpoint.every_minutes=60"
+            f"between two checkpoints {_hours(interval_s)} are planned to pass, and a job takes "
+            f"{_hours(limit_s)}: one that dies loses all its steps; give "
+            f"checkpoint.every_minutes={max(1, round(limit_s / 240))}"
         )
-    total_s = steps * step_s
     if total_s > max_jobs * limit_s:
         yield (
             f"{steps} steps are planned to take {_hours(total_s)}, and {max_jobs} jobs "
             f"{_hours(max_jobs * limit_s)}: the run would not be finished; give --max-restarts "
-            f"{math.ceil(total_s / limit_s)}, or a longer --time"
+            f"{math.ceil(total_s / limit_s) - 1}, or a longer --time"
         )
 
 

@@ -223,8 +223,8 @@ def test_the_progress_is_printed(finished: Finished) -> None:
 def test_qurl_eval_of_the_checkpoint_gives_the_answers_of_the_run(
     finished: Finished, start: Start, tmp_path: Path
 ) -> None:
-    (checkpoint,) = list_checkpoints(finished.run_dir)
-    assert checkpoint.name == "step_000002"
+    first, checkpoint = list_checkpoints(finished.run_dir)
+    assert (first.name, checkpoint.name) == ("step_000001", "step_000002")
     files = [finished.words_file, tmp_path / "first.parquet"]
     pq.write_table(pa.Table.from_pylist(finished.words[:4]), files[1])
     settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_response_length=10"]

@@ -47,7 +47,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     )
     try:
         run.wait_for("step 2/")
-        assert list_checkpoints(run.run_dir) == []  # the schedule saves none
+        saved = [path.name for path in list_checkpoints(run.run_dir)]
+        assert saved in ([], ["step_000001"])  # the schedule saves no other
         run.process.send_signal(signal.SIGUSR1)
         run.exit_code()
         yield run
@@ -58,7 +59,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 def test_a_run_stops_early_on_sigusr1_with_a_checkpoint(stopped: Command) -> None:
     assert stopped.exit_code() == STOPPED_EARLY == 75, stopped.text()
     assert "stopped early" in stopped.text()
-    (saved,) = list_checkpoints(stopped.run_dir)
+    (*_, saved) = list_checkpoints(stopped.run_dir)
     assert read_state(saved).step == len(metrics_of(stopped)) >= 2
     assert not (stopped.run_dir / "summary.json").exists()
     assert stopped.survivors() == []

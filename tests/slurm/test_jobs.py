@@ -57,7 +57,8 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
 
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
     wait_for_text(job, "requeueing job")
-    (saved,) = list_checkpoints(run_dir)
+    first, saved = list_checkpoints(run_dir)
+    assert read_state(first).step == 1
     stopped_at = read_state(saved).step
     assert 3 <= stopped_at < 90
     before = metrics_of(run_dir)
