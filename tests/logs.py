@@ -13,7 +13,7 @@ from qurl_megatron.report.run_log import RunLog
 
 ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
 ZEROS |= {"held_out_accuracy": None, "evaluation": None, "reward_counts": [(0.0, 1), (1.0, 3)]}
-ZEROS |= {"verifier_failure": ""}
+ZEROS |= {"verifier_failure": "", "by_lag": None, "reward_parts": {}}
 GOOD: dict[str, Any] = ZEROS | {  # a step that no rule of the report's advice objects to
     "entropy": 1.0,
     "grad_norm": 0.5,

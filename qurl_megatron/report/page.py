@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.report import plots
 from qurl_megatron.report.console import KL, Watch
 from qurl_megatron.report.metrics import KINDS, PHASES, mean_and_error
@@ -28,7 +28,9 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
 
     Raises:
         ConfigError: a directory is not that of a run, or no step is complete.
+        OSError: the page cannot be written there.
     """
+    check_output(destination)
     runs = [read_run(run_dir) for run_dir in run_dirs]
     destination.parent.mkdir(parents=True, exist_ok=True)
     write_whole(destination, _page(runs))

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
-from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.files import append_lines, read_json_lines, write_whole
 from qurl_megatron.report.console import RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, RunSummary, Sample, StepMetrics
 
@@ -149,8 +149,7 @@ class RunLog:
         """Append completions of the last step to samples.jsonl, and show them beside the curves."""
         if not samples or self._tensorboard is None:
             return
-        for sample in samples:
-            self._append("samples.jsonl", dataclasses.asdict(sample))
+        self._append("samples.jsonl", *map(dataclasses.asdict, samples))
         self._tensorboard.add_text("samples", markdown_table(samples), samples[0].step)
         self._tensorboard.flush()
         if self._wandb is not None:
@@ -270,10 +269,9 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(values, step=step)
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
+    def _append(self, name: str, *lines: dict[str, Any]) -> None:
         if self._writes:
-            with (self._config.run_dir / name).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append_lines(self._config.run_dir / name, lines)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         if self._writes:

@@ -29,6 +29,7 @@ from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.validate import check_weight_format
+from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
@@ -161,8 +162,8 @@ class ServerPlan:
         options = self.options()
         if gpus:
             options["base_gpu_id"] = gpus[0]
-        key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
-        key_file.write_text(f"api-key: {json.dumps(self.api_key)}\n")
+        key_file = Path(scratch_dir) / "key.yaml"
+        write_whole(key_file, f"api-key: {json.dumps(self.api_key)}\n", private=True)
         options["config"] = key_file
         words = command_line({**options, **self.config.options})
         on_cpu = device.accelerator() == "cpu"
