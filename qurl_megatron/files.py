@@ -58,24 +58,31 @@ def check_output(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, "exists, and is not a regular file", path)
 
 
-def read_json_lines(path: Path, kind: Any = dict[str, Any]) -> list[dict[str, Any]]:
+def _print_error(text: str) -> None:
+    print(f"qurl: {text}", file=sys.stderr, flush=True)
+
+
+def read_json_lines(
+    path: Path, kind: Any = dict[str, Any], tell: Callable[[str], object] = _print_error
+) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file; an empty list if the file does not exist.
 
     A last line without a line break is dropped: its writer was interrupted. Any other line that is
-    no object of the form `kind` is left out, which a line on standard error says.
+    no object of the form `kind` is left out.
 
     Args:
         kind: dataclass or dictionary; a dataclass gives the values of fields that a line lacks.
+        tell: called with a text that names the first line that is left out.
     """
     objects, wrong = [], []
-    for number, line in enumerate(_text(path).split("\n")[:-1], start=1):
+    for number, line in enumerate(_text(path, tell).split("\n")[:-1], start=1):
         try:
             objects.append(_parse(line, kind))
         except (ValueError, RecursionError) as error:
             wrong.append(f"{path}, line {number}: {_reason(error)}; left out")
     if wrong:
         others = f", and {len(wrong) - 1} other lines of it" if len(wrong) > 1 else ""
-        print(f"qurl: {wrong[0]}{others}", file=sys.stderr, flush=True)
+        tell(f"{wrong[0]}{others}")
     return objects
 
 
@@ -85,18 +92,18 @@ def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     `write_whole` leaves no such file, but a full disk that loses what was written, or a copy that
     was interrupted, may. A line on standard error then says so, unless the file is empty or absent.
     """
-    text = _text(path)
+    text = _text(path, _print_error)
     try:
         return _parse(text, kind) if text else {}
     except (ValueError, RecursionError) as error:
-        print(f"qurl: {path}: {_reason(error)}; left out", file=sys.stderr, flush=True)
+        _print_error(f"{path}: {_reason(error)}; left out")
     return {}
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, tell: Callable[[str], object]) -> str:
     """Return the text of a file; empty if it does not exist, or would never end, as a pipe."""
     if path.exists() and not path.is_file():
-        print(f"qurl: {path}: not a regular file; left out", file=sys.stderr, flush=True)
+        tell(f"{path}: not a regular file; left out")
     return path.read_text(errors="replace") if path.is_file() else ""
 
 

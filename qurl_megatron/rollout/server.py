@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +36,7 @@ from qurl_megatron.process import (
     NO_THREADS,
     free_port,
     make_key,
+    scratch_directory,
     start_ticks,
     tail,
 )
@@ -48,6 +49,7 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 OWN_RUN = "own"  # names the run that started a server to it
+_locks: dict[str, int] = {}  # of the scratch directories of servers that this process has started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 
 
@@ -115,6 +117,8 @@ class Server:
                 process.kill()
         psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
+        if self.scratch_dir in _locks:
+            os.close(_locks.pop(self.scratch_dir))
 
     def failed(self, what: str) -> ServerFailed:
         """Return the exception for a failure, with the end of the log if there is one here."""
@@ -158,7 +162,8 @@ class ServerPlan:
         gpus = self.gpus
         if gpus is None:
             gpus = range(min(num_ranks, device.num_gpus()))
-        scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
+        scratch_dir, lock = scratch_directory("qurl-server-")
+        _locks[scratch_dir] = lock
         options = self.options()
         if gpus:
             options["base_gpu_id"] = gpus[0]
