@@ -138,8 +138,7 @@ class Deployment:
 
 def held_by(server: Server) -> dict[str, int]:
     """Return the checksums of the tensors that a server holds."""
-    with closing(ServerControl(server, timeout_s=PEER_TIMEOUT_S)) as control:
-        return combine(control.checksums())
+    return combine(ServerControl(server, timeout_s=PEER_TIMEOUT_S).checksums())
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> float:

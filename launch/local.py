@@ -23,7 +23,7 @@ from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.launch.serve import release_servers_at, save_servers_at
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.launch.status import claim, how_to_resume
-from qurl_megatron.process import NO_THREADS, ending_signals, free_port, tail
+from qurl_megatron.process import NO_THREADS, ending_signals, free_port, outlive_output, tail
 from qurl_megatron.rollout.preload import PreloadFailed, Program, Started, preload, start
 from qurl_megatron.rollout.server import ServerFailed, wait_ready
 
@@ -50,6 +50,7 @@ def run(config: Config) -> NoReturn:
 
 def main(run_dir: str) -> None:
     """Launch a run: `python -m qurl_megatron.launch.local RUN_DIR`."""
+    outlive_output(Path(run_dir))
     sys.exit(launch(load(Path(run_dir) / "config.yaml")))
 
 
@@ -67,10 +68,11 @@ def launch(config: Config) -> int:
     code = 1
     with owner:
         try:
-            code = _launch(config)
+            with exit_on_bad_input():  # such as a disk that is full
+                code = _launch(config)
         finally:
             if code:
-                _tell(how_to_resume(config.run_dir))
+                print(how_to_resume(config.run_dir), file=sys.stderr, flush=True)
     return code
 
 
@@ -171,7 +173,8 @@ def _watch(ranks: list[Started], servers: Servers, received: list[int]) -> int:
         ending = [number for number in received if number != signal.SIGUSR1]
         if ending:
             name = signal.Signals(ending[0]).name
-            _tell(f"\ninterrupted by {name}: stopping the learner and the servers")
+            text = f"\ninterrupted by {name}: stopping the learner and the servers"
+            print(text, file=sys.stderr, flush=True)
             return 128 + ending[0]
         if received and time.monotonic() >= reminded_at + REMIND_S:
             reminded_at = time.monotonic()
@@ -192,12 +195,6 @@ def _watch(ranks: list[Started], servers: Servers, received: list[int]) -> int:
             return max((code for code in codes if code is not None), default=STOPPED_EARLY)
         servers.check()
         time.sleep(POLL_S)
-
-
-def _tell(text: str) -> None:
-    """Print to the error output, unless that is a terminal that has closed."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _stop_ranks(ranks: list[Started]) -> None:

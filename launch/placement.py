@@ -20,6 +20,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.files import write_whole
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
+from qurl_megatron.process import make_key
 
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
@@ -171,8 +172,7 @@ def make_plan(
         gpus = sum(spec.server.tensor_parallel_size for spec in on_node)
         servers = [(spec.set_name, spec.index) for spec in on_node]
         nodes.append(NodePlan(name, gpus, servers=servers))
-    key = secrets.token_hex(32)  # no dash at its start, which SGLang would take for an option
-    return JobPlan(secrets.token_hex(8), key, attempt, learner_nodes[0], port, nodes)
+    return JobPlan(secrets.token_hex(8), make_key(), attempt, learner_nodes[0], port, nodes)
 
 
 def sending_ranks(learner: LearnerConfig) -> list[int]:

@@ -26,6 +26,7 @@ from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
+from qurl_megatron.files import write_whole
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
@@ -73,6 +74,8 @@ def prepare_new(
             config.run_dir.mkdir(parents=True)
             if built.exists():
                 config.model = str(config.run_dir / "model")
+                for path in built.iterdir():  # safetensors lets only this user read its files
+                    shutil.copymode(built / "config.json", path)
                 shutil.move(built, config.model)
             _make_paths_absolute(config)
             _write(config, data_summary)
@@ -142,7 +145,7 @@ def prepare_resume_or_new(
 
 def _write(config: Config, data_summary: str) -> None:
     save(config, config.run_dir / "config.yaml")
-    (config.run_dir / "data.txt").write_text(data_summary)
+    write_whole(config.run_dir / "data.txt", data_summary)
 
 
 def warn_of_pickles(directory: Path) -> None:

@@ -13,7 +13,6 @@ import socket
 import stat
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +22,7 @@ from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
+from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import ending_signals, exit_on, free_port
 from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
@@ -87,6 +87,7 @@ def run(config: ServeConfig) -> int:
     _check(config)
     exit_on(ending_signals())
     log_file = Path(config.log_file)
+    check_output(log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.open("wb").close()  # what cannot be written is refused before anything starts
     plan = ServerPlan(
@@ -212,9 +213,7 @@ def save_servers_at(config: Config) -> None:
 
 def release_servers_at(config: Config) -> None:
     """Let the servers elsewhere serve other runs: this one has ended, or will resume."""
-    if servers := _saved(config):
-        with ThreadPoolExecutor(len(servers)) as threads:  # some may not answer
-            threads.map(release, servers)
+    release(_saved(config))
 
 
 def _saved(config: Config) -> list[Server]:

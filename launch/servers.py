@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.placement import ServerSpec
-from qurl_megatron.process import tail
+from qurl_megatron.process import make_key, tail
 from qurl_megatron.rollout.preload import exit_code
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, Server, ServerPlan, answers
@@ -119,7 +119,7 @@ class Servers:
     attempt: Attempt
     roster: Path  # the file to write
     host: str = LOOPBACK  # for this and the next see `ServerPlan`
-    api_key: str | None = None
+    api_key: str = field(default_factory=make_key)
     _slots: list[_Slot] = field(default_factory=list)
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:

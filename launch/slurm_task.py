@@ -151,7 +151,9 @@ def learner(logs: Path) -> int:
     if rank:
         os.dup2(log, 1)  # rank 0 shows the run's progress
     from qurl_megatron.loop import train
+    from qurl_megatron.process import outlive_output
 
+    outlive_output(attempt.config.run_dir)
     rosters = await_rosters(logs, plan, attempt.config.rollout.server.start_timeout_s)
     stop_on = {signal.SIGUSR1, signal.SIGTERM}
     return train.run_rank(attempt.config.run_dir, rosters, stop_on=stop_on, exit_on=signal.SIGUSR2)

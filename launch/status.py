@@ -19,14 +19,16 @@ import shutil
 import socket
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
 from qurl_megatron.launch.placement import server_specs
-from qurl_megatron.process import start_ticks
+from qurl_megatron.process import CONSOLE_LOG, start_ticks
+from qurl_megatron.report.metrics import StepMetrics
 
 OWNER_FILE = "owner.json"
 JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
@@ -46,8 +48,8 @@ def status(run_dir: Path) -> str:
         if not jobs:
             raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
         return f"not started; {', '.join(jobs)}"
-    steps = read_json_lines(run_dir / "metrics.jsonl")
-    done = int(steps[-1]["step"]) if steps else 0
+    steps = read_json_lines(run_dir / "metrics.jsonl", StepMetrics)
+    done = steps[-1]["step"] if steps else 0
     progress = f"step {done} of {load(run_dir / 'config.yaml').steps}"
     saved = list_checkpoints(run_dir)
     checkpoint = f"newest checkpoint {saved[-1].name}" if saved else "no checkpoint"
@@ -61,12 +63,21 @@ def status(run_dir: Path) -> str:
     return f"{progress}, {checkpoint}, {running or f'not running; {how_to_resume(run_dir)}'}"
 
 
+@dataclass
+class _Ending:
+    """What of summary.json tells how a run ended, in every version."""
+
+    steps: int
+    time_s: float
+
+
 def is_finished(run_dir: Path) -> bool:
     """Return True if the run has come to its end.
 
     A run that was given more steps or more time after its end is not finished any more.
     """
-    summary, config = read_json_object(run_dir / "summary.json"), load(run_dir / "config.yaml")
+    summary = read_json_object(run_dir / "summary.json", _Ending)
+    config = load(run_dir / "config.yaml")
     if not summary:
         return False
     is_out_of_time = config.time_limit_s is not None and summary["time_s"] > config.time_limit_s
@@ -106,7 +117,7 @@ def server_counts(run_dir: Path) -> str:
     rosters = list(logs.glob("servers_*.json")) or list(run_dir.glob("servers.json"))
     if not rosters:
         return ""
-    servers = [json.loads(path.read_text()) for path in rosters]
+    servers = [read_json_object(path, dict[str, dict[str, Any]]) for path in rosters]
     left = sum(len(members) for one in servers for members in one.values())
     restarts = len(list(logs.glob("server_*_restarted_*.log")))
     needed = len(server_specs(load(run_dir / "config.yaml")))
@@ -116,8 +127,9 @@ def server_counts(run_dir: Path) -> str:
 def newest_attempt(run_dir: Path) -> Path:
     """Return the directory of logs of the run's last start."""
     logs = run_dir / "logs"
-    resumed = sorted(logs.glob("resumed_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    return resumed[-1] if resumed else logs
+    numbers = [path.name.removeprefix("resumed_") for path in logs.glob("resumed_*")]
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return logs / f"resumed_{newest}" if newest else logs
 
 
 def slurm_jobs(run_dir: Path) -> list[str]:
@@ -128,7 +140,7 @@ def slurm_jobs(run_dir: Path) -> list[str]:
     """
     if not shutil.which("squeue"):
         return []
-    started = {json.loads(path.read_text())["id"] for path in run_dir.glob("logs/**/job.json")}
+    started = {_job(path).get("id") for path in run_dir.glob("logs/**/job.json")}
     command = ["squeue", "--me", "--noheader", "--format=%i|%T|%r|%k"]
     try:
         queue = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S)
@@ -151,16 +163,23 @@ def slurm_jobs(run_dir: Path) -> list[str]:
 def newest_logs(run_dir: Path) -> list[Path]:
     """Return the logs of the run's last attempt: of its Slurm job, its servers and its ranks.
 
+    And before them what no attempt could print.
+
     Raises:
         ConfigError: the run has no logs.
     """
     newest = newest_attempt(run_dir)
-    job = newest / "job.json"
-    outputs = [Path(json.loads(job.read_text())["output"])] if job.exists() else []
+    output = _job(newest / "job.json").get("output")
+    outputs = [run_dir / CONSOLE_LOG, *([Path(output)] if output else [])]
     paths = [path for path in [*outputs, *sorted(newest.glob("*.log"))] if path.is_file()]
     if not paths:
         raise ConfigError(f"{run_dir}: the run has no logs")
     return paths
+
+
+def _job(path: Path) -> dict[str, str]:
+    """Return what a Slurm job has written about itself; nothing if that cannot be read."""
+    return read_json_object(path, dict[str, str])
 
 
 def claim(run_dir: Path) -> TextIO:

@@ -1,13 +1,29 @@
-"""Atomic writes: a file or directory is complete or absent, even if the process dies."""
+"""Files that are complete or absent, even if the process dies or the disk fills.
 
+Every file that a run or a command rewrites goes through `write_whole`, and every line that it adds
+through `append_lines`. What a run's directory holds is read with `read_json_lines` and
+`read_json_object`, which name the file and the line that cannot be read, and go on.
+"""
+
+import contextlib
+import errno
+import functools
 import json
 import os
 import shutil
-from collections.abc import Callable
+import stat
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 PARTIAL = ".partial"
+# What is below them belongs to the system. Memory that processes share is ordinary space.
+SYSTEM = "bin boot dev etc lib lib32 lib64 proc sbin sys usr/bin usr/include usr/lib usr/lib32 \
+usr/lib64 usr/libexec usr/sbin usr/share".split()
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def partial_of(directory: Path) -> Path:
@@ -17,57 +33,185 @@ def partial_of(directory: Path) -> Path:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the run's complete checkpoints, oldest first."""
-    return sorted(
-        path for path in (run_dir / "checkpoints").glob("step_*") if path.suffix != PARTIAL
-    )
+    found = (run_dir / "checkpoints").glob("step_*")
+    return sorted(path for path in found if path.name.removeprefix("step_").isdecimal())
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def is_of_system(path: Path) -> bool:
+    """Return whether a path is the root directory, or in a directory of the operating system."""
+    path = path.resolve()
+    is_below = any(path.is_relative_to(f"/{directory}") for directory in SYSTEM)
+    return path == Path("/") or (is_below and not path.is_relative_to(SHARED_MEMORY))
+
+
+def check_output(path: Path) -> None:
+    """Check that a file or directory may be renamed to `path`: nothing or a regular file is there.
+
+    A link is refused too: renaming would replace it, and not what it leads to.
+
+    Raises:
+        OSError: something else is there, or the system's directories hold the path.
+    """
+    if is_of_system(path):
+        raise PermissionError(errno.EPERM, "belongs to the system; choose another place", path)
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise FileExistsError(errno.EEXIST, "exists, and is not a regular file", path)
+
+
+def _print_error(text: str) -> None:
+    print(f"qurl: {text}", file=sys.stderr, flush=True)
+
+
+def read_json_lines(
+    path: Path, kind: Any = dict[str, Any], tell: Callable[[str], object] = _print_error
+) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file; an empty list if the file does not exist.
 
-    A last line without a line break is dropped: its writer was interrupted.
+    A last line without a line break is dropped: its writer was interrupted. Any other line that is
+    no object of the form `kind` is left out.
+
+    Args:
+        kind: dataclass or dictionary; a dataclass gives the values of fields that a line lacks.
+        tell: called with a text that names the first line that is left out.
     """
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    objects, wrong = [], []
+    for number, line in enumerate(_text(path, tell).split("\n")[:-1], start=1):
+        try:
+            objects.append(_parse(line, kind))
+        except (ValueError, RecursionError) as error:
+            wrong.append(f"{path}, line {number}: {_reason(error)}; left out")
+    if wrong:
+        others = f", and {len(wrong) - 1} other lines of it" if len(wrong) > 1 else ""
+        tell(f"{wrong[0]}{others}")
+    return objects
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; an empty one if there is no such file or it is not whole.
+def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a JSON file; an empty one if there is none of the form `kind`.
 
     `write_whole` leaves no such file, but a full disk that loses what was written, or a copy that
-    was interrupted, may.
+    was interrupted, may. A line on standard error then says so, unless the file is empty or absent.
     """
+    text = _text(path, _print_error)
     try:
-        content = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return _parse(text, kind) if text else {}
+    except (ValueError, RecursionError) as error:
+        _print_error(f"{path}: {_reason(error)}; left out")
+    return {}
+
+
+def _text(path: Path, tell: Callable[[str], object]) -> str:
+    """Return the text of a file; empty if it does not exist, or would never end, as a pipe."""
+    if path.exists() and not path.is_file():
+        tell(f"{path}: not a regular file; left out")
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _parse(text: str, kind: Any) -> dict[str, Any]:
+    """Return a JSON object, completed with the defaults of `kind`, if that is a dataclass.
+
+    Raises:
+        ValueError, RecursionError: it is not of that form.
+    """
+    content = json.loads(text)
+    adapter = _adapter(kind)
+    checked = adapter.dump_python(adapter.validate_json(text, strict=True))
+    return {**checked, **content}
+
+
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a JSON text, as a part of a line that is safe to print."""
+    reason = str(error)
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
+    elif isinstance(error, json.JSONDecodeError):
+        reason = f"not JSON ({error.msg} at character {error.pos + 1})"
+    return reason[:200] if reason.isprintable() else ascii(reason[:200])
+
+
+def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
+    """Append objects to a JSON Lines file: all of them, or none if the disk is full.
+
+    The remains of a writer that was killed in a line are cut off first.
+
+    Raises:
+        OSError: writing failed; the file is as it was.
+    """
+    left = "".join(json.dumps(each) + "\n" for each in objects).encode()
+    with open(path, "ab+", buffering=0) as file:
+        whole = _end_of_last_line(file)
+        try:
+            file.truncate(whole)
+            while left:
+                left = left[file.write(left) :]
+        except OSError as error:
+            file.truncate(whole)
+            raise _of(path, error) from None
+
+
+def _end_of_last_line(file: Any) -> int:
+    """Return the place behind the last line break of a file."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 65536)
+        file.seek(start)
+        line_break = file.read(end - start).rfind(b"\n")
+        if line_break >= 0:
+            return start + line_break + 1
+        end = start
+    return 0
 
 
 def write_whole(
-    path: Path, content: str | Callable[[Path], None], *, private: bool = False
+    path: Path, content: str | Callable[[Path], object], *, private: bool = False
 ) -> None:
-    """Write a file atomically.
+    """Write a file atomically; its mode is that of any new file.
 
     Args:
         content: the text, or a function that writes the file at a given path.
         private: only this user may read the file.
+
+    Raises:
+        OSError: writing failed, or `check_output` refuses the path; what was there is as it was.
     """
+    check_output(path)
     unfinished = path.with_name(path.name + ".unfinished")
-    if private:
-        unfinished.touch(mode=0o600)
-    if isinstance(content, str):
-        unfinished.write_text(content)
-    else:
-        content(unfinished)
-    rename_whole(unfinished, path)
+    try:
+        unfinished.unlink(missing_ok=True)  # and do not follow a link that someone put there
+        unfinished.touch(mode=0o600 if private else 0o666, exist_ok=False)
+        mode = unfinished.stat().st_mode
+        if isinstance(content, str):
+            unfinished.write_text(content)
+        else:
+            content(unfinished)
+        unfinished.chmod(stat.S_IMODE(mode))  # some libraries put a file of their own there
+        rename_whole(unfinished, path)
+    except OSError as error:
+        raise _of(path, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _of(path: Path, error: OSError) -> OSError:
+    """Return an error that names the file it is about, which a failed write does not."""
+    return OSError(error.errno, error.strerror or str(error), path)
 
 
 def rename_whole(unfinished: Path, path: Path) -> None:
     """Sync a finished file or directory to disk, then rename it to `path`.
 
     The caller syncs the files within a directory.
+
+    Raises:
+        OSError: `check_output` refuses the path.
     """
+    check_output(path)
     sync(unfinished)
     os.replace(unfinished, path)
     sync(path.parent)

@@ -1,20 +1,31 @@
-"""Helpers for processes: ports, addresses, logs, signals, ending with the parent, freed memory."""
+"""Helpers for processes: ports, keys, addresses, logs, signals, ending with the parent, memory."""
 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import importlib
+import io
+import os
 import resource
 import secrets
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
+LOG_LINE_BYTES = 2**16  # that are read for a line; most are far shorter
+LOG_TAIL_BYTES = 2**27
+CONSOLE_LOG = "console.log"  # in a run's directory
+LOCK = "lock"  # in a directory of `scratch_directory`
+NEW_S = 60.0
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -45,6 +56,11 @@ def free_port() -> int:
             probe.bind(("", port))  # on all addresses
             _drawn.add(port)
             return port
+
+
+def make_key() -> str:
+    """Return a key of 256 bits for servers; it begins with no dash, as an option would."""
+    return secrets.token_hex(32)
 
 
 def raise_open_file_limit() -> int:
@@ -114,9 +130,87 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """Return the last lines of a log, truncated: SGLang prints all its settings on one line."""
-    last = log_file.read_text(errors="replace").splitlines()[-lines:]
+    """Return the last lines of a log, truncated: SGLang prints all its settings on one line.
+
+    Only the end of the file is read, at most `LOG_TAIL_BYTES`.
+    """
+    with log_file.open("rb") as log:
+        log.seek(
+            -min(log.seek(0, os.SEEK_END), lines * LOG_LINE_BYTES, LOG_TAIL_BYTES), os.SEEK_END
+        )
+        text = log.read()
+    last = text.decode(errors="replace").splitlines()[-lines:]
     return "\n".join(line[:LOG_LINE_LENGTH] for line in last)
+
+
+def outlive_output(run_dir: Path) -> None:
+    """Have standard output and error go on in a run's console.log once they cannot be written.
+
+    So a reader that ends, such as `head` or a terminal, or a full disk, ends no run. Forks of this
+    process inherit it.
+    """
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        stream.flush()
+        buffer = io.BufferedWriter(_Lasting(stream.fileno(), run_dir / CONSOLE_LOG))
+        lasting = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+        setattr(sys, name, lasting)
+
+
+class _Lasting(io.FileIO):
+    """An open file that becomes another one when it cannot be written, and at last none."""
+
+    def __init__(self, descriptor: int, log_file: Path) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._others = [log_file, Path(os.devnull)]
+
+    def write(self, data: Any) -> int:
+        while True:
+            try:
+                return super().write(data)
+            except OSError as error:
+                if not self._others:
+                    raise
+                self._lead_to(self._others.pop(0), error)
+
+    def _lead_to(self, path: Path, error: OSError) -> None:
+        with contextlib.suppress(OSError):
+            other = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.dup2(other, self.fileno())
+            os.close(other)
+            reason = f"file descriptor {self.fileno()} cannot be written: {error.strerror}"
+            os.write(self.fileno(), f"{reason}; what would have been there follows\n".encode())
+
+
+def scratch_directory(prefix: str) -> tuple[str, int]:
+    """Make a directory for temporary files of this process, and remove what others left behind.
+
+    Return its path, and a file descriptor that marks it as in use until it is closed, by whoever
+    has the directory removed. The kernel closes that of a process that is killed.
+    """
+    for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another user's, in use, or just removed
+            _remove_unused(leftover)
+    directory = tempfile.mkdtemp(prefix=prefix)
+    lock = os.open(f"{directory}/{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return directory, lock
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove a directory of `scratch_directory` that no process uses.
+
+    Raises:
+        OSError: it is none, or a process uses it.
+    """
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(lock)
+        # One that is being made is not locked yet.
+        if status.st_uid == os.getuid() and time.time() - status.st_mtime > NEW_S:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory)
+    finally:
+        os.close(lock)
 
 
 def die_with_parent() -> None:

@@ -1,6 +1,8 @@
 import gc
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +98,16 @@ def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
         return config
 
     monkeypatch.setattr(quickstart, "recipe", recipe)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a run's directory on a file system of its own, with 4 MB."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(run_dir)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"NOT TESTED, mounting a small disk needs root: {mounted.stderr.strip()}")
+    yield run_dir
+    subprocess.run(["umount", "--lazy", str(run_dir)], check=True)

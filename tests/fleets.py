@@ -19,6 +19,7 @@ def make_server(
     log.write_text("the log\n")
     server = Server(
         url=url,
+        api_key="the key of a test",
         machine=socket.gethostname(),
         pid=os.getpid(),
         start_ticks=start_ticks(os.getpid()),

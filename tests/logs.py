@@ -12,8 +12,13 @@ from qurl_megatron.report.metrics import Evaluation, StepMetrics
 from qurl_megatron.report.run_log import RunLog
 
 ZEROS: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(StepMetrics)}
-ZEROS |= {"held_out_accuracy": None, "evaluation": None, "reward_counts": [(0.0, 1), (1.0, 3)]}
-ZEROS |= {"verifier_failure": ""}
+ZEROS |= {
+    "held_out_accuracy": None,
+    "held_out_standard_error": None,
+    "evaluation": None,
+    "reward_counts": [(0.0, 1), (1.0, 3)],
+}
+ZEROS |= {"verifier_failure": "", "by_lag": None, "reward_parts": {}}
 GOOD: dict[str, Any] = ZEROS | {  # a step that no rule of the report's advice objects to
     "entropy": 1.0,
     "grad_norm": 0.5,
@@ -33,7 +38,8 @@ def run_log(run_dir: Path, **fields: Any) -> RunLog:
 
 def evaluation(mean: float) -> Evaluation:
     average = {"mean": mean, "standard_error": 0.01}
-    return Evaluation(mean, {"aime": {"Avg@1": average, "Avg@4 sampled": average}})
+    files = {"aime": {"Avg@1": average, "Avg@4 sampled": average}}
+    return Evaluation(mean, files, 0.02)
 
 
 def write(log: RunLog, step: int, **measured: float) -> None:
@@ -86,6 +92,10 @@ def write_run(
     summary = {
         "held_out_accuracy_before": 0.25,
         "held_out_accuracy_after": 0.75,
+        "held_out_standard_error_before": 0.03125,
+        "held_out_standard_error_after": None,  # of an older run
+        **{"steps": 40, "time_s": 60.0, "weight_version": 41, "time_publish_s_mean": 0.1},
+        **{"publish_bytes": 300_000, "publish_full_bytes": 1_342_464},
         "evaluation_before": {"aime24": averages(0.2)},
         "evaluation_after": {"aime24": averages(0.4)},
     }

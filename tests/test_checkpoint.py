@@ -7,9 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,19 +292,6 @@ def test_a_directory_that_is_not_a_whole_checkpoint_is_refused(
         (tmp_path / name / content).mkdir(parents=True)
     with pytest.raises(CheckpointError, match=words):
         read_config(tmp_path / name)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a run's directory on a file system of its own, with 4 MB."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(run_dir)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system needs root: {mounted.stderr.strip()}")
-    yield run_dir
-    subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
 
 
 def train_until_full(directory: Path, *, foresee: bool) -> str:

@@ -6,7 +6,6 @@ import gc
 import os
 import ssl
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,6 @@ from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, QuantizationConfig
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.elsewhere import revive
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, answers
@@ -70,7 +68,7 @@ def test_publishes_leave_no_object_behind_and_give_freed_memory_back(tmp_path: P
 
 def test_connections_read_the_certificates_at_most_once() -> None:
     nobody = "http://127.0.0.1:9"
-    server = Server(nobody, "elsewhere", 0, None, 1, [], log_file=os.devnull, scratch_dir="")
+    server = Server(nobody, "a key", "elsewhere", 0, None, 1, [], log_file=os.devnull)
     client = RolloutClient(Fleet("rollout", {}), None, [])
     times = 0
     original = ssl.SSLContext.load_verify_locations
@@ -85,7 +83,6 @@ def test_connections_read_the_certificates_at_most_once() -> None:
 
     with patch.object(ssl.SSLContext, "load_verify_locations", load):
         for _ in range(2):
-            assert not answers(server) and not revive(server)
-            with closing(ServerControl(server)):
-                asyncio.run(connect())
+            assert not answers(server) and not revive([server])
+            asyncio.run(connect())
     assert times <= 1

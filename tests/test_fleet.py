@@ -15,6 +15,7 @@ import pytest
 from answering import Address
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.process import start_ticks
+from qurl_megatron.rollout import asking
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import incarnation, reported_lost
@@ -169,7 +170,7 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
 
 @pytest.mark.parametrize("answers_a_prompt", [True, False])
 def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
-    tmp_path: Path, answers_a_prompt: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_a_prompt: bool
 ) -> None:
     fleet = make_fleet(tmp_path, 1)
     (member,) = fleet.members("serving")
@@ -182,11 +183,9 @@ def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
             await fleet.ask(1, answer)
         raise httpx.ReadTimeout(request.url.path)
 
-    async def probe() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(silence)) as http:
-            await fleet._probe(http, member)
-
-    asyncio.run(probe())
+    http = httpx.AsyncClient(transport=httpx.MockTransport(silence))
+    monkeypatch.setattr(asking, "connect", lambda: http)
+    asyncio.run(fleet._probe(member))
     assert member.state == ("serving" if answers_a_prompt else "lost")
 
 

@@ -57,7 +57,7 @@ def test_a_page_on_two_runs_shows_both_and_loads_nothing(two_runs: Path) -> None
         assert f"Quantization error (Eq. 14): {name}" in page.captions
     assert "KL(behaviour, proximal), k3 estimate" in page.captions
     assert "Evaluation: aime24" in page.captions
-    assert page.cells["held-out accuracy before RL"] == ["25.0%"] * 2
+    assert page.cells["held-out accuracy before RL"] == ["25.0% \u00b1 3.1%"] * 2
     assert page.cells["held-out accuracy after RL"] == ["75.0%"] * 2
     assert page.cells["bytes per publish"] == ["300,000 of 1,342,464"] * 2
     assert page.cells["steps"] == ["40 of 100"] * 2

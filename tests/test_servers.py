@@ -46,6 +46,7 @@ class Machine:
         scratch.mkdir()
         return Server(
             url=f"http://{pid}",
+            api_key=plan.api_key,
             machine=socket.gethostname(),
             pid=pid,
             start_ticks=start_ticks(pid),

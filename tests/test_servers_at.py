@@ -212,9 +212,9 @@ def test_a_server_of_another_kind_or_with_another_key_is_refused(
     ):
         address.status, address.text = status, text
         with pytest.raises(ConfigError, match=message):
-            elsewhere.describe(address.url, KEY)
+            asyncio.run(elsewhere.describe(address.url, KEY))
     with pytest.raises(ConfigError, match="cannot be reached: .*; start it with qurl serve"):
-        elsewhere.describe("http://127.0.0.1:9", KEY)
+        asyncio.run(elsewhere.describe("http://127.0.0.1:9", KEY))
 
 
 def test_no_proxy_is_asked_for_a_server(
@@ -225,8 +225,8 @@ def test_no_proxy_is_asked_for_a_server(
     described = description(model_dir)
     address.text = json.dumps(dataclasses.asdict(described))
     server = elsewhere.remote_server(address.url, KEY)
-    assert answers(server) and elsewhere.revive(server)
-    assert elsewhere.describe(address.url, KEY) == described
+    assert answers(server) and elsewhere.revive([server]) == [server]
+    assert asyncio.run(elsewhere.describe(address.url, KEY)) == described
     with closing(Fleet("rollout", {0: server})) as fleet:
         fleet.watch()
         assert wait_for(fleet, "joining")
@@ -357,9 +357,19 @@ def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
         assert back is not lost and back.server == lost.server
 
 
+ONE_PROMPT = {
+    "input_ids": [1, 2],
+    "sampling_params": {"n": 1, "max_new_tokens": 2, "top_k": -1},
+}
+
+
 def completion(end: str, *versions: int) -> dict[str, Any]:
     meta = {"finish_reason": {"type": end}, "token_versions": versions}
-    return {"output_ids": [1], "meta_info": meta}
+    logprobs = [[-1.0, 1, None] for _ in versions]
+    return {
+        "output_ids": [1 for _ in versions],
+        "meta_info": {**meta, "output_token_logprobs": logprobs},
+    }
 
 
 @pytest.mark.parametrize(
@@ -388,8 +398,8 @@ def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
     client = RolloutClient(Fleet("rollout", {}), None, [])
     server = elsewhere.remote_server(address.url, KEY)
     address.text = json.dumps(completion("stop", 3, 3))
-    assert asyncio.run(client._post({}, server))
+    assert asyncio.run(client._post(ONE_PROMPT, server))
     address.status, address.text = status, text
     with pytest.raises(error, match=message) as failed:
-        asyncio.run(client._post({}, server))
+        asyncio.run(client._post(ONE_PROMPT, server))
     assert failed.type is error

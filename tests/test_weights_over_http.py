@@ -25,15 +25,17 @@ from torch import Tensor
 import sglang_loader
 from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.rollout import elsewhere
+from qurl_megatron.rollout import asking, elsewhere
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
+from qurl_megatron.sglang_plugin import door, weights
 from qurl_megatron.sglang_plugin import weight_routes as plugin
-from qurl_megatron.sglang_plugin import weights
+from qurl_megatron.sglang_plugin.door import Door
 from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, SentTensor
 from qurl_megatron.weight_sync.channel import HttpChannel, HttpEndpoint
+from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
 
@@ -41,6 +43,9 @@ from tiny import build_tiny_model, quantized
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+HELD = {"a": SentTensor("a", torch.int8, (3,))}
 
 
 async def bodies(*chunks: bytes) -> AsyncIterator[bytes]:
@@ -53,12 +58,13 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
 ) -> None:
     header = BucketHeader(["a"], ["int8"], [[3]], 7, True, num_bytes=3, is_compressed=False)
     squeezed = dataclasses.replace(header, is_compressed=True)
+    named = lambda name: dataclasses.replace(header, names=[name]).pack()  # noqa: E731
     body, small = header.pack() + b"x\nz", squeezed.pack() + zlib.compress(b"x\nz")
     for whole, sent in ((body, header), (small, squeezed)):
         for size in (1, 5, len(whole) - 2, len(whole)):
             file = BytesIO()
             chunks = [whole[start : start + size] for start in range(0, len(whole), size)]
-            assert asyncio.run(plugin.receive_body(bodies(*chunks), file)) == sent
+            assert asyncio.run(plugin.receive_body(bodies(*chunks), file, HELD)) == sent
             assert file.getvalue() == b"x\nz"
     monkeypatch.setattr(plugin, "LARGEST_HEADER_BYTES", 1000)
     for wrong, message in (
@@ -67,13 +73,15 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         (body[:20], "not complete: 0 bytes of weights, not a header"),
         (b"", "not complete"),
         (b"{" * 1001, "a header of more than 1000 bytes"),
-        (b"{}\n", "missing 7 required"),
-        (b"\xff\n", "invalid start byte"),
+        (b"{}\n", "names={}: field required"),
+        (b"\xff\n", "Invalid JSON: expected value"),
+        (b"[" * 900 + b"\n", "Invalid JSON: recursion limit exceeded"),
+        (named("../../etc"), "../../etc: the model has no such tensor"),
         (small[:-8], "not complete: 0 bytes of weights, not 3 bytes"),
         (squeezed.pack() + b"x\nz", "incorrect header check"),
     ):
         with pytest.raises((ValueError, zlib.error), match=message):
-            asyncio.run(plugin.receive_body(bodies(wrong), BytesIO()))
+            asyncio.run(plugin.receive_body(bodies(wrong), BytesIO(), HELD))
 
 
 class ServerProcess:
@@ -85,22 +93,23 @@ class ServerProcess:
         self.ranks = sglang_loader.build_ranks(model_dir, "int8", 2)
         self.versions: list[tuple[str, bool]] = []
         self.files: list[Path] = []
-        arguments = SimpleNamespace(
+        self.arguments = SimpleNamespace(
             quantization="qurl_int8",
             context_length=100 + CONTEXT_RESERVE,
             model_path=str(model_dir),
-            json_model_override_args=json.dumps(
-                {"quantization_config": {"modules_to_not_convert": [KEPT]}}
-            ),
+            json_model_override_args="{}",
             enable_return_routed_experts=False,
         )
         manager = SimpleNamespace(
-            server_args=arguments, update_weights_from_distributed=self._update
+            server_args=self.arguments, update_weights_from_distributed=self._update
         )
         monkeypatch.setattr(plugin, "_tokenizer_manager", lambda: manager)
         app = FastAPI()
         plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
         self.http = TestClient(app)
+        monkeypatch.setattr(
+            asking, "connect", lambda: httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        )
 
     async def _update(self, request: Any) -> tuple[bool, str]:
         self.versions.append((request.weight_version, request.flush_cache))
@@ -121,9 +130,8 @@ class ServerProcess:
         return True, "loaded"
 
     def channel(self, key: str = KEY) -> HttpChannel:
-        server = elsewhere.remote_server("http://a", key)
+        server = elsewhere.remote_server("http://a", key, "first")
         channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
-        channel._client = TestClient(self.http.app, headers=server.headers)  # type: ignore[assignment]
         return channel
 
 
@@ -191,19 +199,26 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
 def test_the_routes_need_the_key_and_say_why_weights_are_refused(
     process: ServerProcess, model_dir: Path
 ) -> None:
+    keep = {"quantization_config": {"modules_to_not_convert": [KEPT]}}
+    process.arguments.json_model_override_args = json.dumps(keep)
     described = process.http.get("/qurl", headers={"Authorization": f"Bearer {KEY}"})
     assert Description(**described.json()) == description(model_dir)
-    wrong = delta_bucket(1, torch.full((16,), 255, dtype=torch.uint8))
+    of_another_model = Change.whole("../../etc", (0, 0), torch.zeros(8))
+    wrong = delta_bucket(1, delta.pack([of_another_model], torch.device("cpu")))
     channel = process.channel()
     for _ in range(2):  # after a failure a channel sends nothing more
         assert channel.send(wrong, 1).result() == 0
-    assert isinstance(channel.failure, UpdateRefused) and len(process.versions) == 1
-    assert "server http://a refused weights: Failed to receive weights" in str(channel.failure)
+    assert isinstance(channel.failure, UpdateRefused) and not process.versions
+    assert "http://a refused weights: ../../etc: the model has no such tensor" in str(
+        channel.failure
+    )
+    noise = process.channel()
+    assert noise.send(delta_bucket(1, torch.full((16,), 255, dtype=torch.uint8)), 1).result() == 0
+    assert "split_with_sizes expects" in str(noise.failure) and not process.versions
     stranger = process.channel("another-key-of-it")
     assert process.http.get("/qurl").status_code == 401
     assert stranger.send(wrong, 1).result() == 0
     assert "Unauthorized" in str(stranger.failure)
-    assert process.http.get("/health").status_code == 404  # not one of these routes
 
 
 def test_who_has_no_key_can_neither_claim_a_server_nor_learn_which_run_it_serves(
@@ -213,6 +228,7 @@ def test_who_has_no_key_can_neither_claim_a_server_nor_learn_which_run_it_serves
     stranger = {"Qurl-Run": "intruder"}
     for headers in (stranger, stranger | {"Authorization": "Bearer another-key-of-it"}):
         assert process.http.post("/generate", headers=headers).status_code == 401
+        process.http.get("/health", headers=headers)  # needs no key
     assert process.http.get("/qurl", headers=own).json()["run"] == ""
     process.http.post("/qurl/weights", headers=own)
     assert process.http.get("/qurl", headers=own).json()["run"] == "first"
@@ -237,30 +253,32 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
         refused = ask("POST", path, "second")
         assert refused.status_code == 409
         assert refused.json() == {"success": False, "message": "it serves the run first"}
-        assert ask("POST", path).status_code != 409  # of no run, as a person's
+    assert ask("POST", "/generate").status_code == 400  # of no run, as a person's; it has no body
+    assert ask("POST", "/pause_generation").json()["message"].startswith("it needs the name of a")
     ask("DELETE", "/qurl/run", "second")
     assert served() == "first"
     ask("DELETE", "/qurl/run", "first")
     assert served() == ""
     assert ask("POST", "/qurl/weights", "second").status_code == 400
     assert ask("POST", "/qurl/weights", "first").status_code == 409
-    monkeypatch.setattr(plugin, "CLAIM_S", 0.0)
+    monkeypatch.setattr(door, "CLAIM_S", 0.0)
     assert ask("POST", "/qurl/weights", "first").status_code == 400
-    claim = plugin.Claim()
+    own = Door(dict)
 
     async def take_longer(scope: Any, *_: Any) -> None:
-        assert claim.run == "first"
+        assert own.run == "first"
         served_in_time.append(scope)
 
     served_in_time: list[Any] = []
     scope = {
         "type": "http",
-        "path": "/generate",
+        "method": "POST",
+        "path": "/qurl/weights",
         "headers": [(b"qurl-run", b"first")],
     }
-    asyncio.run(claim.guard(take_longer)(scope, None, None))
+    asyncio.run(own.guard(take_longer)(scope, None, None))
     assert served_in_time == [scope]
-    assert claim.run == ""
+    assert own.run == ""
 
 
 def test_what_is_not_this_projects_goes_to_sglangs_own_code() -> None:

@@ -137,7 +137,9 @@ def sample(
             "ignore_eos": True,
         },
     }
-    response = httpx.post(f"{server.url}/generate", json=body, timeout=None).raise_for_status()
+    response = httpx.post(
+        f"{server.url}/generate", json=body, headers=server.headers, timeout=None
+    ).raise_for_status()
     lengths = [len(answer["output_ids"]) for answer in response.json()]
     if lengths != [output_length] * batch:
         raise RuntimeError(
@@ -147,7 +149,8 @@ def sample(
 
 def cache_tokens(server: Server) -> int:
     """Return the capacity of the server's key-value cache, in tokens."""
-    information = httpx.get(f"{server.url}/server_info", timeout=60).raise_for_status().json()
+    response = httpx.get(f"{server.url}/server_info", headers=server.headers, timeout=60)
+    information = response.raise_for_status().json()
     return int(information["max_total_num_tokens"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,13 +110,15 @@ def mismatch(
     import json
 
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.files import write_whole
+    from qurl_megatron.files import check_output, write_whole
 
     chosen = check_format(weight_format)
-    if output is not None and output.exists():
-        raise ConfigError(f"--output {output}: exists; choose another file")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
+    if output is not None:
+        if os.path.lexists(output):
+            raise ConfigError(f"--output {output}: exists; choose another file")
+        if not output.parent.is_dir():
+            raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
+        check_output(output)
     from qurl_megatron.evaluation.mismatch import (
         MismatchOptions,
         measure,
@@ -226,9 +229,11 @@ def serve(
 def _check_new(destination: Path) -> None:
     """Check that nothing has this name, not even a link to nowhere."""
     from qurl_megatron.config.schema import ConfigError
+    from qurl_megatron.files import check_output
 
-    if destination.exists() or destination.is_symlink():
+    if os.path.lexists(destination):
         raise ConfigError(f"{destination} exists; choose another directory")
+    check_output(destination)
 
 
 def check_format(name: str) -> WeightFormat:

@@ -97,7 +97,9 @@ def _run_here(config: Config, data_summary: str) -> None:
     """Run a prepared run; exit with its code."""
     from qurl_megatron.config.disk import check_disk
     from qurl_megatron.launch import local
+    from qurl_megatron.process import outlive_output
 
+    outlive_output(config.run_dir)
     print(f"the run {check_disk(config)}", flush=True)
     print(data_summary, end="", flush=True)
     sys.exit(local.run(config))

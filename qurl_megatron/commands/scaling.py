@@ -1,6 +1,7 @@
 """A run on several numbers of GPUs, planned and measured: as a table, as CSV and as a picture."""
 
 import csv
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.planning.gpus import Node
@@ -67,13 +69,15 @@ def check_outputs(files: Iterable[Path]) -> None:
     """Check that the files can be written, before anything is planned.
 
     Raises:
-        ConfigError: the ending of one is unknown, or its directory is missing.
+        ConfigError, OSError: the ending of one is unknown, its directory is missing, or what is
+            there is no file.
     """
     for file in files:
         if file.suffix not in (".csv", *PICTURES):
             raise ConfigError(f"--output {file}: must end in .csv, {' or '.join(PICTURES)}")
         if not file.parent.is_dir():
             raise ConfigError(f"--output {file}: there is no directory {file.parent}; make it")
+        check_output(file)
 
 
 def write(rows: list[Row], file: Path) -> None:
@@ -136,10 +140,11 @@ def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
 
 def _write_csv(rows: list[Row], file: Path) -> None:
     lines = [_values(rows, row) for row in rows]
-    with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(file, stream.getvalue())
 
 
 def _draw(rows: list[Row], file: Path) -> None:
@@ -188,4 +193,6 @@ def _draw(rows: list[Row], file: Path) -> None:
     )
     # Makes the file reproducible, with text and not outlines: a tenth of the size.
     with matplotlib.rc_context({"svg.hashsalt": "plan", "svg.fonttype": "none"}):
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+        kind = {"format": file.suffix.removeprefix(".")}
+        date = {"Date": None} if file.suffix == ".svg" else None
+        write_whole(file, lambda path: figure.savefig(path, metadata=date, **kind))

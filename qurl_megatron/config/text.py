@@ -19,6 +19,7 @@ import pydantic
 import yaml
 
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.files import write_whole
 
 T = TypeVar("T")
 _WIDTH = 100
@@ -144,7 +145,7 @@ def _closest(path: str, fields: Iterable[str]) -> list[str]:
 
 def save(config: Config, path: Path) -> None:
     """Write `config` to a file that `load` reads."""
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_whole(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
 
 
 def load(path: Path) -> Config:
@@ -155,11 +156,11 @@ def load(path: Path) -> Config:
     """
     try:
         return from_tree(Config, _in_todays_fields(yaml.safe_load(path.read_text())))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not readable as YAML ({reason})") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not readable as YAML ({reason})") from None
 
 
 def _in_todays_fields(tree: Any) -> Any:

@@ -1,10 +1,13 @@
 """What a field of a configuration may hold."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
+
+from qurl_megatron.files import is_of_system
 
 # Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
 # overflows later. Each bound is far beyond what a run can use.
@@ -57,6 +60,14 @@ RunName = Annotated[
 Text = Annotated[
     str, matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
 ]
+
+
+def _not_of_system(directory: str) -> str:
+    if is_of_system(Path(directory)):
+        raise ValueError("belongs to the system; choose another directory")
+    return directory
+
+
 Directory = Annotated[
     str,
     matching(
@@ -64,6 +75,7 @@ Directory = Annotated[
         "a directory's name must not begin with - or have control characters, quotes or any of "
         "` $ \\ ; & | < >",
     ),
+    pydantic.AfterValidator(_not_of_system),
 ]
 Url = Annotated[
     str,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import tempfile
 import time
@@ -228,7 +229,7 @@ def check(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError: an input is wrong.
     """
-    if Path(config.output).exists():
+    if os.path.lexists(config.output):
         raise ConfigError(f"output={config.output}: exists; choose another directory")
     if not config.data:
         raise ConfigError(

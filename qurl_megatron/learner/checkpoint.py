@@ -57,12 +57,14 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.files import (
     PARTIAL,
+    append_lines,
     free_bytes,
     gigabytes,
     list_checkpoints,
     partial_of,
     rename_whole,
     sync,
+    write_whole,
 )
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.critic import Critic
@@ -221,7 +223,7 @@ class Checkpoints:
         (partial / "model").mkdir()
         copy_beside_weights(Path(self._config.model), partial / "model")
         text.save(self._config, partial / "config.yaml")
-        (partial / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+        write_whole(partial / "state.json", json.dumps(dataclasses.asdict(state), indent=2) + "\n")
 
     def _check_space(self, step: int) -> None:
         free = free_bytes(self._directory)
@@ -238,9 +240,8 @@ class Checkpoints:
         # The seconds from the start of a save to its last file, by the file system's clock.
         written = max(path.stat().st_mtime for path in (checkpoint / "megatron").iterdir())
         time_write_s = written - (checkpoint / "state.json").stat().st_mtime
-        with (run_dir / "checkpoints.jsonl").open("a") as file:
-            line = {"step": read_state(checkpoint).step, "time_write_s": time_write_s}
-            file.write(json.dumps(line) + "\n")
+        line = {"step": read_state(checkpoint).step, "time_write_s": time_write_s}
+        append_lines(run_dir / "checkpoints.jsonl", [line])
         accuracies = _accuracies(run_dir) if settings.keep_best else {}
         best = max(accuracies, key=lambda path: accuracies[path], default=None)  # first of equals
         _link(self._directory / BEST, best)

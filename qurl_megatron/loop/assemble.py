@@ -212,9 +212,8 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
 
     own = [server for server in servers.values() if not server.is_remote]
     wait_ready(own, start_timeout_s, ready=say_ready)
-    for server in servers.values():
-        if server.is_remote and revive(server):  # else the fleet asks it again
-            say_ready(server)
+    for server in revive(server for server in servers.values() if server.is_remote):
+        say_ready(server)  # the fleet asks the others again
     fleet = Fleet(
         name,
         servers,

@@ -56,7 +56,9 @@ class Evaluator:
     def warmup_accuracy(self) -> float:
         """Return the fraction of the warm-up's check problems whose greedy answer is right."""
         self.publisher.publish()
-        return self.publisher.while_serving(lambda: _accuracy(self._answer(self.warmup_check)))
+        return self.publisher.while_serving(
+            lambda: averages(self._answer(self.warmup_check))["Avg@1"].mean
+        )
 
     def _evaluate(self, step: int) -> Evaluation:
         directory = evaluation_directory(self.config.run_dir, step)
@@ -76,16 +78,13 @@ class Evaluator:
             return Evaluation(None, by_file)
         results = self._answer(self.held_out)
         write_answers(results, directory / f"{HELD_OUT}.jsonl")
-        return Evaluation(_accuracy(results), by_file)
+        held_out = averages(results)["Avg@1"]
+        return Evaluation(held_out.mean, by_file, held_out.standard_error)
 
     @property
     def _answer(self) -> Callable[..., list[ProblemResult]]:
         limit = self.config.rollout.longest_response
         return partial(measure, self.client, self.score, max_response_length=limit)
-
-
-def _accuracy(results: list[ProblemResult]) -> float:
-    return fmean(result.greedy.accuracy for result in results)
 
 
 def measure_mismatch(

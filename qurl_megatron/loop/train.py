@@ -18,8 +18,10 @@ The phases of a step:
     publish     shards of the learner -> quantize -> gather -> SGLang, verified
 """
 
+import errno
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -31,14 +33,19 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.text import load
+from qurl_megatron.files import list_checkpoints
+from qurl_megatron.learner.checkpoint import CheckpointError
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble, warm_up
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
+from qurl_megatron.process import outlive_output
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.roster import SERVERS_AT
 from qurl_megatron.weight_sync.export import export
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a file
 
 
 def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], bool]) -> bool:
@@ -157,10 +164,26 @@ def run_rank(
     except NonFinite as error:  # on every rank
         print(f"qurl: {error}: qurl resume {run_dir}", file=sys.stderr)
         return 1
+    except (CheckpointError, OSError) as error:
+        # To the console if there is one: the logs may be on the disk that is full.
+        print(f"\nqurl: {_told(error, run_dir)}", flush=True)
+        return 1
     for number in stop_on:  # while Python exits, one of these signals would kill the process
         signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()
     return 0 if is_complete else STOPPED_EARLY
+
+
+def _told(error: CheckpointError | OSError, run_dir: Path) -> str:
+    """Return a line about a file that could not be written, with the last checkpoint's name."""
+    if isinstance(error, CheckpointError):  # it names that
+        return str(error)
+    if error.errno not in FULL:
+        traceback.print_exception(error)  # to the log
+    saved = list_checkpoints(run_dir)
+    last = f"the last whole checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}; {last}"
 
 
 def main(run_dir: str) -> None:
@@ -168,6 +191,7 @@ def main(run_dir: str) -> None:
 
     SIGUSR1 stops the run after the current step, SIGTERM ends the process at once.
     """
+    outlive_output(Path(run_dir))
     rosters = [Path(run_dir) / "servers.json"]
     sys.exit(run_rank(Path(run_dir), rosters, stop_on={signal.SIGUSR1}, exit_on=signal.SIGTERM))
 

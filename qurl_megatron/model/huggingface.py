@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qurl_megatron.files import write_whole
@@ -254,6 +255,22 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
         name = path.name.removesuffix(".index.json")  # an index of weights stays behind as well
         if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, destination / path.name)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, whole or not at all.
+
+    Raises:
+        OSError: the disk is full.
+    """
+
+    def save(unfinished: Path) -> None:
+        try:
+            save_file(tensors, unfinished, {"format": "pt"})
+        except SafetensorError as error:  # such as "I/O error: No space left on device"
+            raise OSError(None, str(error)) from None
+
+    write_whole(path, save)
 
 
 def write_index(directory: Path, file_of: dict[str, str]) -> None:

@@ -11,7 +11,6 @@ Invariants:
 """
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -22,14 +21,20 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.config.validate import check_scales
-from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole, write_whole
+from qurl_megatron.files import (
+    check_output,
+    free_bytes,
+    gigabytes,
+    partial_of,
+    rename_whole,
+    write_whole,
+)
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import (
@@ -41,6 +46,7 @@ from qurl_megatron.model.huggingface import (
     read_config,
     stored_dtype,
     write_index,
+    write_tensors,
 )
 from qurl_megatron.quantization import quantize, uaq
 
@@ -205,6 +211,7 @@ def _rewrite(
     files = weights.files
     if os.path.lexists(destination):  # also a link to nowhere, which a rename would not replace
         raise ConfigError(f"{destination} exists; choose another directory")
+    check_output(destination)
     partial = partial_of(destination)
     if partial.is_symlink():
         raise ConfigError(f"{partial} is a link, and may lead elsewhere; remove it first")
@@ -224,7 +231,7 @@ def _rewrite(
     for piece in pieces:
         written = partial / piece.written_file
         if not written.exists():
-            write_whole(written, functools.partial(_write_piece, source, piece, rewrite, known))
+            _write_piece(source, piece, rewrite, known, written)
         with safe_open(written, "pt") as opened:
             file_of |= dict.fromkeys(opened.keys(), piece.written_file)
         done_bytes += piece.num_bytes
@@ -278,7 +285,7 @@ def _write_piece(
             check_finite(source / piece.source_file, name, tensor)
             written |= rewrite(name, tensor) if name in known else {name: tensor}
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}
-    save_file(tensors, path, {"format": "pt"})
+    write_tensors(tensors, path)
 
 
 def _create_or_resume(partial: Path, job: dict[str, Any]) -> None:

@@ -26,7 +26,16 @@ Averages = dict[str, dict[str, float]]
 
 def mean_and_error(average: dict[str, float]) -> str:
     """Return an average of answers, as a percentage, with its standard error."""
-    return f"{average['mean']:.1%} \N{PLUS-MINUS SIGN} {average['standard_error']:.1%}"
+    return accuracy_and_error(average["mean"], average["standard_error"])
+
+
+def accuracy_and_error(accuracy: float, standard_error: float | None) -> str:
+    """Return an accuracy as a percentage, with its standard error if that is known.
+
+    Older runs have recorded none.
+    """
+    error = "" if standard_error is None else f" \N{PLUS-MINUS SIGN} {standard_error:.1%}"
+    return f"{accuracy:.1%}{error}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,9 @@ class Evaluation:
 
     files: dict[str, Averages] = dataclasses.field(default_factory=dict)
     """Averages on each entry of `evaluation.data`, by its name. Empty: no such data."""
+
+    held_out_standard_error: float | None = None
+    """Standard error of `held_out_accuracy` over the held-out problems. None: none held out."""
 
     @property
     def score(self) -> float | None:
@@ -54,7 +66,8 @@ class Evaluation:
         """Return the name and the formatted value of each score, for printing."""
         scores = []
         if self.held_out_accuracy is not None:
-            scores.append(("held-out accuracy", f"{self.held_out_accuracy:.1%}"))
+            accuracy = accuracy_and_error(self.held_out_accuracy, self.held_out_standard_error)
+            scores.append(("held-out accuracy", accuracy))
         for name, averages in self.files.items():
             for measure, average in averages.items():
                 scores.append((f"{name} {measure}", mean_and_error(average)))
@@ -247,6 +260,9 @@ class StepMetrics:
     """`Evaluation.held_out_accuracy` after this step. None: not evaluated at this step, or no
     held-out problems."""
 
+    held_out_standard_error: float | None = None
+    """Standard error of `held_out_accuracy`. None: as there."""
+
     evaluation: dict[str, Averages] | None = None
     """`Evaluation.files` after this step. None: not evaluated at this step."""
 
@@ -274,6 +290,17 @@ class StepMetrics:
     """Mixture of experts: fraction of tokens and layers for which the learner would choose other
     experts than the engine did, before any update of the step, over prompts and responses. null
     without `rollout.routing`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightMetrics:
+    """One line of weights.jsonl: a publish."""
+
+    weight_version: int
+    """The version that it published."""
+
+    weights: dict[str, dict[str, float]]
+    """Measures of each quantized weight, by its name."""
 
 
 def count_rewards(rewards: Sequence[float]) -> list[tuple[float, int]]:
@@ -364,5 +391,11 @@ class RunSummary:
     publish_bytes: int
     """`StepMetrics.publish_bytes` of the last step."""
 
-    publish_full_bytes: int
+    publish_full_bytes: int = 0
     """`StepMetrics.publish_full_bytes` of the last step."""
+
+    held_out_standard_error_before: float | None = None
+    """Standard error of `held_out_accuracy_before`."""
+
+    held_out_standard_error_after: float | None = None
+    """Standard error of `held_out_accuracy_after`."""

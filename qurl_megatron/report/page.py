@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.report import plots
 from qurl_megatron.report.console import KL, Watch
-from qurl_megatron.report.metrics import KINDS, PHASES, mean_and_error
+from qurl_megatron.report.metrics import KINDS, PHASES, accuracy_and_error, mean_and_error
 from qurl_megatron.report.plots import RunRecord, read_run
 
 NOT_MEASURED = "not measured"
@@ -28,7 +28,9 @@ def write_report(run_dirs: Sequence[Path], destination: Path) -> None:
 
     Raises:
         ConfigError: a directory is not that of a run, or no step is complete.
+        OSError: the page cannot be written there.
     """
+    check_output(destination)
     runs = [read_run(run_dir) for run_dir in run_dirs]
     destination.parent.mkdir(parents=True, exist_ok=True)
     write_whole(destination, _page(runs))
@@ -165,8 +167,8 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
         "rollout format": run.config.quantization.format,
         "UAQ scale s": f"{run.config.quantization.uaq.scale:g}",
         "steps": f"{len(run.steps)} of {run.config.steps}",
-        "held-out accuracy before RL": _if_measured(run.summary, "held_out_accuracy_before", ".1%"),
-        "held-out accuracy after RL": _if_measured(run.summary, "held_out_accuracy_after", ".1%"),
+        "held-out accuracy before RL": _held_out(run.summary, "before"),
+        "held-out accuracy after RL": _held_out(run.summary, "after"),
         f"reward, {late}": f"{run.late('reward_mean'):.3f}",
         "KL before training, BF16 servers": _if_measured(run.mismatch.get("evaluation"), KL, ".1e"),
         "KL before training, rollout servers": _if_measured(run.mismatch.get("rollout"), KL, ".1e"),
@@ -188,6 +190,13 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
         change = f"{scores[0]} \N{RIGHTWARDS ARROW} {scores[-1]}"
         quantities[f"{name} {measure}, first \N{RIGHTWARDS ARROW} last"] = change
     return quantities
+
+
+def _held_out(summary: dict[str, Any], when: str) -> str:
+    accuracy = summary.get(f"held_out_accuracy_{when}")
+    if accuracy is None:
+        return NOT_MEASURED
+    return accuracy_and_error(accuracy, summary[f"held_out_standard_error_{when}"])
 
 
 def _if_measured(measured: dict[str, Any] | None, name: str, form: str) -> str:

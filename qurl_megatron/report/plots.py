@@ -24,7 +24,14 @@ from matplotlib.ticker import MaxNLocator
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.files import read_json_lines, read_json_object
-from qurl_megatron.report.metrics import MAX_REWARDS, PHASES
+from qurl_megatron.report.metrics import (
+    MAX_REWARDS,
+    PHASES,
+    RunSummary,
+    Sample,
+    StepMetrics,
+    WeightMetrics,
+)
 
 COLOURS = (  # legible on light and on dark paper
     "#2b8cd6", "#e69f00", "#009e73", "#cc79a7", "#8c6fd1", "#d55e00", "#8a8a8a", "#a3a500",
@@ -109,18 +116,18 @@ def read_run(run_dir: Path) -> RunRecord:
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run directory, it has no config.yaml")
-    steps = read_json_lines(run_dir / "metrics.jsonl")
+    steps = read_json_lines(run_dir / "metrics.jsonl", StepMetrics)
     if not steps:
         raise ConfigError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
-    publishes = read_json_lines(run_dir / "weights.jsonl")
+    publishes = read_json_lines(run_dir / "weights.jsonl", WeightMetrics)
     return RunRecord(
         name=run_dir.name,
         config=load(run_dir / "config.yaml"),
         steps=steps,
         weights=publishes[-1]["weights"] if publishes else {},
-        summary=read_json_object(run_dir / "summary.json"),
-        mismatch=read_json_object(run_dir / "mismatch.json"),
-        samples=read_json_lines(run_dir / "samples.jsonl"),
+        summary=read_json_object(run_dir / "summary.json", RunSummary),
+        mismatch=read_json_object(run_dir / "mismatch.json", dict[str, dict[str, float]]),
+        samples=read_json_lines(run_dir / "samples.jsonl", Sample),
     )
 
 
@@ -166,16 +173,22 @@ def _draw(axes: Axes, run: RunRecord, metric: str, values: list[float], **style:
 
 
 def reward(axes: Axes, runs: list[RunRecord]) -> None:
-    """Draw the mean reward as a line, and held-out accuracy as dots where it was measured."""
+    """Draw the mean reward as a line, and held-out accuracy as dots with standard errors."""
     curves(axes, runs, ["reward_mean"], "reward, held-out accuracy")
     for number, run in enumerate(runs):
-        last = run.steps[-1]
-        accuracies = {
-            0: run.summary.get("held_out_accuracy_before"),
-            **{step["step"]: step["held_out_accuracy"] for step in run.steps},
-            last["step"]: run.summary.get("held_out_accuracy_after", last["held_out_accuracy"]),
-        }
-        axes.plot(list(accuracies), list(accuracies.values()), "o", color=run_colour(number))
+        points = {step["step"]: _held_out(step, "") for step in run.steps}
+        if run.summary:
+            points[0] = _held_out(run.summary, "_before")
+            points[run.steps[-1]["step"]] = _held_out(run.summary, "_after")
+        accuracies, errors = zip(*points.values(), strict=True)
+        axes.errorbar(list(points), accuracies, errors, fmt="o", color=run_colour(number))
+
+
+def _held_out(measured: dict[str, Any], when: str) -> tuple[float, float]:
+    """Return a held-out accuracy and its standard error; NaN and 0 if they were not measured."""
+    accuracy = measured[f"held_out_accuracy{when}"]
+    error = measured[f"held_out_standard_error{when}"]
+    return math.nan if accuracy is None else accuracy, error or 0.0
 
 
 def divergence(axes: Axes, runs: list[RunRecord]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import math
 import shlex
 import shutil
 import time
@@ -33,9 +34,15 @@ from rich.table import Table
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
-from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.files import append_lines, read_json_lines, write_whole
 from qurl_megatron.report.console import RunConsole, duration
-from qurl_megatron.report.metrics import Evaluation, RunSummary, Sample, StepMetrics
+from qurl_megatron.report.metrics import (
+    Evaluation,
+    RunSummary,
+    Sample,
+    StepMetrics,
+    WeightMetrics,
+)
 
 if TYPE_CHECKING:
     import wandb
@@ -90,9 +97,7 @@ class RunLog:
         self._begin(after_step=0, time_s=0.0, before=before)
         for name, value in before.lines():
             self.say(f"{name} before RL {value}")
-        self._write_curves(
-            0, {"held_out_accuracy": before.held_out_accuracy, "evaluation": before.files}
-        )
+        self._write_curves(0, _scores(before))
 
     def resume(self, step: int, time_s: float, before: Evaluation) -> None:
         """Continue the log after `step`; RL had taken `time_s` seconds by then."""
@@ -107,10 +112,10 @@ class RunLog:
             return
         run_dir = self._config.run_dir
         (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
-        self._steps = self._keep("metrics.jsonl", "step", after_step)
+        self._steps = self._keep("metrics.jsonl", StepMetrics, "step", after_step)
         version = self._steps[-1]["weight_version"] if self._steps else 0
-        self._keep("weights.jsonl", "weight_version", version)
-        self._keep("samples.jsonl", "step", after_step)
+        self._keep("weights.jsonl", WeightMetrics, "weight_version", version)
+        self._keep("samples.jsonl", Sample, "step", after_step)
         last = evaluation_directory(run_dir, after_step)
         for answers in last.parent.glob("step_*"):
             if answers.name > last.name:
@@ -131,8 +136,7 @@ class RunLog:
             return
         line = dataclasses.asdict(metrics)
         if evaluation is not None:
-            line["held_out_accuracy"] = evaluation.held_out_accuracy
-            line["evaluation"] = evaluation.files
+            line |= _scores(evaluation)
         if metrics.verifier_failure and not any(s.get("verifier_failure") for s in self._steps):
             self.say(f"a verifier failed: {metrics.verifier_failure}")
         self._steps.append(line)
@@ -149,8 +153,7 @@ class RunLog:
         """Append completions of the last step to samples.jsonl, and show them beside the curves."""
         if not samples or self._tensorboard is None:
             return
-        for sample in samples:
-            self._append("samples.jsonl", dataclasses.asdict(sample))
+        self._append("samples.jsonl", *map(dataclasses.asdict, samples))
         self._tensorboard.add_text("samples", markdown_table(samples), samples[0].step)
         self._tensorboard.flush()
         if self._wandb is not None:
@@ -183,6 +186,8 @@ class RunLog:
             time_publish_s_mean=fmean(step["time_publish_s"] for step in self._steps),
             publish_bytes=self._steps[-1]["publish_bytes"],
             publish_full_bytes=self._steps[-1].get("publish_full_bytes", 0),
+            held_out_standard_error_before=self.before.held_out_standard_error,
+            held_out_standard_error_after=after.held_out_standard_error,
         )
         self._write("summary.json", dataclasses.asdict(summary))
         self.close()
@@ -192,7 +197,10 @@ class RunLog:
                 table.add_row(f"{name} {when}", value)
         before, accuracy = self.before.held_out_accuracy, after.held_out_accuracy
         if before is not None and accuracy is not None:
-            table.add_row("gain", f"{100 * (accuracy - before):+.1f} points")
+            errors = (self.before.held_out_standard_error, after.held_out_standard_error)
+            error = 100 * math.hypot(*(error or 0.0 for error in errors))
+            gain = f"{100 * (accuracy - before):+.1f}"
+            table.add_row("gain", f"{gain} \N{PLUS-MINUS SIGN} {error:.1f} points")
         table.add_row("steps", f"{summary.steps}")
         table.add_row("RL time", duration(summary.time_s))
         table.add_row("weight versions published", f"{summary.weight_version}")
@@ -205,7 +213,10 @@ class RunLog:
         """Stop the display, leaving its last state on the screen, and close the curve writers."""
         self._console.stop()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            try:
+                self._tensorboard.close()
+            except OSError as error:
+                self.say(f"TensorBoard's last curves were not written: {error.strerror}")
             self._tensorboard = None
         if self._wandb is not None:
             self._wandb.finish()
@@ -270,19 +281,21 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(values, step=step)
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
+    def _append(self, name: str, *lines: dict[str, Any]) -> None:
         if self._writes:
-            with (self._config.run_dir / name).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append_lines(self._config.run_dir / name, lines)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         if self._writes:
             write_whole(self._config.run_dir / name, json.dumps(content, indent=2) + "\n")
 
-    def _keep(self, name: str, number: str, last: int) -> list[dict[str, Any]]:
-        """Drop the lines of a file whose `number` is above `last`, and return the others."""
+    def _keep(self, name: str, kind: type, number: str, last: int) -> list[dict[str, Any]]:
+        """Drop the lines of a file whose `number` is above `last`, and return the others.
+
+        Lines that are none of the `kind` are dropped too.
+        """
         path = self._config.run_dir / name
-        lines = [line for line in read_json_lines(path) if line[number] <= last]
+        lines = [line for line in read_json_lines(path, kind, self.say) if line[number] <= last]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         return lines
 
@@ -296,6 +309,15 @@ class RunLog:
         if self._config.time_limit_s is not None:
             left_s = min(left_s, self._config.time_limit_s - self.time_s)
         return max(left_s, 0.0)
+
+
+def _scores(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as fields of `StepMetrics`."""
+    return {
+        "held_out_accuracy": evaluation.held_out_accuracy,
+        "held_out_standard_error": evaluation.held_out_standard_error,
+        "evaluation": evaluation.files,
+    }
 
 
 def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -2,29 +2,58 @@
 
 import asyncio
 import contextlib
-import socket
 import weakref
 from base64 import b64decode
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import httpx
+import pydantic
 import torch
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.values import CountOrZero, Finite
 from qurl_megatron.process import raise_open_file_limit
+from qurl_megatron.rollout.asking import LARGEST_ANSWER_BYTES, NoAnswer, connect
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
-from qurl_megatron.rollout.server import POLL_S, Server, certificates
+from qurl_megatron.rollout.server import POLL_S, Server
 
-# Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
-# minutes; neither side would be told.
-KEEP_ALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 30),
-]
+# The largest sizes in the JSON of an answer.
+TOKEN_BYTES = 2**10  # a token's id, log-prob and version
+EXPERT_BYTES = 6  # the number of an expert in base64
+MASK_BYTES = 2**6  # one token of a sampling mask
+
+
+@dataclass(frozen=True)
+class _End:
+    type: str
+
+
+@dataclass(frozen=True)
+class _Meta:
+    finish_reason: _End
+    token_versions: list[CountOrZero] = field(default_factory=list)
+    output_token_logprobs: list[tuple[Finite, Any, Any] | tuple[Finite, Any]] = field(
+        default_factory=list
+    )
+    routed_experts: str | None = None
+    output_token_sampling_mask: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What a server says of one completion; of one that it aborted it may leave out the rest."""
+
+    output_ids: list[CountOrZero]
+    meta_info: _Meta
+
+
+_SAMPLED: pydantic.TypeAdapter[list[_Sampled] | _Sampled] = pydantic.TypeAdapter(
+    list[_Sampled] | _Sampled
+)
 
 
 class RolloutClient:
@@ -116,7 +145,7 @@ class RolloutClient:
         tokens = len(prompt.token_ids) + sampling["n"] * sampling["max_new_tokens"]
         answers = await self.fleet.ask(tokens, partial(self._post, body))
         for answer in answers:
-            ended, length = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
+            ended, length = answer.meta_info.finish_reason.type, len(answer.output_ids)
             if ended == "length" and length < sampling["max_new_tokens"]:
                 raise RequestRefused(
                     f"a server ended a response after {length} of {sampling['max_new_tokens']} "
@@ -143,35 +172,80 @@ class RolloutClient:
                 raise AdmissionNeeded
         return groups.result()
 
-    async def _post(self, body: dict[str, Any], server: Server) -> list[dict[str, Any]]:
+    async def _post(self, body: dict[str, Any], server: Server) -> list[_Sampled]:
         """Return a server's answers to one request, one for each completion."""
         try:
-            url = f"{server.url}/generate"
-            response = await self._http().post(url, json=body, headers=server.headers)
-        except httpx.TransportError as error:
-            raise server.failed(f"closed the connection while sampling ({error!r})") from None
-        status = response.status_code
-        is_sglang = response.headers.get("Content-Type", "").startswith("application/json")
+            answer = await server.ask(
+                "POST",
+                "/generate",
+                json=body,
+                timeout_s=None,
+                most_bytes=self._most_bytes(body),
+                http=self._http(),
+            )
+        except NoAnswer as error:
+            raise server.failed(str(error)) from None
+        status = answer.status
         if server.is_remote and (
-            not is_sglang or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT)
+            not answer.is_json or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT)
         ):
             # A proxy answers for a server that does not, or a server with another key is there, or
             # it serves another run.
             raise server.failed(f"answered a prompt with status {status}")
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise ServerBusy
-        if response.is_error:
-            raise RequestRefused(f"server {server.url} refused a prompt: {response.text}")
-        answers = response.json()
-        answers = answers if isinstance(answers, list) else [answers]
-        if any(answer["meta_info"]["finish_reason"]["type"] == "abort" for answer in answers):
-            raise ServerBusy  # the answer is not complete
-        if server.is_remote and any(
-            0 in answer["meta_info"]["token_versions"] for answer in answers
-        ):
+        if not answer.is_success:
+            raise RequestRefused(f"server {server.url} refused a prompt: {answer.text}")
+        try:
+            sampled = _SAMPLED.validate_json(answer.content)
+            answers = sampled if isinstance(sampled, list) else [sampled]
+            if any(each.meta_info.finish_reason.type == "abort" for each in answers):
+                raise ServerBusy  # the answer is not complete
+            self._check(answers, body)
+        except ValueError:
+            what = f"answered a prompt with something else: {answer.text}"
+            if server.is_remote:
+                raise server.failed(what) from None
+            raise RequestRefused(f"server {server.url} {what}") from None  # so would another
+        if server.is_remote and any(0 in each.meta_info.token_versions for each in answers):
             # Nothing else tells the run, as a roster does of a server that its launcher restarts.
             raise server.failed("was started again, and answered without weights")
         return answers
+
+    def _most_bytes(self, body: dict[str, Any]) -> int:
+        """Return the largest size of what answers a request."""
+        sampling = body["sampling_params"]
+        layers, experts = self._routing_shape or (0, 0)
+        of_token = TOKEN_BYTES + layers * experts * EXPERT_BYTES
+        of_token += max(0, sampling["top_k"]) * MASK_BYTES
+        tokens = len(body["input_ids"]) + sampling["max_new_tokens"]
+        num_bytes: int = sampling["n"] * tokens * of_token
+        return LARGEST_ANSWER_BYTES + num_bytes
+
+    def _check(self, answers: Sequence[_Sampled], body: dict[str, Any]) -> None:
+        """Check that there are as many completions, and of each token as much, as was asked for.
+
+        Raises:
+            ValueError: something is missing, or there is too much.
+        """
+        sampling = body["sampling_params"]
+        if len(answers) != sampling["n"]:
+            raise ValueError("another number of completions")
+        for answer in answers:
+            meta, length = answer.meta_info, len(answer.output_ids)
+            per_token: list[list[Any]] = [meta.token_versions, meta.output_token_logprobs]
+            if sampling["top_k"] > 0:
+                per_token.append(meta.output_token_sampling_mask or [])
+            if not 0 < length <= sampling["max_new_tokens"]:
+                raise ValueError("another number of tokens")
+            if any(len(values) != length for values in per_token):
+                raise ValueError("not something of each token")
+            if self._routing_shape is not None:
+                layers, experts = self._routing_shape
+                read = len(body["input_ids"]) + length - 1
+                numbers = b64decode(meta.routed_experts or "", validate=True)
+                if len(numbers) != read * layers * experts * torch.int32.itemsize:
+                    raise ValueError("not the experts of each token")
 
     def _http(self) -> httpx.AsyncClient:
         """Return this event loop's connections; a loop that has ended leaves none open."""
@@ -179,31 +253,27 @@ class RolloutClient:
         if loop not in self._https:
             # A prompt takes a connection, which is an open file. Those over the limit wait.
             most = raise_open_file_limit() // 2
-            limits = httpx.Limits(max_connections=most, max_keepalive_connections=0)
-            transport = httpx.AsyncHTTPTransport(
-                limits=limits, socket_options=KEEP_ALIVE, verify=certificates()
-            )
-            self._https[loop] = httpx.AsyncClient(timeout=None, transport=transport)
+            self._https[loop] = connect(most)
         return self._https[loop]
 
-    def _completion(self, answer: dict[str, Any], prompt_length: int) -> Completion:
-        meta = answer["meta_info"]
-        token_ids = answer["output_ids"]
+    def _completion(self, answer: _Sampled, prompt_length: int) -> Completion:
+        meta = answer.meta_info
+        token_ids = answer.output_ids
         routed_experts = None
         if self._routing_shape is not None:
-            numbers = bytearray(b64decode(meta["routed_experts"]))
+            numbers = bytearray(b64decode(meta.routed_experts or ""))
             shape = (prompt_length + len(token_ids) - 1, *self._routing_shape)
             routed_experts = (
                 torch.frombuffer(numbers, dtype=torch.int32).view(shape).to(torch.int16)
             )
         return Completion(
             token_ids=token_ids,
-            behaviour_logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
+            behaviour_logprobs=[entry[0] for entry in meta.output_token_logprobs],
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             # SGLang also says "length" when the last allowed token is a stop token.
-            truncated=meta["finish_reason"]["type"] == "length"
+            truncated=meta.finish_reason.type == "length"
             and token_ids[-1] not in self._stop_token_ids,
-            token_versions=meta["token_versions"],
+            token_versions=meta.token_versions,
             routed_experts=routed_experts,
-            sampling_masks=meta.get("output_token_sampling_mask"),
+            sampling_masks=meta.output_token_sampling_mask,
         )

@@ -1,17 +1,41 @@
 """Control one server during a publish: pause, receive weights, report checksums, resume."""
 
+import asyncio
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import pydantic
 import torch
 
 from qurl_megatron import process
 from qurl_megatron.config.schema import PauseMode
-from qurl_megatron.rollout.server import Server, ServerFailed, connect
-from qurl_megatron.rollout.wire import dtype_names
+from qurl_megatron.rollout.asking import NoAnswer
+from qurl_megatron.rollout.server import Server, ServerFailed
+from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, dtype_names, escaped
 
 CONTROL_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Rank:
+    checksums: dict[str, str]
+
+
+_RANKS = pydantic.TypeAdapter(list[_Rank])
+
+
+_threads = threading.local()
+
+
+def _runner() -> asyncio.Runner:
+    """Return this thread's event loop: making one for each request takes as long as a request."""
+    if not hasattr(_threads, "runner"):
+        _threads.runner = asyncio.Runner()
+    runner: asyncio.Runner = _threads.runner
+    return runner
 
 
 class UpdateRefused(ServerFailed):
@@ -27,13 +51,13 @@ class ServerControl:
         pause_mode: PauseMode = "retract",
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
-        """Connect to a server that has `timeout_s` seconds for every answer.
+        """Take a server that has `timeout_s` seconds for every answer.
 
         `pause_mode` is the run's `rollout.pause_mode`.
         """
         self.server = server
         self._pause_mode = pause_mode
-        self._client = connect(server, timeout_s)
+        self._timeout_s = timeout_s
 
     def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
@@ -82,41 +106,49 @@ class ServerControl:
                 "weight_version": str(weight_version),
                 "flush_cache": self._pause_mode == "retract",  # SGLang cannot while requests run
             },
-            timeout=None,
+            timeout_s=None,
         )
 
     def checksums(self) -> list[dict[str, int]]:
         """Return the checksums of each tensor-parallel rank; `checksum.combine` adds them up."""
-        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
-        return [{name: int(value) for name, value in rank["checksums"].items()} for rank in ranks]
+        try:
+            ranks = self._check("checksum")
+            return [{name: int(value) for name, value in rank.items()} for rank in ranks]
+        except ValueError as error:
+            raise self.server.failed(f"gave no checksums: {escaped(str(error))}") from None
 
     def parameters(self) -> list[dict[str, str]]:
         """Have each tensor-parallel rank hand out its parameters to processes of its machine.
 
         Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
         """
-        ranks = self._post("/weights_checker", {"action": "parameters"})["ranks"]
-        return [rank["checksums"] for rank in ranks]
+        return self._check("parameters")
 
     def own_address(self) -> str:
         """Return the address under which the server can reach this machine."""
-        return process.address_towards(self._client.base_url.host)
+        return process.address_towards(urlsplit(self.server.url).hostname or "")
 
-    def close(self) -> None:
-        """Close the connection; the server keeps running."""
-        self._client.close()
+    def _check(self, action: str) -> list[dict[str, str]]:
+        """Return what each tensor-parallel rank says of its parameters, by `checksum.part_key`."""
+        answer = self._post("/weights_checker", {"action": action})
+        try:
+            return [rank.checksums for rank in _RANKS.validate_python(answer.get("ranks"))]
+        except ValueError:
+            raise self.server.failed("answered /weights_checker with something else") from None
 
     def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+        options = {"timeout_s": self._timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
         try:
-            response = self._client.post(path, json=body, **options)
-        except httpx.TimeoutException:
-            raise self.server.failed(f"did not answer {path} in time") from None
-        except httpx.TransportError as error:
-            raise self.server.failed(f"closed the connection in {path} ({error!r})") from None
-        if response.is_error:
-            raise UpdateRefused(str(self.server.failed(f"refused {path}: {response.text}")))
-        answer = response.json()
-        if answer.get("success") is False:
-            message = f"failed in {path}: {answer.get('message')}"
+            answer = _runner().run(self.server.ask("POST", path, json=body, **options))
+        except NoAnswer as error:
+            raise self.server.failed(str(error)) from None
+        if not answer.is_success:
+            raise UpdateRefused(str(self.server.failed(f"refused {path}: {answer.text}")))
+        try:
+            fields = answer.fields()
+        except ValueError as error:
+            raise self.server.failed(f"answered {path} with {error}") from None
+        if fields.get("success") is False:
+            message = f"failed in {path}: {escaped(str(fields.get('message')))}"
             raise UpdateRefused(str(self.server.failed(message)))
-        return answer
+        return fields

@@ -4,12 +4,15 @@ The run reaches such a server by its URL and a key, and has nothing else of it: 
 no shared file system, no process group.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import ipaddress
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,14 +25,16 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
+from qurl_megatron.rollout.asking import NoAnswer, ask, transfer_s
 from qurl_megatron.rollout.control import UpdateRefused
-from qurl_megatron.rollout.server import Server, connect
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import (
     DESCRIPTION_PATH,
     RUN_PATH,
     WEIGHTS_PATH,
     BucketHeader,
     Description,
+    escaped,
 )
 
 DESCRIBE_TIMEOUT_S = 30.0
@@ -42,7 +47,7 @@ def remote_server(url: str, key: str, run: str = "") -> Server:
 
     `run` names the run that the server is asked to serve.
     """
-    return Server(url, api_key=key, is_remote=True, run=run)
+    return Server(url, key, is_remote=True, run=run)
 
 
 def description_of(architecture: Architecture, config: Config) -> Description:
@@ -85,13 +90,26 @@ def check_servers(
             )
     architecture = Architecture.from_directory(config.model)
     needed = dataclasses.replace(description_of(architecture, config), run=run)
-    for url in config.rollout.servers_at:
+    for problem in asyncio.run(_problems(config.rollout.servers_at, key, needed)):
+        if without is not None and isinstance(problem, Unreachable):
+            without(problem)
+        elif problem is not None:
+            raise problem
+
+
+async def _problems(
+    urls: Sequence[str], key: str, needed: Description
+) -> list[BaseException | None]:
+    """Ask all servers at once; return what is wrong with each, or None."""
+
+    async def check(url: str) -> None:
+        description = await describe(url, key)
         try:
-            describe(url, key).check(url, needed)
-        except Unreachable as error:
-            if without is None:
-                raise
-            without(error)
+            description.check(url, needed)
+        except ConfigError as error:  # says what the server says
+            raise ConfigError(escaped(str(error))) from None
+
+    return await asyncio.gather(*map(check, urls), return_exceptions=True)
 
 
 def is_private(url: str) -> bool:
@@ -105,7 +123,7 @@ def is_private(url: str) -> bool:
         return False
 
 
-def describe(url: str, key: str) -> Description:
+async def describe(url: str, key: str) -> Description:
     """Ask a server what it is.
 
     Raises:
@@ -114,43 +132,73 @@ def describe(url: str, key: str) -> Description:
     """
     server = f"rollout.servers_at: the server at {url}"
     try:
-        with connect(remote_server(url, key), DESCRIBE_TIMEOUT_S) as http:
-            answer = http.get(DESCRIPTION_PATH)
-    except httpx.RequestError as error:
-        why = str(error) or type(error).__name__
-        raise Unreachable(f"{server} cannot be reached: {why}; start it with qurl serve") from None
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        answer = await remote_server(url, key).ask(
+            "GET", DESCRIPTION_PATH, timeout_s=DESCRIBE_TIMEOUT_S
+        )
+    except NoAnswer as error:
+        raise Unreachable(f"{server} {error}; start it with qurl serve") from None
+    if answer.status == HTTPStatus.UNAUTHORIZED:
         raise ConfigError(f"{server} was started with another key; give both sides the same")
     try:
-        return from_tree(Description, answer.json())
+        return from_tree(Description, answer.fields())
     except ValueError:
         raise ConfigError(
             f"{server} is none of qurl serve: it answers {DESCRIPTION_PATH} with status "
-            f"{answer.status_code}"
+            f"{answer.status}"
         ) from None
 
 
-def revive(server: Server) -> bool:
-    """Return whether a server answers, after ending a pause in which another learner left it."""
-    with contextlib.suppress(httpx.TransportError), connect(server, DESCRIBE_TIMEOUT_S) as http:
-        http.post("/continue_generation", json={})
-        return http.get("/health").is_success
-    return False
+def revive(servers: Iterable[Server]) -> list[Server]:
+    """Return the servers that answer, after ending pauses in which another learner left them."""
+    return asyncio.run(_those_that(servers, partial(revived, timeout_s=DESCRIBE_TIMEOUT_S)))
 
 
-def release(server: Server) -> None:
-    """Let the server serve another run, if it answers."""
-    with contextlib.suppress(httpx.TransportError), connect(server, RELEASE_TIMEOUT_S) as http:
-        http.delete(RUN_PATH)
+def release(servers: Iterable[Server]) -> None:
+    """Let the servers serve another run, if they answer."""
+
+    async def leave(server: Server) -> bool:
+        return (await server.ask("DELETE", RUN_PATH, timeout_s=RELEASE_TIMEOUT_S)).is_success
+
+    asyncio.run(_those_that(servers, leave))
 
 
-def post_weights(
-    server: Server, http: httpx.Client, header: BucketHeader, payload: Tensor
-) -> float:
+async def revived(server: Server, timeout_s: float) -> bool:
+    """Return whether a server answers and takes requests of the run, after ending a pause.
+
+    A learner may have paused it and gone. It does not answer /health then. If it serves another
+    run, it refuses to resume.
+
+    Raises:
+        NoAnswer: it does not.
+    """
+    resumed = await server.ask("POST", "/continue_generation", json={}, timeout_s=timeout_s)
+    healthy = await server.ask("GET", "/health", timeout_s=timeout_s)
+    return resumed.is_success and healthy.is_success
+
+
+async def _those_that(
+    servers: Iterable[Server], do: Callable[[Server], Awaitable[bool]]
+) -> list[Server]:
+    """Ask all servers at once; return those for which `do` does, and returns True."""
+
+    async def does(server: Server) -> bool:
+        with contextlib.suppress(NoAnswer):
+            return await do(server)
+        return False
+
+    servers = list(servers)
+    return [
+        server
+        for server, done in zip(servers, await asyncio.gather(*map(does, servers)), strict=True)
+        if done
+    ]
+
+
+def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
     """Send a bucket to a server; return for how many seconds it was on its way.
 
     Args:
-        http: the server's client, whose time limit is the longest time without progress.
+        timeout_s: how much longer this may take than the transfer.
         payload: `[bytes]` uint8, on any device.
 
     Raises:
@@ -158,28 +206,36 @@ def post_weights(
         ServerFailed: the server did not answer.
     """
     start = header.pack()
-    length = str(len(start) + len(payload))
+    num_bytes = len(start) + len(payload)
+    url = f"{server.url}{WEIGHTS_PATH}"
+    headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
     begin = time.perf_counter()
     try:
-        response = http.post(
-            WEIGHTS_PATH,
-            content=_chunks(start, payload),
-            headers={"Content-Length": length, "Content-Type": "application/octet-stream"},
+        answer = asyncio.run(
+            ask(
+                "POST",
+                url,
+                {**server.headers, **headers},
+                timeout_s=timeout_s + transfer_s(num_bytes),
+                content=_chunks(start, payload),
+            )
         )
-    except httpx.TimeoutException:
-        raise server.failed("took no weights in time") from None
-    except httpx.TransportError as error:
-        raise server.failed(f"closed the connection in a publish ({error!r})") from None
-    answer: dict[str, Any] = {}
-    if response.headers.get("Content-Type") == "application/json":
-        answer = response.json()
-    if response.is_error or not answer.get("success"):
-        message = answer.get("message") or response.text
+    except NoAnswer as error:
+        raise server.failed(str(error)) from None
+    took_s = time.perf_counter() - begin
+    fields: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        fields = answer.fields()
+    if not answer.is_success or fields.get("success") is not True:
+        message = escaped(str(fields["message"])) if "message" in fields else answer.text
         raise UpdateRefused(str(server.failed(f"refused weights: {message}")))
-    return time.perf_counter() - begin - float(answer["load_s"])
+    load_s = fields.get("load_s")
+    if not isinstance(load_s, float) or not 0 <= load_s < took_s:
+        raise server.failed(f"says that it loaded weights in {escaped(str(load_s))} s")
+    return took_s - load_s
 
 
-def _chunks(start: bytes, payload: Tensor) -> Iterator[bytes]:
+async def _chunks(start: bytes, payload: Tensor) -> AsyncIterator[bytes]:
     yield start
     for chunk in payload.split(_CHUNK_BYTES):
         yield chunk.cpu().numpy().tobytes()

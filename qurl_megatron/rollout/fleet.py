@@ -15,8 +15,9 @@ A server is in one of four states:
   once if the rosters list too few servers.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
-answered, when it is silent and does not answer /health, or when a publish to it fails. It does not
-answer /health while it is paused, so paused servers are not asked.
+answered, when it is silent and does not answer /health, when it answers that, but no prompt for
+hours, or when a publish to it fails. It does not answer /health while it is paused, so paused
+servers are not asked.
 
 A fleet is used from several threads: the one that trains and publishes, the one that samples, and
 its own, which watches.
@@ -32,15 +33,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import httpx
-
 from qurl_megatron.device import SharedError
+from qurl_megatron.rollout.asking import NoAnswer
+from qurl_megatron.rollout.elsewhere import revived
 from qurl_megatron.rollout.roster import incarnation, report_lost
-from qurl_megatron.rollout.server import CONNECTIONS, POLL_S, Server, ServerFailed, certificates
+from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
 
+# A server that owes answers has given none for so long, although it answers /health. The longest
+# responses of the largest models take less.
+STALLED_S = 7200.0
 SILENT_S = 2.0  # a server with prompts that has not answered any for this long is asked for /health
 # A server that is restarted without need costs more than one that is waited for: SGLang answers
 # /health after a step of its scheduler, but a busy machine may take seconds for that.
@@ -74,6 +78,7 @@ class Member:
     outstanding: int = 0  # tokens that were asked for and are not answered
     requests: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
+    answered_at: float = field(default_factory=time.monotonic)  # a prompt, or began to owe one
     is_paused: bool = False
 
 
@@ -186,7 +191,7 @@ class Fleet:
         try:
             yield
         finally:
-            member.heard_at = time.monotonic()
+            member.heard_at = member.answered_at = time.monotonic()
             member.is_paused = False
 
     async def ask(self, tokens: int, request: Callable[[Server], Awaitable[T]]) -> T:
@@ -213,7 +218,9 @@ class Fleet:
                     await asyncio.wait({asking})
                 if not asking.done() or asking.cancelled():
                     continue  # lost
-                return asking.result()
+                result = asking.result()
+                member.answered_at = time.monotonic()
+                return result
             except RequestRefused:
                 raise
             except ServerFailed as failure:
@@ -235,7 +242,7 @@ class Fleet:
                 if len(serving) >= self._min_servers:
                     member = min(serving, key=lambda member: member.outstanding)
                     if not member.outstanding:
-                        member.heard_at = time.monotonic()
+                        member.heard_at = member.answered_at = time.monotonic()
                     member.outstanding += tokens
                     return member
             self.check_size()
@@ -267,26 +274,23 @@ class Fleet:
 
     async def _watch(self, read: Callable[[], Mapping[int, Server]] | None) -> None:
         probes: dict[Member, asyncio.Task[None]] = {}
-        async with httpx.AsyncClient(  # as `server.connect`
-            timeout=self._health_timeout_s,
-            limits=CONNECTIONS,
-            verify=certificates(),
-            trust_env=False,
-        ) as http:
-            while not self._closing.is_set():
-                if read:
-                    with contextlib.suppress(OSError):  # a shared file system falters; asked again
-                        self._compare(read())
-                probes = {member: probe for member, probe in probes.items() if not probe.done()}
-                self._await_lost_ones()
-                for member in self.members("starting", "joining", "serving"):
-                    if not member.server.alive():
-                        self.lose(member, str(member.server.failed("died")))
-                    elif member not in probes and self._is_doubtful(member):
-                        probes[member] = asyncio.create_task(self._probe(http, member))
-                await asyncio.sleep(POLL_S)
-            for probe in probes.values():
-                probe.cancel()
+        while not self._closing.is_set():
+            if read:
+                with contextlib.suppress(OSError):  # a shared file system falters; asked again
+                    self._compare(read())
+            probes = {member: probe for member, probe in probes.items() if not probe.done()}
+            self._await_lost_ones()
+            for member in self.members("starting", "joining", "serving"):
+                if not member.server.alive():
+                    self.lose(member, str(member.server.failed("died")))
+                elif self._stalls(member):
+                    what = f"has answered no prompt for {STALLED_S / 3600:g} h"
+                    self.lose(member, str(member.server.failed(what)))
+                elif member not in probes and self._is_doubtful(member):
+                    probes[member] = asyncio.create_task(self._probe(member))
+            await asyncio.sleep(POLL_S)
+        for probe in probes.values():
+            probe.cancel()
 
     def _compare(self, servers: Mapping[int, Server]) -> None:
         """Add servers that are new in the rosters, and lose those that are no longer there."""
@@ -318,20 +322,24 @@ class Fleet:
             return not member.server.is_remote or silent_s > ASK_AGAIN_S
         return bool(member.requests) and not member.is_paused and silent_s > SILENT_S
 
-    async def _probe(self, http: httpx.AsyncClient, member: Member) -> None:
+    @staticmethod
+    def _stalls(member: Member) -> bool:
+        owes = bool(member.requests) and not member.is_paused
+        return owes and time.monotonic() - member.answered_at > STALLED_S
+
+    async def _probe(self, member: Member) -> None:
         asked_at = time.monotonic()
         problem = ""
+        server, timeout_s = member.server, self._health_timeout_s
         try:
-            server = member.server
             if member.state == "starting" and server.is_remote:
-                # A learner may have paused it and gone. It does not answer /health then.
-                url = f"{server.url}/continue_generation"
-                await http.post(url, json={}, headers=server.headers)
-            answer = await http.get(f"{server.url}/health", headers=server.headers)
-            if not answer.is_success:
-                problem = f"answers /health with status {answer.status_code}"
-        except httpx.TransportError as error:
-            problem = f"did not answer /health in {self._health_timeout_s:g} s ({error!r})"
+                problem = "" if await revived(server, timeout_s) else "does not resume"
+            else:
+                answer = await server.ask("GET", "/health", timeout_s=timeout_s)
+                if not answer.is_success:
+                    problem = f"answers /health with status {answer.status}"
+        except NoAnswer as error:
+            problem = str(error)
         with self._lock:
             is_starting = member.state == "starting"
             if is_starting and not problem:

@@ -6,23 +6,22 @@ them on the real server:
 - A prompt that starts after a weight update uses no prefix from before it.
 - `token_versions` in an answer has, for each token, the version of the weights that sampled it.
 
-Loopback servers are unauthenticated. A server that other machines can reach requires a key with
-every request. The key is stored in `Server` and never appears on a command line.
+Every server requires a key with each request, also on loopback, which all users of a machine reach.
+The key is stored in `Server`, and never appears on a command line.
 """
 
+import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
+import os
 import shutil
 import socket
-import ssl
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import httpx
 import psutil
 
 from qurl_megatron import device
@@ -30,29 +29,28 @@ from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.validate import check_weight_format
+from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import LAUNCHER_SIGNALS, NO_THREADS, free_port, start_ticks, tail
+from qurl_megatron.process import (
+    LAUNCHER_SIGNALS,
+    NO_THREADS,
+    free_port,
+    make_key,
+    scratch_directory,
+    start_ticks,
+    tail,
+)
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload
+from qurl_megatron.rollout.asking import Answer, NoAnswer, ask
 from qurl_megatron.rollout.options import command_line
 from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
+OWN_RUN = "own"  # names the run that started a server to it
+_locks: dict[str, int] = {}  # of the scratch directories of servers that this process has started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
-# Connections are not kept: a server closes an idle one after 5 s, maybe just when it is used again,
-# which could not be told from a server that dies.
-CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-
-
-@functools.cache
-def certificates() -> ssl.SSLContext:
-    """Return what servers elsewhere are verified with.
-
-    A client that is not given it reads the certificates of all authorities anew, even if it only
-    speaks plain HTTP.
-    """
-    return httpx.create_ssl_context()
 
 
 class ServerFailed(RuntimeError):
@@ -67,6 +65,7 @@ class Server:
     """
 
     url: str
+    api_key: str
     machine: str = ""  # hostname
     pid: int = 0  # the main process, root of the server's process tree
     start_ticks: int | None = None  # start of that process, see process.start_ticks; None: it died
@@ -75,15 +74,18 @@ class Server:
     """Indices on its machine, one per tensor-parallel rank; empty without a GPU."""
     log_file: str = ""
     scratch_dir: str = ""  # holds its sockets and temporary files
-    api_key: str | None = None  # None: unauthenticated
     is_remote: bool = False  # somebody started it elsewhere
-    run: str = ""  # names the run to a server elsewhere, which serves one at a time
+    run: str = OWN_RUN  # names the run to the server, which serves one at a time
 
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers that every request needs."""
-        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        key = {"Authorization": f"Bearer {self.api_key}"}
         return key | ({RUN_HEADER: self.run} if self.run else {})
+
+    async def ask(self, method: str, path: str, **options: Any) -> Answer:
+        """Send a request to the server, with its headers; see `asking.ask`."""
+        return await ask(method, f"{self.url}{path}", self.headers, **options)
 
     @property
     def is_local(self) -> bool:
@@ -115,6 +117,8 @@ class Server:
                 process.kill()
         psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
+        if self.scratch_dir in _locks:
+            os.close(_locks.pop(self.scratch_dir))
 
     def failed(self, what: str) -> ServerFailed:
         """Return the exception for a failure, with the end of the log if there is one here."""
@@ -139,11 +143,9 @@ class ServerPlan:
     # weights until the first publish.
     loads: bool = False
     records_routing: bool = False  # answer with the experts chosen, if a request asks for them
-    # Address to listen on. Any address other than loopback requires `api_key`, which must be the
-    # same for all servers of a run.
-    host: str = LOOPBACK
+    host: str = LOOPBACK  # address to listen on
     port: int = dataclasses.field(default_factory=free_port)
-    api_key: str | None = None
+    api_key: str = dataclasses.field(default_factory=make_key)
     # Consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
     gpus: Sequence[int] | None = None
 
@@ -157,19 +159,17 @@ class ServerPlan:
         """
         check_weight_format(self.weight_format, device.capabilities())
         host, num_ranks = self.host, self.config.tensor_parallel_size
-        if host != LOOPBACK and not self.api_key:
-            raise ValueError(f"host {host}: a server that others can reach needs an api_key")
         gpus = self.gpus
         if gpus is None:
             gpus = range(min(num_ranks, device.num_gpus()))
-        scratch_dir = tempfile.mkdtemp(prefix="qurl-server-")
+        scratch_dir, lock = scratch_directory("qurl-server-")
+        _locks[scratch_dir] = lock
         options = self.options()
         if gpus:
             options["base_gpu_id"] = gpus[0]
-        if self.api_key:
-            key_file = Path(scratch_dir) / "key.yaml"  # mkdtemp's directories are private
-            key_file.write_text(f"api-key: {json.dumps(self.api_key)}\n")
-            options["config"] = key_file
+        key_file = Path(scratch_dir) / "key.yaml"
+        write_whole(key_file, f"api-key: {json.dumps(self.api_key)}\n", private=True)
+        options["config"] = key_file
         words = command_line({**options, **self.config.options})
         on_cpu = device.accelerator() == "cpu"
         program = preload.Program(
@@ -304,22 +304,6 @@ def wait_ready(
 
 def answers(server: Server) -> bool:
     """Return whether a server has started; it does not answer while it is paused."""
-    with contextlib.suppress(httpx.TransportError), connect(server, timeout_s=5.0) as http:
-        return http.get("/health").is_success
+    with contextlib.suppress(NoAnswer):
+        return asyncio.run(server.ask("GET", "/health", timeout_s=5.0)).is_success
     return False
-
-
-def connect(server: Server, timeout_s: float) -> httpx.Client:
-    """Return a client of one server.
-
-    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
-    would read what is sent there.
-    """
-    return httpx.Client(
-        base_url=server.url,
-        headers=server.headers,
-        timeout=timeout_s,
-        limits=CONNECTIONS,
-        verify=certificates(),
-        trust_env=False,
-    )

@@ -5,11 +5,10 @@
     header: one line of JSON, see `BucketHeader` | payload: the bucket's values, maybe compressed
 
 and its answer is `{"success": ..., "message": ..., "load_s": ...}`, with the seconds that loading
-took. `DELETE /qurl/run` ends the claim of the run that asks for it. All need the server's key. A
-server without a key has none of them.
+took. `DELETE /qurl/run` ends the claim of the run that asks for it. All need the server's key.
 
 A run names itself in the header `Qurl-Run` of each of its requests. A server serves one run at a
-time, whose weights it has; the requests of others get status 409.
+time, whose weights it has; the requests of others get status 409 (`sglang_plugin/door.py`).
 
 In the server's processes, the values are a file. Instead of a process group, a request then names
 the file.
@@ -20,15 +19,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
+from annotated_types import Ge, Lt
 
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.text import from_tree
 
 DESCRIPTION_PATH = "/qurl"
 WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"
 LARGEST_HEADER_BYTES = 2**28  # names and shapes of a bucket; what has more is no header
+SHOWN_CHARACTERS = 500  # of what another machine has answered
+_ANYTHING = pydantic.TypeAdapter(Any)
 FILE_PREFIX = "file:"  # of a file's path in place of the name of a process group
 
 
@@ -39,7 +44,7 @@ class BucketHeader:
     names: Sequence[str]
     dtypes: Sequence[str]  # without "torch."
     shapes: Sequence[Sequence[int]]
-    version: int  # of the weights
+    version: Annotated[int, Ge(0), Lt(10**18)]  # of the weights
     flush_cache: bool  # empty the cache of prefixes
     num_bytes: int  # of the values
     is_compressed: bool  # the payload is a stream of zlib
@@ -55,10 +60,7 @@ class BucketHeader:
         Raises:
             ValueError: it is no such header.
         """
-        try:
-            return BucketHeader(**json.loads(line))
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        return from_tree(BucketHeader, read_json(line))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,29 @@ class Description:
                 f"{server} does not record the experts that rollout.routing needs; start it with "
                 "records_routing=true"
             )
+
+
+def read_json(content: bytes) -> Any:
+    """Return what the JSON of another machine says.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply.
+    """
+    try:
+        return _ANYTHING.validate_json(content)
+    except pydantic.ValidationError as error:
+        raise ValueError(error.errors(include_input=False)[0]["msg"]) from None
+
+
+def escaped(text: str) -> str:
+    """Return the beginning of a text from elsewhere, on one line, control characters as escapes.
+
+    What it would do to a terminal it then only says.
+    """
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown
+    )
 
 
 def dtype_names(dtypes: Iterable[object]) -> list[str]:

@@ -4,8 +4,8 @@
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds five things:
 the reloadable quantized linear layers and experts `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`;
 checksums of the weights a server holds; receiving weights with a time limit, also from the
-learner's memory; a weight version for every sampled token; weights over HTTP, for a server with a
-key. Importing this package does nothing.
+learner's memory; a weight version for every sampled token; weights over HTTP, and a door before all
+routes (`door.py`). Importing this package does nothing.
 """
 
 

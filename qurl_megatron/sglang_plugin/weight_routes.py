@@ -1,32 +1,31 @@
 """Weights over HTTP, for a server that the learner reaches by a URL and a key only.
 
-`add_routes` gives a server with a key the routes of `rollout/wire.py`. A server without a key
-does not get them. `without_key` keeps the key out of the log.
+`add_routes` gives a server the routes of `rollout/wire.py`, behind its door (`door.py`).
+`without_key` keeps the key out of the log.
 
 The HTTP process writes the values of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
 `weights.receive` reads it there. So pausing, versions and refusals are those of every other update.
-The file is gone when the learner gets its answer.
-
-A server serves one run: the weights of a second one would silently replace those of the first. A
-run names itself in a header of every request. `Claim` knows which run the server serves, and
-refuses the requests of any other.
+The file is gone when the learner gets its answer. What the model does not have, or a
+delta that cannot be read, is refused before the schedulers hear of it.
 """
 
 import dataclasses
+import functools
 import json
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.metadata import version
 from typing import IO, Any
 
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
+from torch import Tensor
 
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.wire import (
     DESCRIPTION_PATH,
     FILE_PREFIX,
@@ -36,11 +35,12 @@ from qurl_megatron.rollout.wire import (
     WEIGHTS_PATH,
     BucketHeader,
     Description,
+    escaped,
 )
-
-# A run that asks for nothing for so long has ended without saying so. The learner's part of a step
-# must be shorter.
-CLAIM_S = 3600.0
+from qurl_megatron.sglang_plugin.door import Door
+from qurl_megatron.sglang_plugin.weights import read_file
+from qurl_megatron.weight_sync.bucket import SentTensor, check_manifest, model_tensors
+from qurl_megatron.weight_sync.delta import base_version, unpack
 
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
@@ -49,8 +49,8 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     app.add_route(DESCRIPTION_PATH, _describe, methods=["GET"])
     app.add_route(WEIGHTS_PATH, _receive, methods=["POST"])
     app.add_route(RUN_PATH, _release, methods=["DELETE"])
-    app.state.claim = Claim()
-    app.add_middleware(app.state.claim.guard)
+    app.state.door = Door(_held)
+    app.add_middleware(app.state.door.guard)
     original(app, **keys)
 
 
@@ -61,24 +61,42 @@ def without_key(original: Callable[[Any], dict[str, Any]], arguments: Any) -> di
 
 async def _release(request: Any) -> Any:
     """End the claim of the run that asks for it."""
-    request.app.state.claim.release(request.headers.get(RUN_HEADER, ""))
+    request.app.state.door.release(request.headers.get(RUN_HEADER, ""))
     return JSONResponse({"success": True})
 
 
 async def _describe(request: Any) -> Any:
     """Return the `Description` of this server."""
     arguments = _tokenizer_manager().server_args
-    changes = json.loads(arguments.json_model_override_args)
     description = Description(
         version("qurl-megatron"),
         arguments.quantization,
         arguments.context_length - CONTEXT_RESERVE,
         dataclasses.asdict(Architecture.from_directory(arguments.model_path)),
-        changes.get("quantization_config", {}).get("modules_to_not_convert", []),
+        _kept(arguments),
         arguments.enable_return_routed_experts,
-        request.app.state.claim.run,
+        request.app.state.door.run,
     )
     return JSONResponse(dataclasses.asdict(description))
+
+
+def _kept(arguments: Any) -> list[str]:
+    """Return the layers that stay in BF16, by the server's arguments."""
+    changes = json.loads(arguments.json_model_override_args)
+    kept: list[str] = changes.get("quantization_config", {}).get("modules_to_not_convert", [])
+    return kept
+
+
+@functools.cache
+def _held() -> Mapping[str, SentTensor]:
+    """Return the tensors that this server takes, by name."""
+    arguments = _tokenizer_manager().server_args
+    formats = {method: name for name, method in ENGINE_METHODS.items()}
+    return model_tensors(
+        Architecture.from_directory(arguments.model_path),
+        formats.get(arguments.quantization, "bf16"),
+        set(_kept(arguments)),
+    )
 
 
 async def _receive(request: Any) -> Any:
@@ -87,9 +105,12 @@ async def _receive(request: Any) -> Any:
 
     with tempfile.NamedTemporaryFile(prefix="weights-") as file:
         try:
-            header = await receive_body(request.stream(), file.file)
-        except (OSError, ValueError, zlib.error) as error:  # OSError: the disk is full
-            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+            header = await receive_body(request.stream(), file.file, _held())
+            if base_version(header.names) is not None:
+                check_delta(read_file(file.name), _held())
+        except (OSError, RuntimeError, ValueError, zlib.error) as error:  # OSError: a full disk
+            message = escaped(str(error))
+            return JSONResponse({"success": False, "message": message}, status_code=400)
         update = UpdateWeightsFromDistributedReqInput(
             names=list(header.names),
             dtypes=list(header.dtypes),
@@ -105,11 +126,27 @@ async def _receive(request: Any) -> Any:
     return JSONResponse({"success": success, "message": message, "load_s": load_s})
 
 
-async def receive_body(body: AsyncIterator[bytes], file: IO[bytes]) -> BucketHeader:
-    """Write the values that a body brings to `file`; return its header.
+def check_delta(flat: Tensor, held: Mapping[str, SentTensor]) -> None:
+    """Check that a delta, `[bytes]` uint8, changes only tensors that a server has.
 
     Raises:
-        ValueError: the body is not of this form, or not complete.
+        ValueError, RuntimeError: it does not, or is none.
+    """
+    for change in unpack(flat):
+        if change.name not in held:
+            raise ValueError(f"{change.name}: the model has no such tensor")
+
+
+async def receive_body(
+    body: AsyncIterator[bytes], file: IO[bytes], held: Mapping[str, SentTensor]
+) -> BucketHeader:
+    """Write the values that a body brings to `file`; return its header.
+
+    Args:
+        held: the tensors that the server takes, by name.
+
+    Raises:
+        ValueError: the body is not of this form, not complete, or not for this server.
         zlib.error: it is not compressed as its header says.
     """
     line = b""
@@ -124,8 +161,11 @@ async def receive_body(body: AsyncIterator[bytes], file: IO[bytes]) -> BucketHea
             if not end:
                 continue
             header = BucketHeader.unpack(line)
+            check_manifest(header.names, header.dtypes, header.shapes, held)
         values = decompress(chunk) if header.is_compressed else chunk
         num_bytes += len(values)
+        if num_bytes > header.num_bytes:
+            break
         file.write(values)
     file.flush()
     if header is None or num_bytes != header.num_bytes:
@@ -138,48 +178,3 @@ def _tokenizer_manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
-
-
-class Claim:
-    """Which run a server serves: the one that asked last, unless that was long ago."""
-
-    def __init__(self) -> None:
-        self._run = ""
-        self._num_running = 0  # requests of the run
-        self._heard_at = 0.0  # when its last one ended, by the monotonic clock
-
-    @property
-    def run(self) -> str:
-        """The run that the server serves; empty: none."""
-        silent_s = time.monotonic() - self._heard_at
-        return self._run if self._num_running or silent_s < CLAIM_S else ""
-
-    def release(self, run: str) -> None:
-        """Forget the run, if it is this one."""
-        if self._run == run:
-            self._run = ""
-
-    def guard(self, app: Any) -> Callable[..., Coroutine[Any, Any, None]]:
-        """Return an ASGI application that gives `app` the requests of this run and of no run.
-
-        The first run that asks for something has the claim. Other runs are refused.
-        """
-
-        async def answer(scope: Any, receive: Any, send: Any) -> None:
-            run = Headers(scope=scope).get(RUN_HEADER, "") if scope["type"] == "http" else ""
-            if not run or scope["path"] in (DESCRIPTION_PATH, RUN_PATH):
-                await app(scope, receive, send)
-            elif self.run in ("", run):
-                self._run = run
-                self._num_running += 1
-                try:
-                    await app(scope, receive, send)
-                finally:
-                    self._num_running -= 1
-                    self._heard_at = time.monotonic()
-            else:
-                message = f"it serves the run {self.run}"
-                refusal = JSONResponse({"success": False, "message": message}, status_code=409)
-                await refusal(scope, receive, send)
-
-        return answer

@@ -179,7 +179,7 @@ def receive(
     try:
         request = Manifest.read(names, dtypes, shapes)
         if is_file:
-            flat = _read(group_name.removeprefix(FILE_PREFIX)).to(updater.device)
+            flat = read_file(group_name.removeprefix(FILE_PREFIX)).to(updater.device)
             write_bucket(updater.get_model(), Bucket.around(request, flat))
         elif base is not None:
             for sender in range(request.shapes[0][0]):
@@ -193,7 +193,7 @@ def receive(
     return []
 
 
-def _read(path: str) -> Tensor:
+def read_file(path: str) -> Tensor:
     """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
     size = os.path.getsize(path)
     if size == 0:  # cannot be mapped

@@ -40,19 +40,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.weight_sync.delta import bucket_name
+from qurl_megatron.weight_sync.delta import PREFIX, bucket_name
 
 IN_PLACE = "written in place"
 _MARKER = "bucket of sender "
+_ALONE = re.compile(rf"{IN_PLACE}|{PREFIX}[0-9]{{1,18}}")  # the only name of what it is in
+_MARKERS = re.compile(rf"{_MARKER}[0-9]{{1,4}}|{_ALONE.pattern}")
 
 
 @dataclass(frozen=True)
@@ -294,6 +299,59 @@ def announce_in_place() -> Manifest:
 def is_key_frame(names: Sequence[str]) -> bool:
     """Return whether a request with these names announces a key frame."""
     return bool(names) and names[0].startswith(_MARKER)
+
+
+def model_tensors(
+    architecture: Architecture, weight_format: str, kept: Collection[str]
+) -> dict[str, SentTensor]:
+    """Return every full tensor that a server of a model takes, by name.
+
+    Args:
+        weight_format: of the layers that are quantized; "bf16": none is.
+        kept: layers that stay in BF16, as `keep.kept_layers` returns them.
+    """
+    tensors: dict[str, SentTensor] = {}
+    nothing = torch.empty(0)  # a server has no shard of the learner's
+    for rule in weight_map.rules(architecture):
+        for layer in range(architecture.num_layers) if rule.layered else [None]:
+            for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
+                shape = weight_map.full_shape(tensor, architecture)
+                part = TensorPart(name, nothing, None, None, 0, shape)
+                is_plain = weight_format == "bf16" or not rule.quantized
+                if is_plain or name.removesuffix(".weight") in kept:
+                    weight = SentWeight.plain(part, torch.bfloat16)
+                else:
+                    weight = SentWeight.quantized(part, weight_format)
+                tensors.update({sent.name: sent for sent in weight.tensors})
+    return tensors
+
+
+def check_manifest(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    held: Mapping[str, SentTensor],
+) -> None:
+    """Check that the lists of a request announce only what a server holds.
+
+    Raises:
+        ValueError: the first entry that is neither a marker nor one of the tensors `held`.
+    """
+    if not len(names) == len(dtypes) == len(shapes) > 0:
+        raise ValueError("names, dtypes and shapes are not equally long lists")
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if _MARKERS.fullmatch(name):
+            if len(names) > 1 and _ALONE.fullmatch(name):
+                raise ValueError(f"{name}: it must be the only name")
+            if dtype != "uint8" or len(shape) != 1 or shape[0] < 0:
+                raise ValueError(f"{name}: {dtype} {shape}; a marker is uint8 and has one number")
+            continue
+        tensor = held.get(name)
+        if tensor is None:
+            raise ValueError(f"{name}: the model has no such tensor")
+        expected = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        if (dtype, [*shape]) != expected:
+            raise ValueError(f"{name}: {dtype} {shape}; the model's is {expected[0]} {expected[1]}")
 
 
 def read_key_frame(request: Manifest) -> Iterator[tuple[int, Manifest]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from qurl_megatron.device import device, rank
 from qurl_megatron.rollout.elsewhere import post_weights
-from qurl_megatron.rollout.server import Server, connect
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import base_version
@@ -199,7 +199,7 @@ class HttpEndpoint:
     flush_cache: bool
 
     def open(self, sender: int) -> Channel:
-        """Return a channel, which connects with the first bucket."""
+        """Return a channel, which connects with each bucket."""
         return HttpChannel(self)
 
 
@@ -211,7 +211,6 @@ class HttpChannel(Channel):
         super().__init__(endpoint.token)
         self.rate = float("inf")  # of the link, in bytes per second
         self._endpoint = endpoint
-        self._client = connect(endpoint.server, endpoint.timeout_s)
 
     def _send(self, bucket: Bucket, version: int) -> int:
         """Send a bucket, and wait until the server has loaded it.
@@ -220,6 +219,7 @@ class HttpChannel(Channel):
             ServerFailed: the server did not take it.
             UpdateRefused: the server answered that it did not load it.
         """
+        endpoint = self._endpoint
         is_delta = base_version(bucket.names) is not None
         payload = bucket.flat
         is_compressed = is_delta and self.rate < COMPRESSION_PAYS_BELOW_BYTES_PER_S
@@ -231,17 +231,17 @@ class HttpChannel(Channel):
             dtypes=dtype_names(bucket.dtypes),
             shapes=[list(shape) for shape in bucket.shapes],
             version=version,
-            flush_cache=self._endpoint.flush_cache,
+            flush_cache=endpoint.flush_cache,
             num_bytes=len(bucket.flat),
             is_compressed=is_compressed,
         )
-        send_s = post_weights(self._endpoint.server, self._client, header, payload)
+        send_s = post_weights(endpoint.server, endpoint.timeout_s, header, payload)
         if len(payload) >= MEASURED_BYTES:
             self.rate = len(payload) / send_s
         return len(payload)
 
     def _leave(self) -> None:
-        self._client.close()
+        """Do nothing: each bucket has a connection of its own."""
 
 
 Endpoint = GroupEndpoint | HttpEndpoint

@@ -37,7 +37,9 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -47,7 +49,12 @@ ESCAPE = 65535  # a gap word that stands for as many elements, without a change 
 CHUNK_ELEMENTS = 2**23  # compared at once, which bounds the memory for their positions
 _ALIGNMENT = 8
 _WIDTHS = (4, 2, 1)  # bytes of the values, in their order in a message
-_PREFIX = "delta of version "
+PREFIX = "delta of version "
+_Place = tuple[int, int]
+# Name, offset, shape, bytes of a value, gap words, values, and whether they are relative.
+_ENTRIES = pydantic.TypeAdapter(
+    list[tuple[str, _Place, _Place, Literal[4, 2, 1], int | None, int, bool]]
+)
 
 
 @dataclass(frozen=True)
@@ -190,35 +197,39 @@ def pack(changes: Sequence[Change], device: torch.device) -> Tensor:
 
 
 def unpack(flat: Tensor) -> Iterator[Change]:
-    """Yield the changes of all messages in a buffer `[bytes]` uint8; they are views of it."""
+    """Yield the changes of all messages in a buffer `[bytes]` uint8; they are views of it.
+
+    Raises:
+        ValueError, RuntimeError: it holds something else.
+    """
     while len(flat):
         header_bytes, num_bytes = flat[: 2 * _ALIGNMENT].view(torch.int64).tolist()
         header, payload, flat = flat[2 * _ALIGNMENT :].split(
             [header_bytes, num_bytes, len(flat) - 2 * _ALIGNMENT - header_bytes - num_bytes]
         )
-        entries = json.loads(header.cpu().numpy().tobytes())
+        entries = _ENTRIES.validate_json(header.cpu().numpy().tobytes())
         counts: dict[int, list[int]] = {width: [] for width in _WIDTHS}
-        for *_, width, words, count, _ in entries:
+        for *_, size, words, count, _ in entries:
             if words is not None:
                 counts[2].append(words)
-            counts[width].append(count)
+            counts[size].append(count)
         streams = {}
         for width in _WIDTHS:
             stream, payload = payload.tensor_split([width * sum(counts[width])])
             streams[width] = iter(stream.view(INTEGERS[width]).split(counts[width]))
-        for name, offset, shape, width, words, _, is_relative in entries:
+        for name, offset, shape, size, words, _, is_relative in entries:
             gaps = None if words is None else next(streams[2])
-            values = next(streams[width])
-            yield Change(name, tuple(offset), tuple(shape), gaps, values, is_relative)
+            values = next(streams[size])
+            yield Change(name, offset, shape, gaps, values, is_relative)
 
 
 def bucket_name(base: int) -> str:
     """Return the name under which a buffer of messages is sent that change version `base`."""
-    return f"{_PREFIX}{base}"
+    return f"{PREFIX}{base}"
 
 
 def base_version(names: Sequence[str]) -> int | None:
     """Return the version that a bucket with tensors of these names changes; None: it is whole."""
-    if len(names) != 1 or not names[0].startswith(_PREFIX):
+    if len(names) != 1 or not names[0].startswith(PREFIX):
         return None
-    return int(names[0].removeprefix(_PREFIX))
+    return int(names[0].removeprefix(PREFIX))

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qurl_megatron.config.schema import UaqConfig
@@ -19,7 +18,13 @@ from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import Progress, copy_beside_weights, stored_dtype, write_index
+from qurl_megatron.model.huggingface import (
+    Progress,
+    copy_beside_weights,
+    stored_dtype,
+    write_index,
+    write_tensors,
+)
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.quantization import uaq
 from qurl_megatron.weight_sync.gather import to_rank_zero
@@ -65,11 +70,14 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
             f"{destination}: needs {gigabytes(needed)} of disk, and has {gigabytes(free)} free"
         )
     partial = _create_partial(destination)
-    writer = _Writer(checkpoint / "model", partial, config.quantization.uaq)
-    for layer in checkpoints.read_masters(checkpoint, progress):
-        writer.write_file(layer)
-    writer.finish()
-    rename_whole(partial, destination)
+    try:
+        writer = _Writer(checkpoint / "model", partial, config.quantization.uaq)
+        for layer in checkpoints.read_masters(checkpoint, progress):
+            writer.write_file(layer)
+        writer.finish()
+        rename_whole(partial, destination)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _create_partial(destination: Path) -> Path:
@@ -99,7 +107,7 @@ class _Writer:
         }
         self._num_files += 1
         file = f"model{self._infix}-{self._num_files:05}.safetensors"
-        save_file(tensors, self._directory / file, {"format": "pt"})
+        write_tensors(tensors, self._directory / file)
         self.file_of |= dict.fromkeys(tensors, file)
 
     def finish(self) -> None:

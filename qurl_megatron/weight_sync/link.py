@@ -16,6 +16,7 @@ from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.wire import escaped
 from qurl_megatron.weight_sync.bucket import Manifest, channel_name
 from qurl_megatron.weight_sync.channel import (
     NOTICE_S,
@@ -142,7 +143,6 @@ class Link:
         self._thread.submit(self._leave, notice_s=0.0).result()  # no sender waits for anything
         self._thread.shutdown()
         self._requests.shutdown(wait=False)
-        self._control.close()
         self._pause.close()
 
     def _do(self, work: Callable[[], T]) -> Future[T | None]:
@@ -259,10 +259,10 @@ def verify(control: ServerControl, sent: dict[str, int]) -> None:
     try:
         held = checksum.combine(control.checksums())
     except ValueError as error:
-        raise PublishError(f"{control.server.url}: {error}") from None
+        raise PublishError(f"{control.server.url}: {escaped(str(error))}") from None
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
         raise PublishError(
             f"{control.server.url} does not hold the weights it was sent: {len(wrong)} of "
-            f"{len(sent)} checksums differ, first {wrong[0]}"
+            f"{len(sent)} checksums differ, first {escaped(wrong[0])}"
         )

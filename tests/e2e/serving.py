@@ -45,9 +45,9 @@ class Sender:
         from sglang.srt.utils import init_custom_process_group
 
         self.control = ServerControl(server, pause_mode)
-        self._group_name = server.url  # unique among the groups of this process
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
+        self._group_name = f"weights-{port}"  # unique among the groups of this process
         world_size = 1 + server.tensor_parallel_size
         joining = self._thread.submit(
             self.control.init_weights_group,
@@ -87,7 +87,6 @@ class Sender:
         """Leave the process group."""
         torch.distributed.destroy_process_group(self._group)
         self._thread.shutdown()
-        self.control.close()
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Deployment:
         """Return tokens, log-probs and the number of cached prompt tokens of one request."""
         body = {"input_ids": token_ids, "return_logprob": True, "sampling_params": sampling}
         response = httpx.post(
-            f"{self.server.url}/generate", json=body, timeout=60
+            f"{self.server.url}/generate", json=body, headers=self.server.headers, timeout=60
         ).raise_for_status()
         answer = response.json()
         meta = answer["meta_info"]

@@ -1,7 +1,6 @@
 """A mixture of experts on the real server, in each format and over ranks and groups of ranks."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,7 +169,7 @@ def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
         max_total_tokens=1024,
     )
     plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
-    with plan.running() as server, closing(ServerControl(server)) as control:
-        held = combine(control.checksums())
+    with plan.running() as server:
+        held = combine(ServerControl(server).checksums())
     stored = load_file(written / "model.safetensors")
     assert held == {name: checksum(tensor) for name, tensor in stored.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -127,6 +128,28 @@ def test_a_completion_ends_at_a_stop_token_or_is_marked_truncated(
 def test_weights_reload_any_number_of_times_bit_for_bit(deployment: Deployment) -> None:
     reloads = 20 if deployment.weight_format == "int8" else 6
     assert_reloads_bit_for_bit(deployment, reloads)
+
+
+def test_what_a_run_never_sends_ends_no_server_and_changes_nothing(deployment: Deployment) -> None:
+    """The first would reach `int(None)` in the scheduler, the second be answered "Succeeded"."""
+    deployment.sender.send(deployment.weights[0])
+    before, server = deployment.greedy()[:2], deployment.server
+    update = {"names": ["delta of version 7"], "dtypes": ["uint8"], "shapes": [[1]]}
+    update |= {"group_name": "weights", "load_format": "flattened_bucket", "flush_cache": True}
+    outside = {"names": ["../../etc"], "dtypes": ["int8"], "shapes": [[1]], "weight_version": "1"}
+    for path, body, status in (
+        ("/update_weights_from_distributed", update, 400),
+        ("/update_weights_from_distributed", update | outside, 400),
+        ("/update_weights_from_disk", {"model_path": "/etc"}, 404),
+        ("/health_generate", None, 404),
+    ):
+        url = f"{server.url}{path}"
+        assert httpx.post(url, json=body, headers=server.headers).status_code == status
+        # Another user of the machine has no key, and another run has not this server.
+        assert httpx.post(url, json=body).status_code in (401, 404)
+        other = {**server.headers, "Qurl-Run": "another"}
+        assert httpx.post(url, json=body, headers=other).status_code in (404, 409)
+    assert deployment.greedy()[:2] == before
 
 
 def test_the_prefix_cache_never_serves_old_weights(deployment: Deployment) -> None:

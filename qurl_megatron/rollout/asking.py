@@ -1,0 +1,151 @@
+"""One request to a server, and its answer: in time, whole, and no larger than it may be.
+
+A server that somebody else runs may do anything. It stalls no run: a time limit is of the whole
+answer, while httpx's are of each read, and a byte now and then would satisfy those. It fills no
+memory: an answer has a limit of size, and nothing is unpacked. What it says is printed on one line,
+without control characters.
+"""
+
+import asyncio
+import functools
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from qurl_megatron.rollout.wire import escaped, read_json
+
+LARGEST_ANSWER_BYTES = 2**20  # unless a request says otherwise
+SLOWEST_BYTES_PER_S = 5e5  # of a link: 4 Mb/s
+LATENCY_S = 60.0  # that a link and a server may add
+# Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
+# minutes; neither side would be told.
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 30),
+]
+
+
+class NoAnswer(Exception):
+    """A server gave no whole answer; the text says what it did instead."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server has answered."""
+
+    status: int
+    media_type: str
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """True if the server says that it did what was asked."""
+        return httpx.codes.is_success(self.status)
+
+    @property
+    def is_json(self) -> bool:
+        """True if the server, and no proxy before it, has answered."""
+        return self.media_type.startswith("application/json")
+
+    @property
+    def text(self) -> str:
+        """The beginning of the content, for a message."""
+        return escaped(self.content[:4096].decode(errors="replace"))
+
+    def fields(self) -> dict[str, Any]:
+        """Return the JSON object that the content is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        content = read_json(self.content)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+        return content
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """Return what servers elsewhere are verified with.
+
+    A client that is not given it reads the certificates of all authorities anew, even if it only
+    speaks plain HTTP.
+    """
+    return httpx.create_ssl_context()
+
+
+def connect(most: int | None = None) -> httpx.AsyncClient:
+    """Return a client with at most this many connections at a time.
+
+    It keeps none: a server closes an idle one after 5 s, maybe just when it is used again, which
+    could not be told from a server that dies. It asks no proxy that a variable such as HTTP_PROXY
+    names, which could not reach loopback, and would read what is sent there.
+    """
+    limits = httpx.Limits(max_connections=most, max_keepalive_connections=0)
+    transport = httpx.AsyncHTTPTransport(
+        limits=limits, socket_options=KEEP_ALIVE, verify=certificates()
+    )
+    return httpx.AsyncClient(timeout=None, transport=transport)
+
+
+def transfer_s(num_bytes: int) -> float:
+    """Return how long a transfer may take."""
+    return LATENCY_S + num_bytes / SLOWEST_BYTES_PER_S
+
+
+async def ask(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    *,
+    timeout_s: float | None,
+    most_bytes: int = LARGEST_ANSWER_BYTES,
+    http: httpx.AsyncClient | None = None,
+    **request: Any,
+) -> Answer:
+    """Send a request; return the answer, whatever its status.
+
+    Args:
+        timeout_s: time for all of it. None: any time until the answer begins, which then has
+            `transfer_s`.
+        most_bytes: that the answer may have.
+        http: the client to use; None: one of its own.
+        request: the rest of the request, in httpx's words.
+
+    Raises:
+        NoAnswer: there was none in time, or it was too large, or the connection was closed.
+    """
+    path = httpx.URL(url).path
+    if http is None:
+        async with connect() as http:
+            return await ask(
+                method, url, headers, timeout_s=timeout_s, most_bytes=most_bytes, http=http,
+                **request,
+            )  # fmt: skip
+    headers = {"Accept-Encoding": "identity", **headers}
+    content = bytearray()
+    try:
+        async with (
+            asyncio.timeout(timeout_s) as limit,
+            http.stream(method, url, headers=headers, **request) as response,
+        ):
+            if timeout_s is None:
+                timeout_s = transfer_s(most_bytes)
+                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > most_bytes:
+                    raise NoAnswer(f"answered {path} with more than {most_bytes:,} bytes")
+    except (TimeoutError, httpx.TimeoutException):
+        within = "in time" if timeout_s is None else f"in {timeout_s:g} s"
+        raise NoAnswer(f"did not answer {path} {within}") from None
+    except httpx.ConnectError as error:
+        raise NoAnswer(f"cannot be reached: {escaped(str(error))}") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise NoAnswer(f"closed the connection in {path} ({error!r})") from None
+    return Answer(response.status_code, response.headers.get("Content-Type", ""), bytes(content))

@@ -1,0 +1,64 @@
+"""A run outlives its standard output, and ends with a line when its disk is full."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from e2e.running import QUICK, QURL, Start
+from qurl_megatron.files import free_bytes, list_checkpoints
+from qurl_megatron.process import CONSOLE_LOG
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
+
+
+def test_a_run_whose_output_is_closed_after_three_lines_completes(tmp_path: Path) -> None:
+    """As in `qurl train ... 2>&1 | head -3`."""
+    command = subprocess.Popen(
+        [QURL, "train", *QUICK],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert command.stdout is not None
+    read = [command.stdout.readline() for _ in range(3)]
+    assert read[0].startswith("the run needs"), read
+    command.stdout.close()
+    run_dir = tmp_path / "runs" / "run"
+    assert command.wait(timeout=900) == 0
+    log = (run_dir / CONSOLE_LOG).read_text()
+    assert "file descriptor 1 cannot be written: Broken pipe" in log
+    assert "step 2/2" in log and "weight versions published" in log
+    assert steps_of(run_dir) == [1, 2]
+    assert (run_dir / "final_model" / "config.json").exists()
+
+
+def test_a_full_disk_ends_a_run_with_a_line_and_the_run_resumes(
+    start: Start, small_disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=256m", small_disk], check=True)
+    words = [f"output_dir={small_disk}", "checkpoint.every_steps=100"]
+    run = start("train", *QUICK, "steps=100", *words)
+    run.wait_for("step 2/")
+    run_dir, other = small_disk / "run", small_disk / "other"
+    with other.open("wb", buffering=0) as file:
+        while free_bytes(small_disk):
+            file.write(bytes(min(2**20, free_bytes(small_disk))))
+    assert run.exit_code() == 1, run.text()
+    (checkpoint,) = list_checkpoints(run_dir)
+    assert f"No space left on device; the last whole checkpoint is {checkpoint}" in run.text()
+    assert "Traceback" not in run.text()
+    assert f"to resume after step 1: qurl resume {run_dir}" in run.text()
+    assert run.survivors() == []
+    assert list(run_dir.rglob("*.unfinished")) == []
+    steps = steps_of(run_dir)  # every line is whole
+    assert steps == [*range(1, len(steps) + 1)]
+    other.unlink()
+    resumed = start("resume", run_dir, "steps=3")
+    assert resumed.exit_code() == 0, resumed.text()
+    assert steps_of(run_dir) == [1, 2, 3]
