@@ -23,7 +23,7 @@ from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, Weigh
 from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import ending_signals, exit_on, free_port
+from qurl_megatron.process import free_port
 from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
 from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
@@ -84,7 +84,6 @@ def run(config: ServeConfig) -> int:
     """
     key = read_key(config.key_file, "key_file")
     _check(config)
-    exit_on(ending_signals())
     log_file = Path(config.log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.open("wb").close()  # what cannot be written is refused before anything starts

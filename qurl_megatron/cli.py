@@ -5,6 +5,7 @@ input ends a command with one line and exit code 2 before anything starts.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from typer.exceptions import TyperException
 
 from qurl_megatron.commands import models, plans, runs
 from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.process import ended_by, ending_signals
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,9 +67,13 @@ def qurl(
 
 
 def main() -> None:
-    """Run the command. A wrong option, like any wrong input, ends it with one line and code 2."""
+    """Run the command. A wrong option, like any wrong input, ends it with one line and code 2.
+
+    So does a signal, with a code of its own. What becomes a launcher has handlers of its own.
+    """
     try:
-        sys.exit(app(standalone_mode=False))
+        with ended_by(ending_signals() | {signal.SIGUSR1}):
+            sys.exit(app(standalone_mode=False))
     except TyperException as error:
         message = error.format_message()
         if message:  # without a command, the help has been printed

@@ -4,12 +4,14 @@ import contextlib
 import ctypes
 import errno
 import importlib
+import logging
+import os
 import resource
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
+TIDY_UP_S = 1.5  # from a signal to the end of a command
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
@@ -130,28 +133,41 @@ def die_with_parent() -> None:
 
 
 def ending_signals() -> set[signal.Signals]:
-    """Return what ends a command in order: Ctrl-C, SIGTERM, and SIGHUP when its terminal closes.
+    r"""Return what ends a command in order: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
 
     `nohup` starts a command with SIGHUP ignored, and then it stays ignored.
     """
-    ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    ending = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP}
     return ending - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ending
 
 
-def exit_on(numbers: Collection[signal.Signals]) -> None:
-    """Have the first of these signals raise SystemExit, and ignore those that follow.
+@contextlib.contextmanager
+def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """Have the first of these signals end the body with a line and SystemExit; ignore later ones.
 
     A terminal that closes sends SIGHUP twice, by the kernel and by the shell. The second would
-    interrupt what tidies up after the first.
+    interrupt what tidies up after the first. Nothing else is logged from then on: what was under
+    way is abandoned, which is no error. If tidying up takes longer than `TIDY_UP_S`, or Python has
+    lost the exception, as it does in a destructor, the process ends at once.
     """
 
     def end(number: int, _: object) -> None:
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+        signal.setitimer(signal.ITIMER_REAL, TIDY_UP_S)
+        logging.disable()
+        with contextlib.suppress(OSError):  # its terminal has closed
+            os.write(2, f"qurl: interrupted by {signal.Signals(number).name}\n".encode())
         sys.exit(128 + number)
 
-    for number in numbers:
-        signal.signal(number, end)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:  # none has come
+                signal.signal(number, handler)
 
 
 def trim_heap() -> None:

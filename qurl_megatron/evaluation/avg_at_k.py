@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +61,6 @@ from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model, load_tokenizer
-from qurl_megatron.process import ending_signals, exit_on
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
@@ -305,7 +303,6 @@ def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[
     """Start a server of a model; yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
-    exit_on(ending_signals() - {signal.SIGINT})
     plan = ServerPlan(
         model_dir,
         config.server,

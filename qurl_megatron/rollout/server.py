@@ -112,8 +112,8 @@ class Server:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        shutil.rmtree(self.scratch_dir, ignore_errors=True)  # at once: the caller may be in a hurry
         psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
-        shutil.rmtree(self.scratch_dir, ignore_errors=True)
 
     def failed(self, what: str) -> ServerFailed:
         """Return the exception for a failure, with the end of the log if there is one here."""
