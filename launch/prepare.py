@@ -31,7 +31,6 @@ from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.host import check_memory
-from qurl_megatron.rollout.options import check_options
 
 
 def prepare_new(
@@ -210,9 +209,6 @@ def _check(
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
-    check_options(
-        {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
-    )
     place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())

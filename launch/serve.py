@@ -25,7 +25,6 @@ from qurl_megatron.config.values import Count, Seed, Text
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import free_port
 from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
-from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerPlan
 
@@ -123,7 +122,6 @@ def _check(config: ServeConfig) -> None:
     kept_layers(config.keep, architecture, "keep")
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")
-    check_options({"server": config.server})
     if not config.host:
         raise ConfigError("host=: missing; give an address, or 0.0.0.0 to listen on all")
     with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:

@@ -15,7 +15,7 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
-from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_names
+from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_options
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
@@ -186,7 +186,7 @@ def validate_server(
 ) -> None:
     """Check that a server can split this model in a format, and hold one sequence.
 
-    Its options must be none that `qurl` refuses; `rollout.options` checks them further.
+    Its options must be none that `qurl` refuses.
 
     Args:
         name: the server's section in error messages, such as `rollout.server`.
@@ -195,7 +195,7 @@ def validate_server(
     Raises:
         ConfigError: it cannot.
     """
-    check_names(name, server)
+    check_options(name, server)
     try:
         architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
         if weight_format == "fp8-block":

@@ -65,7 +65,6 @@ from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.server import ServerPlan
 
 
@@ -236,7 +235,6 @@ def check(config: EvalConfig) -> None:
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
     validate_server("server", config.server, architecture, config.format, config.max_length)
     validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
-    check_options({"server": config.server})
 
 
 def run(config: EvalConfig) -> None:

@@ -27,7 +27,7 @@ import psutil
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.config.server_options import CONTEXT_RESERVE
+from qurl_megatron.config.server_options import CONTEXT_RESERVE, command_line
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import (
@@ -41,7 +41,6 @@ from qurl_megatron.process import (
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.asking import Answer, NoAnswer, ask
-from qurl_megatron.rollout.options import command_line
 from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
