@@ -61,6 +61,7 @@ from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model, load_tokenizer
+from qurl_megatron.planning.host import check_workers
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
@@ -254,6 +255,7 @@ def run(config: EvalConfig) -> None:
         reward_timeout_s=config.reward_timeout_s,
         scoring_workers=config.scoring_workers,
     )
+    check_workers(config.scoring_workers)
     check_reward(reward)
     console = Console(stderr=True, highlight=False)
     averages_of: dict[str, dict[str, Average]] = {}
