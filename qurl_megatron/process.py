@@ -20,7 +20,8 @@ LOG_LINE_LENGTH = 500
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
 TIDY_UP_S = 1.5  # from a signal to the end of a command
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
+END_CONTAINED = signal.SIGRTMIN  # ends what `contain` has begun; nobody else sends it
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 # numpy and pyarrow start threads when they are imported, unless these variables forbid it. A fork
@@ -130,6 +131,52 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; call it in the child before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def contain() -> None:
+    """Fork, and return in the child; this process ends everything that the child starts.
+
+    It does so when the child ends, when its own parent does, and on `END_CONTAINED`: also with
+    processes in other sessions, and with those whose parents have ended, which become its children.
+    It ends with the child's exit code.
+    """
+    import psutil
+
+    os.setsid()  # what kills the group of its parent leaves it to do its work
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, END_CONTAINED)
+    events = {END_CONTAINED, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, events)
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    code = None
+    while code is None and signal.sigwait(events) == signal.SIGCHLD:
+        code = _reap().get(child)
+    found: set[psutil.Process] = set()
+    while new := {*psutil.Process().children(recursive=True)} - found:
+        for process in new:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()  # what is stopped starts no others
+        found |= new
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    if code is not None and code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 0)
+
+
+def _reap() -> dict[int, int]:
+    """Return the exit codes of the children that have ended, by process id."""
+    codes = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return codes
 
 
 def ending_signals() -> set[signal.Signals]:
