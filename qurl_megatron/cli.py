@@ -4,6 +4,7 @@ Those functions import what they need when they are called, so that `qurl --help
 input ends a command with one line and exit code 2 before anything starts.
 """
 
+import locale
 import os
 import signal
 import sys
@@ -71,6 +72,10 @@ def main() -> None:
 
     So does a signal, with a code of its own. What becomes a launcher has handlers of its own.
     """
+    is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower() == "utf-8"
+    if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # LC_ALL=C, say; files are UTF-8
+        os.environ["PYTHONUTF8"] = "1"  # also for every process that this one starts
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     try:
         with ended_by(ending_signals() | {signal.SIGUSR1}):
             sys.exit(app(standalone_mode=False))

@@ -638,14 +638,26 @@ def test_nemorun_exports_a_recipe_to_a_file_and_reads_it(
     assert launched == [("quickstart", ["steps=3", "name=first", "quantization.uaq.scale=2.0"])]
 
 
-@pytest.mark.parametrize("text", ["[", "- 1", "recipe: no_such\nconfig: {}", "recipe: grpo"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[", "not a file of --to-yaml (while parsing"),
+        ("- 1", "not a file of --to-yaml ("),
+        ("recipe: no_such\nconfig: {}", "there is no recipe no_such"),
+        ("recipe: grpo", "not a file of --to-yaml ('config')"),
+        ("recipe: grpo\nconfig: {stepz: 3}", "stepz=3: unexpected keyword argument"),
+        ("recipe: grpo\nconfig: {rollout: {x: 3}}", "rollout.x=3: unexpected keyword argument"),
+        ("recipe: grpo\nconfig: {}\nsteps: 3", "it has steps beside recipe and config"),
+        ("recipe: grpo\nconfig: &a {rollout: *a}", "refers to itself, or is nested too deeply"),
+    ],
+)
 def test_nemorun_refuses_a_file_that_it_did_not_export(
-    text: str, nemorun: Callable[..., object], capsys: pytest.CaptureFixture[str]
+    text: str, reason: str, nemorun: Callable[..., object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("first.yaml").write_text(text)
     assert nemorun("--yaml", "first.yaml", "--yes") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("qurl: --yaml first.yaml: not a file of --to-yaml")
+    assert line.startswith("qurl: --yaml first.yaml: ") and reason in line
 
 
 def test_nemorun_runs_here_and_keeps_a_field_that_is_given_as_the_recipe_has_it(
