@@ -83,7 +83,8 @@ hostile = st.sampled_from(
     [word.encode("latin-1", "backslashreplace").decode("unicode_escape") for word in HOSTILE]
 )
 # The kernel ends a word at a NUL, and gives bytes that are not UTF-8 as lone surrogates.
-values = st.one_of(hostile, st.text(max_size=20), st.integers().map(str), st.floats().map(str)).map(
+usual = st.sampled_from(["1", "2", "8", "0.5", "true", "false", "none", "exact", "int8"])
+values = st.one_of(usual, hostile, st.text(max_size=20), st.integers().map(str), st.floats().map(str)).map(
     lambda value: value.replace("\0", "")
 )
 json_values = st.recursive(
