@@ -87,7 +87,11 @@ def read_export(path: Path) -> tuple[str, Config]:
         tree = _without_targets(yaml.safe_load(path.read_text()))
         if tree["recipe"] not in recipe_names():
             raise ConfigError(f"there is no recipe {tree['recipe']}")
-        return tree["recipe"], from_tree(Config, tree["config"])
+        if others := tree.keys() - {"recipe", "config"}:
+            raise ConfigError(f"it has {', '.join(map(str, others))} beside recipe and config")
+        return tree["recipe"], from_tree(Config, tree["config"], extra="forbid")
+    except RecursionError:
+        raise ConfigError(f"--yaml {path}: refers to itself, or is nested too deeply") from None
     except (ConfigError, KeyError, TypeError, OSError, UnicodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--yaml {path}: not a file of --to-yaml ({reason})") from None

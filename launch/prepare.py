@@ -31,8 +31,7 @@ from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.planning.host import check_memory
-from qurl_megatron.rollout.options import check_options
+from qurl_megatron.planning.host import check_host, check_workers
 
 
 def prepare_new(
@@ -70,7 +69,7 @@ def prepare_new(
         data_summary = _check(config, num_gpus, asks_servers)
         if writes:
             if num_gpus == 0:
-                check_memory(config)
+                check_host(config)
             config.run_dir.mkdir(parents=True)
             if built.exists():
                 config.model = str(config.run_dir / "model")
@@ -122,7 +121,7 @@ def prepare_resume(
         data_summary = _check(config, num_gpus, asks_servers, resumes=True)
         if writes:
             if num_gpus == 0:
-                check_memory(config)
+                check_host(config)
             _write(config, data_summary)
     return config, data_summary
 
@@ -213,12 +212,11 @@ def _check(
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
-    check_options(
-        {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
-    )
     place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())
+    if num_gpus is not None:
+        check_workers(config.scoring_workers)
     check_reward(config)
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:

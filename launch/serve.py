@@ -24,9 +24,8 @@ from qurl_megatron.config.validate import validate_server
 from qurl_megatron.config.values import Count, Seed, Text
 from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import ending_signals, exit_on, free_port
+from qurl_megatron.process import free_port
 from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
-from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerPlan
 
@@ -85,7 +84,6 @@ def run(config: ServeConfig) -> int:
     """
     key = read_key(config.key_file, "key_file")
     _check(config)
-    exit_on(ending_signals())
     log_file = Path(config.log_file)
     check_output(log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +124,6 @@ def _check(config: ServeConfig) -> None:
     kept_layers(config.keep, architecture, "keep")
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")
-    check_options({"server": config.server})
     if not config.host:
         raise ConfigError("host=: missing; give an address, or 0.0.0.0 to listen on all")
     with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:

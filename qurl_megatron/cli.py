@@ -4,7 +4,9 @@ Those functions import what they need when they are called, so that `qurl --help
 input ends a command with one line and exit code 2 before anything starts.
 """
 
+import locale
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,6 +17,7 @@ from typer.exceptions import TyperException
 
 from qurl_megatron.commands import models, plans, runs
 from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.process import ended_by, ending_signals
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,9 +68,17 @@ def qurl(
 
 
 def main() -> None:
-    """Run the command. A wrong option, like any wrong input, ends it with one line and code 2."""
+    """Run the command. A wrong option, like any wrong input, ends it with one line and code 2.
+
+    So does a signal, with a code of its own. What becomes a launcher has handlers of its own.
+    """
+    is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower() == "utf-8"
+    if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # LC_ALL=C, say; files are UTF-8
+        os.environ["PYTHONUTF8"] = "1"  # also for every process that this one starts
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     try:
-        sys.exit(app(standalone_mode=False))
+        with ended_by(ending_signals() | {signal.SIGUSR1}):
+            sys.exit(app(standalone_mode=False))
     except TyperException as error:
         message = error.format_message()
         if message:  # without a command, the help has been printed

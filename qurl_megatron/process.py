@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib
 import io
+import logging
 import os
 import resource
 import secrets
@@ -15,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ LOCK = "lock"  # in a directory of `scratch_directory`
 NEW_S = 60.0
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+TIDY_UP_S = 1.5  # from a signal to the end of a command
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
+END_CONTAINED = signal.SIGRTMIN  # ends what `contain` has begun; nobody else sends it
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 # numpy and pyarrow start threads when they are imported, unless these variables forbid it. A fork
@@ -218,29 +221,88 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def contain() -> None:
+    """Fork, and return in the child; this process ends everything that the child starts.
+
+    It does so when the child ends, when its own parent does, and on `END_CONTAINED`: also with
+    processes in other sessions, and with those whose parents have ended, which become its children.
+    It ends with the child's exit code.
+    """
+    import psutil
+
+    os.setsid()  # what kills the group of its parent leaves it to do its work
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, END_CONTAINED)
+    events = {END_CONTAINED, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, events)
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    code = None
+    while code is None and signal.sigwait(events) == signal.SIGCHLD:
+        code = _reap().get(child)
+    found: set[psutil.Process] = set()
+    while new := {*psutil.Process().children(recursive=True)} - found:
+        for process in new:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()  # what is stopped starts no others
+        found |= new
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    if code is not None and code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 0)
+
+
+def _reap() -> dict[int, int]:
+    """Return the exit codes of the children that have ended, by process id."""
+    codes = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return codes
+
+
 def ending_signals() -> set[signal.Signals]:
-    """Return what ends a command in order: Ctrl-C, SIGTERM, and SIGHUP when its terminal closes.
+    r"""Return what ends a command in order: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
 
     `nohup` starts a command with SIGHUP ignored, and then it stays ignored.
     """
-    ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    ending = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP}
     return ending - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ending
 
 
-def exit_on(numbers: Collection[signal.Signals]) -> None:
-    """Have the first of these signals raise SystemExit, and ignore those that follow.
+@contextlib.contextmanager
+def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """Have the first of these signals end the body with a line and SystemExit; ignore later ones.
 
     A terminal that closes sends SIGHUP twice, by the kernel and by the shell. The second would
-    interrupt what tidies up after the first.
+    interrupt what tidies up after the first. Nothing else is logged from then on: what was under
+    way is abandoned, which is no error. If tidying up takes longer than `TIDY_UP_S`, or Python has
+    lost the exception, as it does in a destructor, the process ends at once.
     """
 
     def end(number: int, _: object) -> None:
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
+        signal.setitimer(signal.ITIMER_REAL, TIDY_UP_S)
+        logging.disable()
+        with contextlib.suppress(OSError):  # its terminal has closed
+            os.write(2, f"qurl: interrupted by {signal.Signals(number).name}\n".encode())
         sys.exit(128 + number)
 
-    for number in numbers:
-        signal.signal(number, end)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:  # none has come
+                signal.signal(number, handler)
 
 
 def trim_heap() -> None:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from qurl_megatron import cli
@@ -157,3 +158,16 @@ def test_eval_reports_a_server_that_fails_in_one_message_and_exits_with_1(
         cli.app(["eval", "model", "data.jsonl"])
     assert ended.value.code == 1
     assert capsys.readouterr().err == "qurl: it died\n"
+
+
+def test_a_command_reads_and_writes_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from qurl_megatron.cli import main; main()"]
+        + ["config", "grpo", "system_prompt=R\u00e9ponds en \u4e2d"],
+        env=environment,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["system_prompt"] == "R\u00e9ponds en \u4e2d"
+    assert done.stderr == b""

@@ -453,12 +453,32 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     monkeypatch.setattr(host.device, "machine_memory_bytes", lambda: 10_000_000)
     with pytest.raises(ConfigError) as refused:
         prepare_new("quickstart", ["name=first"], num_gpus=0)
-    # 16 B for each of 1.27M parameters; two servers, in INT8 and in BF16.
-    expected = "without a GPU the learner takes 0.0203 GB of memory and the servers 0.00388 GB, at"
-    assert expected in str(refused.value) and "this machine has 0.01 GB" in str(refused.value)
+    # 16 B for each of 1.27M parameters; two servers, in INT8 and in BF16. And the processes.
+    assert (
+        "without a GPU the learner takes 0.42 GB of memory (2 ranks) and the servers 0.604 GB "
+        "(rollout.servers=1), at least; this machine has 0.01 GB"
+    ) in str(refused.value)
     assert not Path("runs").exists()
     prepare_new("quickstart", ["name=first"], num_gpus=0, writes=False)  # only checks
     prepare_new("quickstart", ["name=first"])  # a Slurm job's nodes have memory of their own
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rollout.servers=200", r"the servers 60\.\d GB \(rollout.servers=200\), at least"),
+        ("learner.context_parallel_size=32", "64 learner ranks and 2 of servers compute on 2 co"),
+        ("scoring_workers=1000000000", r"scoring_workers=1000000000: they take 5e\+04 TB of mem"),
+    ],
+)
+def test_numbers_that_are_absurd_on_this_machine_are_refused_with_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, word: str, message: str
+) -> None:
+    monkeypatch.setattr(host.device, "machine_memory_bytes", lambda: 24_000_000_000)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    with pytest.raises(ConfigError, match=message):
+        prepare_new("quickstart", ["name=first", word], num_gpus=0)
+    assert not Path("runs").exists()
 
 
 def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) -> None:
@@ -618,14 +638,26 @@ def test_nemorun_exports_a_recipe_to_a_file_and_reads_it(
     assert launched == [("quickstart", ["steps=3", "name=first", "quantization.uaq.scale=2.0"])]
 
 
-@pytest.mark.parametrize("text", ["[", "- 1", "recipe: no_such\nconfig: {}", "recipe: grpo"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[", "not a file of --to-yaml (while parsing"),
+        ("- 1", "not a file of --to-yaml ("),
+        ("recipe: no_such\nconfig: {}", "there is no recipe no_such"),
+        ("recipe: grpo", "not a file of --to-yaml ('config')"),
+        ("recipe: grpo\nconfig: {stepz: 3}", "stepz=3: unexpected keyword argument"),
+        ("recipe: grpo\nconfig: {rollout: {x: 3}}", "rollout.x=3: unexpected keyword argument"),
+        ("recipe: grpo\nconfig: {}\nsteps: 3", "it has steps beside recipe and config"),
+        ("recipe: grpo\nconfig: &a {rollout: *a}", "refers to itself, or is nested too deeply"),
+    ],
+)
 def test_nemorun_refuses_a_file_that_it_did_not_export(
-    text: str, nemorun: Callable[..., object], capsys: pytest.CaptureFixture[str]
+    text: str, reason: str, nemorun: Callable[..., object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("first.yaml").write_text(text)
     assert nemorun("--yaml", "first.yaml", "--yes") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("qurl: --yaml first.yaml: not a file of --to-yaml")
+    assert line.startswith("qurl: --yaml first.yaml: ") and reason in line
 
 
 def test_nemorun_runs_here_and_keeps_a_field_that_is_given_as_the_recipe_has_it(

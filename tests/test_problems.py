@@ -85,6 +85,11 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
             "messages[0].content has a part that is not text",
         ),
         ({"messages": CHAT}, "answer is missing or empty"),
+        (
+            {"question": "3 + 3?", "answer": float("nan")},
+            "answer is nan; expected text or a finite",
+        ),
+        ({"question": float("inf"), "answer": "6"}, "question is inf; expected text or a finite"),
         ({"prompt": "3?", "reward_model": {}}, "reward_model.ground_truth is missing or empty"),
         ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "metadata is a str"),
     ],

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -61,9 +62,48 @@ def test_this_machine_speaks_to_loopback_and_to_itself_from_the_address_that_it_
 
 
 def test_a_closed_terminal_ends_a_command_that_was_not_started_with_nohup(signals: None) -> None:
-    assert ending_signals() == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    always = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
+    assert ending_signals() == always | {signal.SIGHUP}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert ending_signals() == {signal.SIGINT, signal.SIGTERM}
+    assert ending_signals() == always
+
+
+INTERRUPTED = """
+import asyncio, signal, sys, time
+from qurl_megatron.process import ended_by
+async def sample():
+    async def ask():
+        print("sampling", flush=True)
+        await asyncio.sleep(60)
+    await asyncio.wait({asyncio.gather(ask(), ask())})
+class Lost:
+    def __del__(self):
+        print("sampling", flush=True)
+        time.sleep(60)
+with ended_by([signal.SIGTERM, signal.SIGUSR1]):
+    asyncio.run(sample()) if sys.argv[1] == "sample" else Lost()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("doing", ["sample", "lose the exception"])
+def test_a_signal_ends_a_command_within_two_seconds_with_one_line(doing: str) -> None:
+    """Asyncio reports tasks that are abandoned, and Python what a destructor raises."""
+    command = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, doing],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stdout and command.stdout.readline() == "sampling\n"
+    command.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    _, shown = command.communicate(timeout=60)
+    assert command.returncode == 143
+    assert shown.splitlines()[0] == "qurl: interrupted by SIGTERM"
+    if doing == "sample":
+        assert shown.count("\n") == 1, shown
+    assert time.monotonic() - begin < 2.0 + 3.0  # the machine may be busy
 
 
 def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Path) -> None:

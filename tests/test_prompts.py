@@ -188,14 +188,48 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     }
     assert load(config) == loaded  # the learner reads it again
     config.evaluation.data = {"b": write_lines(tmp_path / "b.jsonl", long[0])}
-    with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has 11 tokens"):
+    with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has at least 11 tokens"):
         load(config)  # a score is over the whole file
     config.evaluation.data, config.overlong_prompts = {}, "refuse"
-    with pytest.raises(DataError, match="line 61: the prompt has 11 tokens.*max_prompt_length 10"):
+    with pytest.raises(
+        DataError, match="line 61: the prompt has at least 11 tokens.*max_prompt_length 10"
+    ):
         load(config)
     config.overlong_prompts, config.rollout.max_prompt_length = "drop", 3
     with pytest.raises(DataError, match=r"a\.jsonl: every prompt has more than .* the shortest 6;"):
         load(config)
+
+
+def test_a_text_of_more_characters_than_a_prompt_can_have_never_reaches_the_tokenizer(
+    tmp_path: Path,
+) -> None:
+    tokenizer = character_tokenizer()
+    longest = max(map(len, tokenizer.get_vocab()))
+    data = write_lines(
+        tmp_path / "a.jsonl",
+        {"question": "2+2?", "answer": "4"},
+        {"question": "x" * (10 * longest + longest), "answer": "2"},
+    )
+    seen: list[int] = []
+
+    class Watched:
+        chat_template = None
+
+        def get_vocab(self) -> dict[str, int]:
+            return tokenizer.get_vocab()
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            seen.append(len(text))
+            return tokenizer(text, **options)
+
+    source = read_problems(data, {})
+    assert len(tokenize(source, Watched(), 10, overlong="drop")) == 1
+    assert seen == [4]
+    assert source.dropped == {
+        "has more than 10 tokens (rollout.max_prompt_length)": [f"{data} line 2"]
+    }
+    with pytest.raises(DataError, match="line 2: the prompt has at least 11 tokens, more than"):
+        tokenize(source, Watched(), 10)
 
 
 def test_named_fields_may_be_missing_from_data_to_evaluate_on(tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ FIELDS = rows(r"""
     learner.data_parallel_size=7            do not divide into minibatches
     learner.virtual_pipeline_parallel_size=2  pipeline_parallel_size=1 has none; leave it at 1
     learner.layers_in_last_pipeline_stage=1   do not divide over the other 0
+    learner.recompute_layers=1              only learner.recompute=full uses it
+    learner.recompute_layers=3 & learner.recompute=full  a pipeline stage has 2 layers
     learner.dtype=float8                    'float32' or 'bfloat16'
     rollout.prompts_per_step=1000000000     problems to train on
     objective.kl_coefficient=0 & warmup.max_steps=1  after the warm-up set 256 aside

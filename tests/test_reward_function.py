@@ -1,7 +1,9 @@
 """Reward functions of a user's own, called by the processes that score."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -10,12 +12,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from problem_files import submit
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load
+from qurl_megatron.data import scoring
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.launch.prepare import prepare_new
@@ -171,6 +175,8 @@ TAKES_ONE = "def reward(completion): pass"
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
         ("import os; os._exit(3)", "the process that scores ended with code 3 while it loaded"),
         ("import sys; sys.exit('no')", "SystemExit: no"),
+        ("def reward(completion, problem): yield 1", "TypeError: it yields, and so returns no rew"),
+        ("async def reward(completion, problem): yield 1", "TypeError: it yields"),
     ],
 )
 def test_what_is_no_reward_function_or_cannot_be_imported_is_refused_in_one_line(
@@ -181,6 +187,92 @@ def test_what_is_no_reward_function_or_cannot_be_imported_is_refused_in_one_line
     with pytest.raises(ConfigError, match=f"reward={reward}: .*{message}") as refusal:
         check_reward(Config(reward=reward))
     assert "\n" not in str(refusal.value)
+
+
+STARTS_OTHERS = """
+import os, subprocess, sys, time
+def daemon(name):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:  # its parent ends, and init would adopt it
+            subprocess.Popen(["sleep", name], start_new_session=True)
+            time.sleep(600)
+        os._exit(0)
+for _ in range(5):
+    daemon(SECONDS)
+subprocess.Popen(["sleep", SECONDS], start_new_session=True)
+{ending}
+def reward(completion, problem):
+    daemon(SECONDS)
+    if completion == "hang":
+        time.sleep(600)
+    return 1
+"""
+
+
+def sleepers(seconds: str) -> list[psutil.Process]:
+    """Return the processes that sleep for so long, which nobody else does."""
+    words = ["sleep", seconds]
+    return [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == words]
+
+
+@pytest.mark.parametrize("ending", ["while True: pass", "import time; time.sleep(600)"])
+def test_a_reward_file_that_does_not_end_is_refused_and_what_it_started_ends(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scoring.LOAD_LIMIT_S == 30
+    monkeypatch.setattr(scoring, "LOAD_LIMIT_S", 2.0)
+    patch = "from qurl_megatron.data import scoring; scoring.LOAD_LIMIT_S = 2.0; "
+    monkeypatch.setattr(scoring, "WORKER", patch + scoring.WORKER)
+    seconds = f"6{os.getpid()}.1"
+    source = STARTS_OTHERS.replace("SECONDS", repr(seconds)).replace("{ending}", ending)
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match="mine.py:reward: timed out after 2 s while it loaded"):
+        check_reward(Config(reward=f"{tmp_path / 'mine.py'}:reward"))
+    assert sleepers(seconds) == []
+
+
+def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path) -> None:
+    """It has sessions of its own, and parents that have ended."""
+    seconds = f"6{os.getpid()}.2"
+    source = STARTS_OTHERS.replace("SECONDS", repr(seconds)).replace("{ending}", "")
+    (tmp_path / "mine.py").write_text(source)
+    reward = Config(reward=f"{tmp_path / 'mine.py'}:reward", reward_timeout_s=1)
+    with Scorer(reward, workers=1) as scorer:
+        good, hung = submit(scorer, "a", "hang").result(timeout=60)
+        assert (good.value, hung.failure) == (1, "timed out after 1 s")
+        scorer.wait_ready()  # another worker, in the place of the one that hung
+        assert 0 < len(sleepers(seconds)) <= 6
+    assert sleepers(seconds) == []
+
+
+def test_what_a_reward_function_has_started_ends_when_its_run_is_killed(tmp_path: Path) -> None:
+    seconds = f"6{os.getpid()}.3"
+    source = STARTS_OTHERS.replace("SECONDS", repr(seconds)).replace("{ending}", "")
+    (tmp_path / "mine.py").write_text(source)
+    script = (
+        "from qurl_megatron.config.schema import Config\n"
+        "from qurl_megatron.data.scoring import Scorer\n"
+        f"scorer = Scorer(Config(reward='{tmp_path}/mine.py:reward'), workers=1)\n"
+        "scorer.wait_ready()\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout and run.stdout.readline() == "ready\n"
+        assert sleepers(seconds)
+        os.killpg(run.pid, signal.SIGKILL)  # as a launcher ends a rank
+        run.wait()
+    deadline = time.monotonic() + 30
+    while sleepers(seconds):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_run_with_a_broken_reward_is_refused_before_anything_is_written(tmp_path: Path) -> None:

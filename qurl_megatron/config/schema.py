@@ -108,7 +108,7 @@ class LearnerConfig:
     """Maximum number of tokens in one forward pass, in place of `micro_batch_size`; a longer
     sequence gets a pass of its own. None: `micro_batch_size` limits the sequences instead."""
 
-    context_parallel_size: Count = 1
+    context_parallel_size: Ranks = 1
     """Number of context-parallel ranks; they share every sequence."""
 
     recompute_layers: Count | None = None

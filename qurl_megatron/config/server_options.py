@@ -3,33 +3,84 @@
 An option may change how fast a server samples, but not what is known of a token: the log-prob of
 the distribution it was drawn from, and the version of the weights that computed it. SGLang has over
 500 options, and each release adds more. So one that is not on this list is refused.
+
+SGLang's own parser knows the values of each, but importing it takes 10 to 30 seconds. So they are
+listed here, and `tests/test_server_options.py` compares them with the parser's.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from qurl_megatron.config.schema import ConfigError, ServerConfig
+from qurl_megatron.config.values import OptionValue
 
 # SGLang takes no prompt within six tokens of a server's context length, or of its KV cache.
 CONTEXT_RESERVE = 6
 
-# By what they are for.
-ALLOWED = (
-    "kv_cache_dtype page_size disable_radix_cache radix_eviction_policy "  # memory
-    "chunked_prefill_size enable_mixed_chunk max_prefill_tokens prefill_max_requests "  # batches
-    "schedule_conservativeness schedule_policy "  # batches
-    "disable_overlap_schedule num_continuous_decode_steps "  # scheduler
-    "scheduler_recv_interval sleep_on_idle "  # scheduler
-    "attention_backend decode_attention_backend prefill_attention_backend "  # kernels
-    "triton_attention_num_kv_splits sampling_backend fp8_gemm_backend "  # kernels
-    "enable_fp32_lm_head enable_deterministic_inference "  # exactness
-    "disable_cuda_graph disable_cuda_graph_padding cuda_graph_backend_decode "  # graphs
-    "cuda_graph_backend_prefill cuda_graph_max_bs_decode cuda_graph_max_bs_prefill "  # graphs
-    "disable_custom_all_reduce enable_nccl_nvls "  # ranks
-    "dist_timeout watchdog_timeout "  # limits
-    "skip_server_warmup "  # start
-    "decode_log_interval log_level enable_metrics"  # log
-).split()
+_ATTENTION = tuple(
+    "triton torch_native flex_attention dsa nsa qsa dsv4 compressed fa3 fa4 flashinfer "
+    "llada2_cfg_flashinfer flashmla trtllm_mla cutedsl_mla tokenspeed_mla trtllm_mha hpc_ops "
+    "minicpm_flashattn minicpm_flashinfer aiter wave intel_amx ascend intel_xpu".split()
+)
+_GRAPHS = ("full", "breakable", "disabled")
+
+# By what they are for. A type, or the words that an option takes; a bool is a flag.
+ALLOWED: Mapping[str, type[OptionValue] | tuple[str, ...]] = {
+    # memory
+    "kv_cache_dtype": tuple(
+        "auto fp8_e5m2 fp8_e4m3 mxfp8 bf16 bfloat16 nvfp4 fp4_mx_block16".split()
+    ),
+    "page_size": int,
+    "disable_radix_cache": bool,
+    "radix_eviction_policy": ("lru", "lfu", "slru", "priority", "tlru"),
+    # batches
+    "chunked_prefill_size": int,
+    "enable_mixed_chunk": bool,
+    "max_prefill_tokens": int,
+    "prefill_max_requests": int,
+    "schedule_conservativeness": float,
+    "schedule_policy": tuple(
+        "lpm random fcfs dfs-weight lof priority routing-key hrrn shortest-prefill-first".split()
+    ),
+    # scheduler
+    "disable_overlap_schedule": bool,
+    "num_continuous_decode_steps": int,
+    "scheduler_recv_interval": int,
+    "sleep_on_idle": bool,
+    # kernels
+    "attention_backend": _ATTENTION,
+    "decode_attention_backend": _ATTENTION,
+    "prefill_attention_backend": _ATTENTION,
+    "triton_attention_num_kv_splits": int,
+    "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
+    "fp8_gemm_backend": tuple(
+        "auto deep_gemm flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm "
+        "flashinfer_cutedsl cutlass triton aiter".split()
+    ),
+    # exactness
+    "enable_fp32_lm_head": bool,
+    "enable_deterministic_inference": bool,
+    # graphs
+    "disable_cuda_graph": bool,
+    "disable_cuda_graph_padding": bool,
+    "cuda_graph_backend_decode": _GRAPHS,
+    "cuda_graph_backend_prefill": _GRAPHS,
+    "cuda_graph_max_bs_decode": int,
+    "cuda_graph_max_bs_prefill": int,
+    # ranks
+    "disable_custom_all_reduce": bool,
+    "enable_nccl_nvls": bool,
+    # limits
+    "dist_timeout": int,
+    "watchdog_timeout": float,
+    # start
+    "skip_server_warmup": bool,
+    # log
+    "decode_log_interval": int,
+    "log_level": str,
+    "enable_metrics": bool,
+}
 
 # What to do instead of setting an option that users of SGLang know.
 _INSTEAD = {
@@ -45,18 +96,55 @@ _INSTEAD = {
 } | {field.name: f"set the server's {field.name}" for field in dataclasses.fields(ServerConfig)}
 
 
-def check_names(section: str, server: ServerConfig) -> None:
-    """Check that a server's options are on the list.
+def check_options(section: str, server: ServerConfig) -> None:
+    """Check that a server's options are on the list, and have values that SGLang takes.
 
     `section` is the server's section in error messages, such as `rollout.server`.
 
     Raises:
-        ConfigError: one is not; the message says what to do instead, or which options there are.
+        ConfigError: the first that is wrong; the message says what would be right.
     """
     for name, value in server.options.items():
-        if name in ALLOWED:
-            continue
+        if reason := _objection(name, value):
+            raise ConfigError(f"{section}.options.{name}={value}: {reason}")
+
+
+def _objection(name: str, value: OptionValue) -> str:
+    """Return what is wrong with an option, or an empty text."""
+    if name not in ALLOWED:
         close = " or ".join(get_close_matches(name, ALLOWED, cutoff=0.8))
         all_of_them = f"qurl passes on only {', '.join(ALLOWED)}"
         instead = _INSTEAD.get(name) or (f"did you mean {close}?" if close else all_of_them)
-        raise ConfigError(f"{section}.options.{name}={value}: refused; {instead}")
+        return f"refused; {instead}"
+    kind = ALLOWED[name]
+    if (kind is bool) != isinstance(value, bool):
+        return "takes true or false" if kind is bool else "takes a value, not true or false"
+    if isinstance(kind, tuple):
+        return "" if value in kind else f"takes one of {', '.join(kind)}"
+    try:
+        kind(str(value))  # as the command line has it
+    except ValueError:
+        return f"takes {'a whole number' if kind is int else 'a number'}"
+    return ""
+
+
+def command_line(options: Mapping[str, object]) -> list[str]:
+    """Return options, by name with underscores, as words of a command line.
+
+    True is a flag that is given, False one that is not. A value is in the word of its option, so
+    that it may begin with a dash. Only the path of a configuration file is a word of its own,
+    because SGLang does not find it otherwise.
+    """
+    words = []
+    for name, value in options.items():
+        flag = flag_of(name)
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, str(value)] if name == "config" else [f"{flag}={value}"]
+    return words
+
+
+def flag_of(name: str) -> str:
+    """Return an option as the command line has it."""
+    return f"--{name.replace('_', '-')}"

@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic
 import yaml
@@ -36,14 +36,16 @@ def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def from_tree(kind: type[T], tree: Any) -> T:
+def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = "ignore") -> T:
     """Return a dataclass of type `kind` with every value converted to its field's type.
+
+    `extra` says what becomes of fields that it does not have: a newer version saved some.
 
     Raises:
         ConfigError: the first value or key that its field does not accept.
     """
     try:
-        return _adapter(kind).validate_python(tree)
+        return _adapter(kind).validate_python(tree, extra=extra)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
     if not first["loc"]:

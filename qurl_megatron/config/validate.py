@@ -15,7 +15,7 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
-from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_names
+from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_options
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
@@ -187,7 +187,7 @@ def validate_server(
 ) -> None:
     """Check that a server can split this model in a format, and hold one sequence.
 
-    Its options must be none that `qurl` refuses; `rollout.options` checks them further.
+    Its options must be none that `qurl` refuses.
 
     Args:
         name: the server's section in error messages, such as `rollout.server`.
@@ -196,7 +196,7 @@ def validate_server(
     Raises:
         ConfigError: it cannot.
     """
-    check_names(name, server)
+    check_options(name, server)
     try:
         architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
         if weight_format == "fp8-block":
@@ -354,6 +354,7 @@ def _validate_model(config: Config) -> Architecture:
     directory = Path(config.model)
     architecture = Architecture.from_directory(directory)
     check_layout(architecture, config.learner)
+    _check_recompute(architecture, config.learner)
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     rollout = config.rollout
@@ -377,6 +378,24 @@ def _validate_model(config: Config) -> Architecture:
     kept_layers(config.quantization.keep, architecture)
     check_routing(config, architecture)
     return architecture
+
+
+def _check_recompute(architecture: Architecture, learner: LearnerConfig) -> None:
+    number = learner.recompute_layers
+    if number is None:
+        return
+    if learner.recompute != "full":
+        raise ConfigError(
+            f"learner.recompute_layers={number}: only learner.recompute=full uses it; set that "
+            "too, or leave it out"
+        )
+    stages, last = learner.pipeline_parallel_size, learner.layers_in_last_pipeline_stage
+    layers = max(architecture.stage_layers(stages, last)) // learner.virtual_pipeline_parallel_size
+    if number > layers:
+        raise ConfigError(
+            f"learner.recompute_layers={number}: a pipeline stage has {layers} layers; give at "
+            "most those, or leave it out for all"
+        )
 
 
 def _validate_critic(config: Config, policy: Architecture, completions_per_step: list[int]) -> None:

@@ -38,6 +38,7 @@ import dataclasses
 import difflib
 import json
 import logging
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -463,6 +464,8 @@ def _without_none(value: Any) -> Any:
 
 def _text(value: Any, field: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise DataError(f"{field} is {value}; expected text or a finite number")
         return str(value)
     if value is None or (isinstance(value, str) and not value.strip()):
         raise DataError(f"{field} is missing or empty; expected a non-empty string")

@@ -99,17 +99,24 @@ def tokenize(
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
+    longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
     for problem in source.problems:
         messages = problem.messages
         has_own = messages[0]["role"] in ("system", "developer")
         if system_prompt and not has_own:
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        token_ids = _token_ids(problem, messages, tokenizer)
-        shortest = min(shortest, len(token_ids))
-        if len(token_ids) > max_prompt_length:
+        text = _prompt_text(problem, messages, tokenizer)
+        # A tokenizer takes 1 s and 300 MB for a million characters, so it gets no more than a
+        # prompt can have.
+        length = len(text) // longest_token
+        if length <= max_prompt_length:
+            token_ids = _token_ids(text, tokenizer)
+            length = len(token_ids)
+        shortest = min(shortest, length)
+        if length > max_prompt_length:
             if overlong == "refuse":
                 raise DataError(
-                    f"{problem.location}: the prompt has {len(token_ids)} tokens, more than "
+                    f"{problem.location}: the prompt has at least {length} tokens, more than "
                     f"max_prompt_length {max_prompt_length}; raise it or drop the problem"
                 )
             reason = f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)"
@@ -132,25 +139,31 @@ def tokenize(
     return prompts
 
 
-def _token_ids(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
+def _prompt_text(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any) -> str:
     if getattr(tokenizer, "chat_template", None):
         tools = {"tools": problem.tools} if problem.tools else {}
         try:
-            text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **tools
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **tools
+                )
             )
         except Exception as error:  # a template calls anything on what the messages hold
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
                 f"{problem.location}: the chat template refuses it ({reason})"
             ) from error
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if [message["role"] for message in messages] == ["user"]:
-        return list(tokenizer(problem.question)["input_ids"])
+        return problem.question
     raise DataError(
         f"{problem.location}: a chat of {len(messages)} messages, and the tokenizer has no chat "
         "template; without one, only a single user message can be used, and no system_prompt"
     )
+
+
+def _token_ids(text: str, tokenizer: Any) -> list[int]:
+    is_rendered = bool(getattr(tokenizer, "chat_template", None))  # which has special tokens itself
+    return list(tokenizer(text, add_special_tokens=not is_rendered)["input_ids"])
 
 
 def split_held_out(

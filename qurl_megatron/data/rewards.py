@@ -76,6 +76,11 @@ class RewardFunction:
         """
         if not callable(function):
             raise TypeError(f"a {type(function).__name__}, which cannot be called")
+        call = getattr(function, "__call__", None)  # noqa: B004 - of an object
+        if any(map(inspect.isgeneratorfunction, (function, call))) or any(
+            map(inspect.isasyncgenfunction, (function, call))
+        ):
+            raise TypeError("it yields, and so returns no rewards; return them")
         signature = inspect.signature(function)
         try:
             signature.bind("", None)
@@ -87,9 +92,7 @@ class RewardFunction:
         self._function = function
         self._config = config
         self._is_batch = next(iter(signature.parameters)) == "completions"
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
-        )
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, call)))
         self._runner = asyncio.Runner()  # one event loop, so that a client can outlive a call
         self.whole_groups = self._is_batch or self._is_async  # all scores come at once
 

@@ -7,6 +7,7 @@ A verifier can hang on what a policy writes ("9^{9^{9^9}}"). Its worker is then 
 and only that completion is lost: it scores as wrong, with the reason in `Score.failure`. The limit
 of a built-in verifier is CPU time, which a busy machine does not use up, and the kernel keeps it.
 The limit of a reward function of one's own is wall-clock time, because it may wait for a service.
+What such a function starts ends with its worker.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import rewards
 from qurl_megatron.data.verifiers import is_plain
-from qurl_megatron.process import LAUNCHER_SIGNALS, die_with_parent
+from qurl_megatron.process import END_CONTAINED, LAUNCHER_SIGNALS, contain, die_with_parent
 
 if TYPE_CHECKING:  # it imports torch, which a worker does not need
     from qurl_megatron.algorithm.batch import Completion, Prompt
@@ -35,6 +36,7 @@ WORKER = "import sys; from qurl_megatron.data.scoring import work; work(int(sys.
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
 START_TIMEOUT_S = 300.0
+LOAD_LIMIT_S = 30.0  # for a reward function of one's own to be imported
 GRACE_S = 1.0  # beyond a time limit, for a worker to report by itself that it passed
 PROBLEMS_PER_WORKER = 64  # for fewer answers to look at, another process does not pay
 
@@ -137,8 +139,8 @@ class _Worker:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        is_own = rewards.is_own_function(config)
-        self._limit_s = config.reward_timeout_s + GRACE_S if is_own else None
+        self._is_own = rewards.is_own_function(config)
+        self._limit_s = config.reward_timeout_s + GRACE_S if self._is_own else None
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", WORKER, str(theirs.fileno())],
@@ -187,8 +189,11 @@ class _Worker:
         return scores
 
     def kill(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, and what a reward function has started."""
+        if self._is_own:
+            self._process.send_signal(END_CONTAINED)
+        else:
+            self._process.kill()
         self._process.wait()
 
     def _end(self) -> str:
@@ -196,6 +201,8 @@ class _Worker:
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return f"{TIMED_OUT} after {rewards.VERIFIER_CPU_LIMIT_S:g} s of CPU time"
+        if code == -signal.SIGALRM:
+            return f"{TIMED_OUT} after {LOAD_LIMIT_S:g} s"
         return f"the process that scores ended with code {code}"
 
 
@@ -243,11 +250,16 @@ def work(descriptor: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS | {signal.SIGINT})
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # the other side is gone
+        config = connection.recv()
+        if rewards.is_own_function(config):
+            contain()
+            signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # the kernel ends the process
         try:
-            reward = rewards.load(connection.recv())
+            reward = rewards.load(config)
         except (Exception, SystemExit) as error:
             connection.send((rewards.one_line(f"{type(error).__name__}: {error}"), False))
             return
+        signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(("", reward.whole_groups))
         while True:
             question, texts = connection.recv()

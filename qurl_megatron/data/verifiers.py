@@ -17,6 +17,7 @@ from qurl_megatron.algorithm.score import Question
 from qurl_megatron.data.deepscaler import DeepScaler
 
 TAIL_LENGTH = 300  # characters of a text that GSM8K's and DAPO's rules look at
+PLAIN_LENGTH = 1000  # of an answer's LaTeX; the time to look at it grows with its square
 
 
 class Verifier(Protocol):
@@ -271,7 +272,8 @@ def is_plain(reward: str, answer: str) -> bool:
     verifiers compare any text.
     """
     if reward == "math":
-        return _is_simple_latex(answer.rpartition("####")[2].strip())
+        latex = answer.rpartition("####")[2].strip()
+        return len(latex) <= PLAIN_LENGTH and _is_simple_latex(latex)
     if reward in ("gsm8k", "gsm8k_flexible"):
         return re.fullmatch(_NUMBER, _gsm8k_answer(answer)) is not None
     return reward != "reasoning_gym" and (reward != "deepscaler" or "\\boxed" not in answer)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -63,12 +62,11 @@ from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model, load_tokenizer
-from qurl_megatron.process import ending_signals, exit_on
+from qurl_megatron.planning.host import check_workers
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.options import check_options
 from qurl_megatron.rollout.server import ServerPlan
 
 
@@ -239,7 +237,6 @@ def check(config: EvalConfig) -> None:
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
     validate_server("server", config.server, architecture, config.format, config.max_length)
     validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
-    check_options({"server": config.server})
 
 
 def run(config: EvalConfig) -> None:
@@ -259,6 +256,7 @@ def run(config: EvalConfig) -> None:
         reward_timeout_s=config.reward_timeout_s,
         scoring_workers=config.scoring_workers,
     )
+    check_workers(config.scoring_workers)
     check_reward(reward)
     console = Console(stderr=True, highlight=False)
     averages_of: dict[str, dict[str, Average]] = {}
@@ -306,7 +304,6 @@ def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[
     """Start a server of a model; yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
-    exit_on(ending_signals() - {signal.SIGINT})
     plan = ServerPlan(
         model_dir,
         config.server,

@@ -27,7 +27,7 @@ import psutil
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
-from qurl_megatron.config.server_options import CONTEXT_RESERVE
+from qurl_megatron.config.server_options import CONTEXT_RESERVE, command_line
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
@@ -43,7 +43,6 @@ from qurl_megatron.process import (
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.asking import Answer, NoAnswer, ask
-from qurl_megatron.rollout.options import command_line
 from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
@@ -115,8 +114,8 @@ class Server:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        shutil.rmtree(self.scratch_dir, ignore_errors=True)  # at once: the caller may be in a hurry
         psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
-        shutil.rmtree(self.scratch_dir, ignore_errors=True)
         if self.scratch_dir in _locks:
             os.close(_locks.pop(self.scratch_dir))
 

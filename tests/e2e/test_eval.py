@@ -1,8 +1,11 @@
 """`qurl eval` on a real server: quantize a directory, serve it, and score its answers."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoTokenizer
 
@@ -76,3 +79,26 @@ def test_a_server_that_does_not_start_is_reported_with_its_log_and_no_traceback(
     log = tmp_path / "eval" / "server.log"
     assert f"did not come up in 1 s; {log} ends:" in run.text()
     assert "qurl: server http://127.0.0.1:" in run.text() and "Traceback" not in run.text()
+
+
+def test_a_signal_while_it_samples_ends_it_with_one_line_and_no_process_is_left(
+    start: Start, tmp_path: Path
+) -> None:
+    """`benchmarks/signals.py` sends every signal in every phase."""
+    model_dir = build_tiny_model(tmp_path / "model")
+    problems = [{"question": f"What is {n} + 1?", "answer": "2"} for n in range(40)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")
+    words = ["reward=exact", "k=64", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
+    words += ["max_response_length=400", "server.max_running_requests=8"]
+    words += ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
+    run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
+    run.wait_for("the server is up after")
+    time.sleep(1)  # it samples
+    run.process.send_signal(signal.SIGTERM)
+    sent_at = time.monotonic()
+    assert run.exit_code() == 143, run.text()
+    assert time.monotonic() - sent_at < 2 + 5  # the machine may be busy
+    last = run.text().splitlines()[-1]
+    assert last == "qurl: interrupted by SIGTERM" and "Traceback" not in run.text()
+    _, alive = psutil.wait_procs(run.survivors(), timeout=30)
+    assert alive == []

@@ -1,0 +1,243 @@
+"""Send every signal to every command in every phase, and print the table of what becomes of it.
+
+    python -m benchmarks.signals                              # all of it: two to four hours
+    python -m benchmarks.signals --commands eval,serve --signals TERM,INT
+
+The signals are INT, TERM, HUP, QUIT, PIPE and USR1; the commands train, eval, mismatch, serve and
+launch, with a tiny model and real servers. Each cell of the table is one run: the signal is sent to
+the command when its output or its files show the phase. Of a phase within a step it is the middle,
+as the step before it lasted. A cell has the exit code and the seconds until the command ended. It
+begins with WRONG if the code is not the one of the signal (128 and its number; 75 for USR1 to a
+run, which saves; 0 for PIPE, which changes nothing), if there is a traceback, if a command other
+than a run took more than 2 s and `--slack`, or if a process is left.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks import machine
+from benchmarks.runs import QURL
+from qurl_megatron.config.schema import STOPPED_EARLY
+from qurl_megatron.files import PARTIAL
+from qurl_megatron.recipes import quickstart
+
+SIGNALS = ("INT", "TERM", "HUP", "QUIT", "PIPE", "USR1")
+MARK = "QURL_SIGNALS"  # in the environment of every process of a cell
+AT_ONCE_S = 2.0  # for a command without a run to end
+LIMIT_S = 900.0
+RUN = """quickstart name=run steps=3 data_options.size=2000 reward=exact evaluation.problems=8
+    rollout.prompts_per_step=8 rollout.completions_per_prompt=4 checkpoint.every_steps=1
+    warmup.max_steps=40 warmup.target_accuracy=1 warmup.check_every_steps=40""".split()
+SERVER = ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
+COMMANDS = {
+    "train": ["train", *RUN],
+    "launch": ["launch", *RUN],
+    "eval": "eval model problems.jsonl reward=exact k=32 max_prompt_length=64".split()
+    + ["max_response_length=300", "output=out", "server.max_running_requests=8", *SERVER],
+    "mismatch": "mismatch model problems.jsonl --prompts 40 --max-response 400".split(),
+    "serve": ["serve", "model", "key_file=key", *SERVER],
+}
+
+
+@dataclass
+class Cell:
+    """A command under way, in its own directory."""
+
+    directory: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of its run."""
+        return self.directory / "runs" / "run"
+
+    def shown(self) -> str:
+        """Return what it has printed."""
+        return (self.directory / "output").read_text(errors="replace")
+
+    def says(self, text: str) -> bool:
+        """Return whether it has printed a text."""
+        return text in self.shown()
+
+    def has(self, pattern: str) -> bool:
+        """Return whether a file of its directory matches."""
+        return next(self.directory.glob(pattern), None) is not None
+
+    def is_within(self, phase: str) -> bool:
+        """Return whether the middle of a phase of the second step has come."""
+        path, phases = self.run_dir / "metrics.jsonl", ["rollout", "proximal", "critic"]
+        with contextlib.suppress(OSError, ValueError):
+            step = json.loads(path.read_text().splitlines()[0])
+            phases += ["update", "publish"]
+            before = sum(step[f"time_{name}_s"] for name in phases[: phases.index(phase)])
+            begin = path.stat().st_ctime if path.read_text().count("\n") == 1 else 0.0
+            return time.time() >= begin + before + step[f"time_{phase}_s"] / 2
+        return False
+
+
+# How to know the phases of each command; in the order of time.
+OF_RUNS: dict[str, Callable[[Cell], bool]] = {
+    "start": lambda cell: True,
+    "servers": lambda cell: cell.has("runs/run/logs/server_*.log"),
+    "warm-up": lambda cell: cell.says("evaluation_0 serves"),
+    "evaluation": lambda cell: cell.has("runs/run/evaluation/*"),
+    "sampling": lambda cell: cell.is_within("rollout"),
+    "update": lambda cell: cell.is_within("update"),
+    "publish": lambda cell: cell.is_within("publish"),
+    "save": lambda cell: cell.has(f"runs/run/checkpoints/*{PARTIAL}"),
+    "end": lambda cell: cell.has("runs/run/final_model*"),
+}
+PHASES: dict[str, dict[str, Callable[[Cell], bool]]] = {
+    "train": OF_RUNS,
+    "launch": OF_RUNS,
+    "eval": {
+        "start": lambda cell: True,
+        "servers": lambda cell: cell.has("out/server.log"),
+        "sampling": lambda cell: cell.says("requests,"),
+        "end": lambda cell: cell.has("out/answers_0.jsonl"),
+    },
+    "mismatch": {
+        "start": lambda cell: True,
+        "sampling": lambda cell: cell.says("40 to evaluate") or cell.says("comparing"),
+    },
+    "serve": {
+        "start": lambda cell: True,
+        "servers": lambda cell: cell.says("starting a server"),
+        "serving": lambda cell: cell.says("ready:"),
+    },
+}
+
+
+def run_cell(home: Path, command: str, phase: str, name: str, slack_s: float) -> str:
+    """Run a command, send it a signal in a phase, and return what became of it."""
+    number = signal.Signals[f"SIG{name}"]
+    mark = secrets.token_hex(8)
+    with tempfile.TemporaryDirectory(prefix="qurl-signals-") as scratch:
+        directory = Path(scratch)
+        for path in home.iterdir():
+            (directory / path.name).symlink_to(path)
+        with (directory / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [*QURL, *COMMANDS[command]],
+                cwd=directory,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: mark},
+                start_new_session=True,
+            )
+        cell = Cell(directory, process)
+        deadline = time.monotonic() + LIMIT_S
+        try:
+            if phase == "start":
+                time.sleep(1.5 + slack_s)  # Python has begun to import
+            while not PHASES[command][phase](cell):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    return f"WRONG: no such phase: {cell.shown()[-200:]!r}"
+                time.sleep(0.01)
+            sent_at = time.monotonic()
+            process.send_signal(number)
+            if number == signal.SIGPIPE and command == "serve":
+                time.sleep(AT_ONCE_S)
+                if process.poll() is not None:
+                    return f"WRONG: {process.returncode}"
+                process.send_signal(signal.SIGTERM)
+                number = signal.SIGTERM
+            code = process.wait(timeout=LIMIT_S)
+            took_s = time.monotonic() - sent_at
+            return judge(cell, command, phase, number, code, took_s, slack_s, mark)
+        except subprocess.TimeoutExpired:
+            return f"WRONG: still runs after {LIMIT_S:.0f} s"
+        finally:
+            for left in processes(mark):
+                left.kill()
+
+
+def judge(
+    cell: Cell,
+    command: str,
+    phase: str,
+    number: signal.Signals,
+    code: int,
+    took_s: float,
+    slack_s: float,
+    mark: str,
+) -> str:
+    """Return a cell of the table."""
+    is_run = command in ("train", "launch")
+    right = {128 + number}
+    if number == signal.SIGPIPE:
+        right = {0}
+    elif is_run and number == signal.SIGUSR1 and phase != "start":
+        right = {STOPPED_EARLY, 0}  # 0 if its last step was done
+    wrong = []
+    if code not in right:
+        wrong.append(f"expected {' or '.join(map(str, sorted(right)))}")
+    if "Traceback" in cell.shown():
+        wrong.append("traceback")
+    ends_at_once = not is_run and number != signal.SIGPIPE
+    if ends_at_once and took_s > AT_ONCE_S + slack_s:
+        wrong.append("late")
+    if ends_at_once and cell.shown().count("qurl: interrupted by") != 1:
+        wrong.append("no line")
+    deadline = time.monotonic() + 10
+    while (left := processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left:
+        wrong.append(f"{len(left)} processes are left")
+    found = f"{code}, {took_s:.1f} s"
+    return f"WRONG: {found}: {', '.join(wrong)}" if wrong else found
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """Return the processes of a cell that run."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def main() -> None:
+    parser = machine.parser(__doc__)
+    parser.add_argument("--commands", default=",".join(COMMANDS))
+    parser.add_argument("--phases", default="", help="empty: all")
+    parser.add_argument("--signals", default=",".join(SIGNALS))
+    parser.add_argument("--slack", type=float, default=1.0, help="seconds, for a busy machine")
+    arguments = parser.parse_args()
+    machine.print_machine("torch", "sglang", "megatron-core")
+    names, is_wrong = arguments.signals.split(","), False
+    with tempfile.TemporaryDirectory(prefix="qurl-signals-") as scratch:
+        home = Path(scratch)
+        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        quickstart.build_model(home / "model", seed=0, **sizes, **heads)
+        problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+        (home / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")
+        (home / "key").write_text(secrets.token_hex(32))
+        (home / "key").chmod(0o600)
+        print(f"| command | phase | {' | '.join(names)} |\n|{'---|' * (2 + len(names))}")
+        for command in arguments.commands.split(","):
+            for phase in PHASES[command]:
+                if arguments.phases and phase not in arguments.phases.split(","):
+                    continue
+                cells = [run_cell(home, command, phase, name, arguments.slack) for name in names]
+                is_wrong |= any(cell.startswith("WRONG") for cell in cells)
+                print(f"| {command} | {phase} | {' | '.join(cells)} |", flush=True)
+    sys.exit(int(is_wrong))
+
+
+if __name__ == "__main__":
+    main()
