@@ -84,9 +84,9 @@ hostile = st.sampled_from(
 )
 # The kernel ends a word at a NUL, and gives bytes that are not UTF-8 as lone surrogates.
 usual = st.sampled_from(["1", "2", "8", "0.5", "true", "false", "none", "exact", "int8"])
-values = st.one_of(usual, hostile, st.text(max_size=20), st.integers().map(str), st.floats().map(str)).map(
-    lambda value: value.replace("\0", "")
-)
+values = st.one_of(
+    usual, hostile, st.text(max_size=20), st.integers().map(str), st.floats().map(str)
+).map(lambda value: value.replace("\0", ""))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | hostile,
     lambda inner: (

@@ -263,7 +263,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         "quantize MODEL PIPE",
         "uaq MODEL PIPE",
         "eval MODEL reasoning_gym:spell_backward output=PIPE",
-        "serve MODEL key_file=KEY log_file=PIPE",
+        "serve MODEL key_file=KEY max_length=64 log_file=PIPE",
     ],
 )
 def test_a_command_refuses_to_replace_a_pipe_with_one_line(

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,12 +15,14 @@ import pytest
 
 from qurl_megatron import process as processes
 from qurl_megatron.process import (
+    LOCK,
     LOG_LINE_LENGTH,
     PORTS,
     _listen,
     address_towards,
     ending_signals,
     free_port,
+    scratch_directory,
     start_ticks,
     tail,
     trim_heap,
@@ -110,6 +113,42 @@ def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Pat
     log = tmp_path / "log"
     log.write_bytes(b"first\n" + b"x" * 9999 + b"\n\xff last\n")
     assert tail(log, 2).splitlines() == ["x" * LOG_LINE_LENGTH, "\N{REPLACEMENT CHARACTER} last"]
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(30 * 2**30)  # takes no space
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nbefore\nlast\n")
+    assert tail(log, 2).splitlines() == ["before", "last"]
+
+
+def test_a_scratch_directory_whose_owner_was_killed_is_removed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import tempfile; from qurl_megatron.process import scratch_directory\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "print(scratch_directory('qurl-server-')[0], flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    owners = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(2)]
+    killed, used = (Path(os.fsdecode(owner.stdout.readline()).strip()) for owner in owners)
+    owners[0].kill()
+    owners[0].communicate()
+    of_older_version = tmp_path / "qurl-server-older"
+    of_older_version.mkdir()
+    new, _ = scratch_directory("qurl-server-")
+    assert killed.exists()  # it may be that of a process that has not locked it yet
+    for directory in (killed, used):
+        os.utime(directory / LOCK, (0, 0))
+    other, _ = scratch_directory("qurl-server-")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {used.name, Path(new).name, Path(other).name, of_older_version.name}
+    owners[1].kill()
+    owners[1].communicate()
 
 
 def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def print_mismatch(result: dict[str, Any]) -> None:
         "layers: fall of the KL if it stays in BF16", ["nats", "±", "of KL", "+ bytes"]
     )
     for row in layers[:SHOWN]:
-        fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.0e}"
+        fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.1e}"
         of_kl = f"{row['gain'] / result['kl']:.0%}" if result["kl"] else ""
         table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}")
     console.print(table)
@@ -358,15 +358,22 @@ def _advice(result: dict[str, Any]) -> str:
         )
     tried = result["tried"]
     if not tried["names"]:
+        best = max(map(_as_kept, result["by_layer"]), key=lambda layer: layer.gain)
+        why = "but does not fit the budget" if best.is_significant else "within two standard errors"
         return (
-            "Keep no layer in BF16: none within the budget lowers the KL by more than two standard "
-            "errors."
+            f"Keep no layer in BF16: {module_of(best.names[0])} lowers the KL most, by "
+            f"{best.gain:.2g} \u00b1 {best.standard_error:.2g} nats on the completions to choose "
+            f"from, {why}."
         )
     names = ", ".join(dict.fromkeys(map(module_of, tried["names"])))
     return (
         f"Keep no layer in BF16: {names} looked best on some completions, and on "
-        f"the others the KL fell by {tried['gain']:.2g} ± {tried['standard_error']:.1g} nats."
+        f"the others the KL fell by {tried['gain']:.2g} ± {tried['standard_error']:.2g} nats."
     )
+
+
+def _as_kept(row: dict[str, Any]) -> KeptLayers:
+    return KeptLayers(**row)
 
 
 def _named(row: dict[str, Any]) -> str:

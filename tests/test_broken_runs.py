@@ -1,0 +1,115 @@
+"""What is broken in a run's directory is named with its file and line, and the rest is shown."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from logs import evaluation, run_log, write, write_run
+from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.text import load
+from qurl_megatron.launch.status import newest_logs, slurm_jobs, status
+from qurl_megatron.report.plots import read_run
+
+DEEP = "[" * 5_000
+LONG = "9" * 5_000
+LINES = {  # a line of metrics.jsonl, and what is said of it
+    "{broken": "not JSON",
+    "[1, 2]": "should be an object",
+    '{"step": "x"}': "step: Input should be a valid integer",
+    "{}": "step: Field required",
+    DEEP: "recursion",
+    f'{{"step": {LONG}}}': "digits",
+    "\x1b[2J\x00": "not JSON",
+}
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_a_broken_line_is_named_and_the_others_are_shown(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:], line]) + "\n")
+    assert status(run_dir).startswith("step 40 of 100")
+    assert len(read_run(run_dir).steps) == 40
+    for told in capsys.readouterr().err.splitlines():
+        assert told.startswith(f"qurl: {path}, line 3: ") and LINES[line] in told
+        assert told.endswith("left out, and 1 other lines of it")
+        assert told.isprintable() and len(told) < 500
+
+
+BROKEN = {
+    "summary.json": '{"steps": "x", "time_s": []}',
+    "mismatch.json": '{"rollout": 3}',
+    "weights.jsonl": '{"weight_version": 1, "weights": [1]}\n',
+    "samples.jsonl": '{"step": 1}\n',
+}
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_and_the_others_are_shown(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    damages: list[Callable[[Path], object]] = [
+        lambda path: path.write_text(BROKEN[name]),
+        replace_by_pipe,
+    ]
+    for damage in damages:
+        damage(run_dir / name)
+        assert len(read_run(run_dir).steps) == 40
+        assert f"qurl: {run_dir / name}" in capsys.readouterr().err
+        assert status(run_dir).startswith("step 40 of 100")
+
+
+@pytest.mark.parametrize("text", [DEEP, f"steps: {LONG}", "steps: x", "- 1", "\x00"])
+def test_a_broken_configuration_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: ") as refused:
+        load(tmp_path / "config.yaml")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_logs_are_shown_beside_a_broken_job_and_directories_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs"
+    (logs / "resumed_2").mkdir(parents=True)
+    (logs / "resumed_notes").mkdir()
+    (logs / "resumed_2" / "server.log").write_text("hello\n")
+    (logs / "resumed_2" / "job.json").write_text('{"id"')
+    assert newest_logs(tmp_path) == [logs / "resumed_2" / "server.log"]
+    assert f"qurl: {logs / 'resumed_2' / 'job.json'}: not JSON" in capsys.readouterr().err
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "squeue").write_text("#!/bin/sh\n")
+    (commands / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    assert slurm_jobs(tmp_path) == []
+
+
+def test_a_resume_names_a_broken_line_and_keeps_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run_log(tmp_path)
+    log.start(evaluation(0.25))
+    for step in (1, 2, 3):
+        write(log, step)
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], "{broken\n", *lines[1:]]))
+    log = run_log(tmp_path)
+    log.resume(2, time_s=0.0, before=evaluation(0.25))
+    log.close()
+    assert f"{path}, line 2: not JSON" in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in path.open()] == [1, 2]
