@@ -100,9 +100,7 @@ def test_a_signal_ends_a_command_within_two_seconds_with_one_line(doing: str) ->
     begin = time.monotonic()
     _, shown = command.communicate(timeout=60)
     assert command.returncode == 143
-    assert shown.splitlines()[0] == "qurl: interrupted by SIGTERM"
-    if doing == "sample":
-        assert shown.count("\n") == 1, shown
+    assert shown == "qurl: interrupted by SIGTERM\n"
     assert time.monotonic() - begin < 2.0 + 3.0  # the machine may be busy
 
 
