@@ -54,6 +54,7 @@ from qurl_megatron.launch.prepare import recipe_names
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import PR_SET_CHILD_SUBREAPER
 from qurl_megatron.recipes import grpo, quickstart
+from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.rollout.wire import RUN_HEADER
 from qurl_megatron.sglang_plugin.door import ROUTES, Door
 from qurl_megatron.weight_sync.bucket import model_tensors
@@ -128,7 +129,8 @@ class Fuzz:
         for name in FILES:
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         text.save(with_overrides(grpo.recipe(), [*TRAIN[1:], "name=run"]), run_dir / "config.yaml")
-        (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
+        step = dict.fromkeys(StepMetrics.__annotations__, 1)
+        (run_dir / "metrics.jsonl").write_text(json.dumps(step) + "\n")
         held = model_tensors(Architecture.from_directory(self.home / "model"), "int8", [])
         self.door = Door(lambda: held)
 

@@ -87,9 +87,18 @@ class Cell:
         return False
 
 
+def has_started(cell: Cell) -> bool:
+    """Return whether it imports and checks: before, Python has begun, and the kernel ends it."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{cell.process.pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], base=16)
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
 # How to know the phases of each command; in the order of time.
 OF_RUNS: dict[str, Callable[[Cell], bool]] = {
-    "start": lambda cell: True,
+    "start": has_started,
     "servers": lambda cell: cell.has("runs/run/logs/server_*.log"),
     "warm-up": lambda cell: cell.says("evaluation_0 serves"),
     "evaluation": lambda cell: cell.has("runs/run/evaluation/*"),
@@ -103,17 +112,17 @@ PHASES: dict[str, dict[str, Callable[[Cell], bool]]] = {
     "train": OF_RUNS,
     "launch": OF_RUNS,
     "eval": {
-        "start": lambda cell: True,
+        "start": has_started,
         "servers": lambda cell: cell.has("out/server.log"),
         "sampling": lambda cell: cell.says("requests,"),
         "end": lambda cell: cell.has("out/answers_0.jsonl"),
     },
     "mismatch": {
-        "start": lambda cell: True,
+        "start": has_started,
         "sampling": lambda cell: cell.says("40 to evaluate") or cell.says("comparing"),
     },
     "serve": {
-        "start": lambda cell: True,
+        "start": has_started,
         "servers": lambda cell: cell.says("starting a server"),
         "serving": lambda cell: cell.says("ready:"),
     },
@@ -140,12 +149,12 @@ def run_cell(home: Path, command: str, phase: str, name: str, slack_s: float) ->
         cell = Cell(directory, process)
         deadline = time.monotonic() + LIMIT_S
         try:
-            if phase == "start":
-                time.sleep(1.5 + slack_s)  # Python has begun to import
             while not PHASES[command][phase](cell):
                 if process.poll() is not None or time.monotonic() > deadline:
                     return f"WRONG: no such phase: {cell.shown()[-200:]!r}"
                 time.sleep(0.01)
+            if phase == "start":
+                time.sleep(0.5)
             sent_at = time.monotonic()
             process.send_signal(number)
             if number == signal.SIGPIPE and command == "serve":

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import importlib
 import io
-import logging
 import os
 import resource
 import secrets
@@ -278,30 +277,38 @@ def ending_signals() -> set[signal.Signals]:
 
 @contextlib.contextmanager
 def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Have the first of these signals end the body with a line and SystemExit; ignore later ones.
+    """Have the first of these signals end the process, with a line, once the body has tidied up.
 
-    A terminal that closes sends SIGHUP twice, by the kernel and by the shell. The second would
-    interrupt what tidies up after the first. Nothing else is logged from then on: what was under
-    way is abandoned, which is no error. If tidying up takes longer than `TIDY_UP_S`, or Python has
-    lost the exception, as it does in a destructor, the process ends at once.
+    The body gets SystemExit; what it and libraries say from then on is not shown, because it is of
+    work that is abandoned. Later signals are ignored: a terminal that closes sends SIGHUP twice, by
+    the kernel and by the shell. If the body takes longer than `TIDY_UP_S`, or Python has lost the
+    exception, as it does in a destructor, the process ends at once.
     """
+    ended_with: list[int] = []
 
     def end(number: int, _: object) -> None:
+        ended_with.append(128 + number)
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, lambda *_: os._exit(128 + number))
         signal.setitimer(signal.ITIMER_REAL, TIDY_UP_S)
-        logging.disable()
+        with contextlib.suppress(OSError, RuntimeError):  # closed; or interrupted in a flush
+            sys.stdout.flush()
         with contextlib.suppress(OSError):  # its terminal has closed
             os.write(2, f"qurl: interrupted by {signal.Signals(number).name}\n".encode())
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
         sys.exit(128 + number)
 
     before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
+        if ended_with:
+            os._exit(ended_with[0])  # Python's own end can take seconds
         for number, handler in before.items():
-            if signal.getsignal(number) is end:  # none has come
+            if signal.getsignal(number) is end:  # a launcher of several runs has its own
                 signal.signal(number, handler)
 
 

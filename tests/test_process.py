@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
@@ -103,9 +104,7 @@ def test_a_signal_ends_a_command_within_two_seconds_with_one_line(doing: str) ->
     begin = time.monotonic()
     _, shown = command.communicate(timeout=60)
     assert command.returncode == 143
-    assert shown.splitlines()[0] == "qurl: interrupted by SIGTERM"
-    if doing == "sample":
-        assert shown.count("\n") == 1, shown
+    assert shown == "qurl: interrupted by SIGTERM\n"
     assert time.monotonic() - begin < 2.0 + 3.0  # the machine may be busy
 
 
@@ -133,9 +132,11 @@ def test_a_scratch_directory_whose_owner_was_killed_is_removed_and_no_other(
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "print(scratch_directory('qurl-server-')[0], flush=True); input()"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    owners = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(2)]
-    killed, used = (Path(os.fsdecode(owner.stdout.readline()).strip()) for owner in owners)
+    owners = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True)
+        for _ in range(2)
+    ]
+    killed, used = (Path(owner.stdout.readline().strip()) for owner in owners if owner.stdout)
     owners[0].kill()
     owners[0].communicate()
     of_older_version = tmp_path / "qurl-server-older"

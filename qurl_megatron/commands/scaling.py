@@ -193,6 +193,6 @@ def _draw(rows: list[Row], file: Path) -> None:
     )
     # Makes the file reproducible, with text and not outlines: a tenth of the size.
     with matplotlib.rc_context({"svg.hashsalt": "plan", "svg.fonttype": "none"}):
-        kind = {"format": file.suffix.removeprefix(".")}
-        date = {"Date": None} if file.suffix == ".svg" else None
-        write_whole(file, lambda path: figure.savefig(path, metadata=date, **kind))
+        kind = file.suffix.removeprefix(".")
+        date = {"Date": None} if kind == "svg" else None
+        write_whole(file, lambda path: figure.savefig(path, format=kind, metadata=date))

@@ -1,13 +1,14 @@
 """A slow link on one machine: a proxy on loopback that carries so many bytes a second.
 
 Both directions have the rate each, over all connections together. There is no delay beside that
-of loopback, and no loss.
+of loopback, and no loss. With a certificate it is a proxy for HTTPS before a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import threading
 
 CHUNK_BYTES = 2**16
@@ -16,8 +17,11 @@ CHUNK_BYTES = 2**16
 class ShapedLink:
     """A proxy on loopback to a port of this machine; it runs in a thread, within a `with`."""
 
-    def __init__(self, port: int, bytes_per_s: float) -> None:
+    def __init__(
+        self, port: int, bytes_per_s: float, certificate: ssl.SSLContext | None = None
+    ) -> None:
         """Listen nowhere yet."""
+        self._certificate = certificate
         self.port = 0  # that it listens on
         self._bytes_per_s = bytes_per_s
         self._target = port
@@ -29,7 +33,7 @@ class ShapedLink:
     @property
     def url(self) -> str:
         """Return the URL at which the server is reached over the link."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._certificate else ''}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> ShapedLink:
         """Listen, and carry bytes until the context ends."""
@@ -45,7 +49,9 @@ class ShapedLink:
 
     async def _serve(self) -> None:
         self._free_at = {"to": 0.0, "from": 0.0}
-        server = await asyncio.start_server(self._carry, "127.0.0.1", 0, limit=CHUNK_BYTES)
+        server = await asyncio.start_server(
+            self._carry, "127.0.0.1", 0, limit=CHUNK_BYTES, ssl=self._certificate
+        )
         self.port = server.sockets[0].getsockname()[1]
         self._listening.set()
         await self._stop.wait()
@@ -76,4 +82,7 @@ class ShapedLink:
                 writer.write(chunk)
                 await writer.drain()
         with contextlib.suppress(OSError):
-            writer.write_eof()
+            if writer.can_write_eof():
+                writer.write_eof()
+            else:  # TLS has no half of a connection
+                writer.close()

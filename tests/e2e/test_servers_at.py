@@ -1,4 +1,4 @@
-"""A server that `qurl serve` started, reached by URL and key only, over a slow link."""
+"""A server that `qurl serve` started, reached by URL and key only, over a slow link with HTTPS."""
 
 import contextlib
 import signal
@@ -10,12 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
+from certificates import loopback_certificate
 from e2e.running import QUICK, Command, metrics_of
 from e2e.shaped_link import ShapedLink
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
+from qurl_megatron.rollout import asking
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.elsewhere import check_servers, remote_server
 
@@ -60,12 +62,16 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
         commands[-1].wait_for("ready: rollout.servers_at=")
         return commands[-1]
 
-    with ShapedLink(port, SLOW) as link:
+    certificate, trusted = loopback_certificate(directory)
+    with ShapedLink(port, SLOW, certificate) as link, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+        asking.certificates.cache_clear()
         try:
             yield Elsewhere(start(), link, model, key_file, start)
         finally:
             for command in commands:
                 command.end()
+            asking.certificates.cache_clear()
 
 
 def test_the_command_prints_its_url_and_shows_its_key_nowhere(elsewhere: Elsewhere) -> None:
