@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from logs import evaluation, run_log, write, write_run
+from qurl_megatron.commands.runs import status as show_status
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.status import newest_logs, slurm_jobs, status
+from qurl_megatron.learner.checkpoint import CheckpointError, read_state
 from qurl_megatron.report.plots import read_run
 
 DEEP = "[" * 5_000
@@ -113,3 +115,26 @@ def test_a_resume_names_a_broken_line_and_keeps_the_others(
     log.close()
     assert f"{path}, line 2: not JSON" in capsys.readouterr().out
     assert [json.loads(line)["step"] for line in path.open()] == [1, 2]
+
+
+def test_a_broken_run_does_not_hide_the_status_of_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, whole = tmp_path / "broken", write_run(tmp_path / "whole")
+    broken.mkdir()
+    (broken / "config.yaml").write_text("steps: x")
+    with pytest.raises(SystemExit, match="2"):
+        show_status([broken, whole])
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"qurl: {broken}/config.yaml: ")
+    assert printed.out.startswith(f"{whole}: step 40 of 100")
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]", '{"step": 1}', "\x00"])
+def test_a_broken_state_of_a_checkpoint_is_one_line_with_a_way_out(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/state.json: .*; remove ") as refused:
+        read_state(tmp_path)
+    assert len(str(refused.value).splitlines()) == 1

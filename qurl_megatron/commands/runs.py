@@ -235,10 +235,17 @@ def status(
     ],
 ) -> None:
     """Show how far runs have come, and whether they are running."""
+    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch.status import status
 
+    code = 0
     for run_dir in run_dirs:
-        print(f"{run_dir}: {status(run_dir)}", flush=True)
+        try:
+            print(f"{run_dir}: {status(run_dir)}", flush=True)
+        except ConfigError as error:  # the others are shown all the same
+            print(f"qurl: {error}", file=sys.stderr, flush=True)
+            code = 2
+    sys.exit(code)
 
 
 def logs(

@@ -270,8 +270,18 @@ def _link(link: Path, target: Path | None) -> None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Return the run's state in a checkpoint."""
-    return RunState(**json.loads((checkpoint / "state.json").read_text()))
+    """Return the run's state in a checkpoint.
+
+    Raises:
+        CheckpointError: its file is broken.
+    """
+    path = checkpoint / "state.json"
+    try:
+        return RunState(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: {error}; remove {checkpoint}, and the run goes on from the one before"
+        ) from None
 
 
 def read_config(checkpoint: Path) -> Config:
