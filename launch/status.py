@@ -28,7 +28,6 @@ from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
 from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.process import CONSOLE_LOG, start_ticks
-from qurl_megatron.report.metrics import StepMetrics
 
 OWNER_FILE = "owner.json"
 JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
@@ -48,7 +47,7 @@ def status(run_dir: Path) -> str:
         if not jobs:
             raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
         return f"not started; {', '.join(jobs)}"
-    steps = read_json_lines(run_dir / "metrics.jsonl", StepMetrics)
+    steps = read_json_lines(run_dir / "metrics.jsonl", _Progress)
     done = steps[-1]["step"] if steps else 0
     progress = f"step {done} of {load(run_dir / 'config.yaml').steps}"
     saved = list_checkpoints(run_dir)
@@ -61,6 +60,13 @@ def status(run_dir: Path) -> str:
     if is_finished(run_dir) and not running:
         return f"{progress}, {checkpoint}, finished"
     return f"{progress}, {checkpoint}, {running or f'not running; {how_to_resume(run_dir)}'}"
+
+
+@dataclass
+class _Progress:
+    """What of a line of metrics.jsonl tells how far a run has come, in every version."""
+
+    step: int
 
 
 @dataclass

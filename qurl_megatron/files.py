@@ -71,7 +71,7 @@ def read_json_lines(
     no object of the form `kind` is left out.
 
     Args:
-        kind: dataclass or dictionary; a dataclass gives the values of fields that a line lacks.
+        kind: dictionary, or dataclass, which says which fields a line must have and their types.
         tell: called with a text that names the first line that is left out.
     """
     objects, wrong = [], []
@@ -108,15 +108,14 @@ def _text(path: Path, tell: Callable[[str], object]) -> str:
 
 
 def _parse(text: str, kind: Any) -> dict[str, Any]:
-    """Return a JSON object, completed with the defaults of `kind`, if that is a dataclass.
+    """Return a JSON object.
 
     Raises:
         ValueError, RecursionError: it is not of that form.
     """
-    content = json.loads(text)
-    adapter = _adapter(kind)
-    checked = adapter.dump_python(adapter.validate_json(text, strict=True))
-    return {**checked, **content}
+    content: dict[str, Any] = json.loads(text)
+    _adapter(kind).validate_json(text, strict=True)
+    return content
 
 
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)

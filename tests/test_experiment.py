@@ -18,6 +18,7 @@ import yaml
 from nemo_run.cli.api import create_cli
 from typer.testing import CliRunner
 
+from qurl_megatron import process
 from qurl_megatron.cli import app
 from qurl_megatron.commands import scaling
 from qurl_megatron.config.schema import Config, ConfigError
@@ -436,12 +437,14 @@ def test_a_run_of_slurm_jobs_is_resumed_here_only_in_a_job_or_if_told_so(
         return 0
 
     monkeypatch.setattr(local, "run", run)
+    monkeypatch.setattr(process, "outlive_output", lambda _: None)  # the runner's is no file
     (config.run_dir / "job.sh").touch()
     refused = CliRunner().invoke(app, ["resume", "runs/first"])
     line = "runs/first: Slurm jobs train this run; to start again: sbatch runs/first/job.sh; "
     assert refused.exit_code == 2
     assert f"{line}to run it on this machine, add --here" in refused.output
-    assert CliRunner().invoke(app, ["resume", "runs/first", "--here"]).exit_code == 0
+    shown = CliRunner().invoke(app, ["resume", "runs/first", "--here"])
+    assert shown.exit_code == 0, shown.output
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert CliRunner().invoke(app, ["resume", "runs/first"]).exit_code == 0
     assert len(resumed) == 2

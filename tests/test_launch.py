@@ -36,7 +36,7 @@ from qurl_megatron.launch.placement import (
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
-from qurl_megatron.process import free_port
+from qurl_megatron.process import CONSOLE_LOG, free_port, outlive_output
 from qurl_megatron.rollout.preload import Started
 from tiny import build_tiny_model
 
@@ -486,12 +486,14 @@ def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
     monkeypatch.setattr(local, "release_servers_at", released.append)
     with contextlib.suppress(OSError), (tmp_path / terminal).open("w") as errors:
         monkeypatch.setattr(sys, "stderr", errors)
+        monkeypatch.setattr(sys, "stdout", sys.stdout)  # restored after the test
+        outlive_output(config.run_dir)
         code = local.launch(config)
     assert code == 128 + number
     assert released == [config]
-    if terminal != "/dev/full":
-        said = (tmp_path / terminal).read_text()
-        assert f"interrupted by {number.name}" in said and "to start again: qurl resume" in said
+    place = tmp_path / terminal if terminal != "/dev/full" else config.run_dir / CONSOLE_LOG
+    said = place.read_text()
+    assert f"interrupted by {number.name}" in said and "to start again: qurl resume" in said
 
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
+from qurl_megatron.model import huggingface
 from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model, random_model
 
@@ -151,7 +152,7 @@ def test_a_full_disk_leaves_no_directory_that_looks_complete(
         path.write_bytes(b"the beginning")
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(offline, "save_file", no_space)
+    monkeypatch.setattr(huggingface, "save_file", no_space)
     destination = tmp_path / "out"
     result = CliRunner().invoke(app, ["quantize", str(source), str(destination)])
     assert result.exit_code == 2 and "No space left on device" in result.output

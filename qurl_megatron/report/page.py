@@ -196,7 +196,7 @@ def _held_out(summary: dict[str, Any], when: str) -> str:
     accuracy = summary.get(f"held_out_accuracy_{when}")
     if accuracy is None:
         return NOT_MEASURED
-    return accuracy_and_error(accuracy, summary[f"held_out_standard_error_{when}"])
+    return accuracy_and_error(accuracy, summary.get(f"held_out_standard_error_{when}"))
 
 
 def _if_measured(measured: dict[str, Any] | None, name: str, form: str) -> str:

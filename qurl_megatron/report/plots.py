@@ -186,8 +186,8 @@ def reward(axes: Axes, runs: list[RunRecord]) -> None:
 
 def _held_out(measured: dict[str, Any], when: str) -> tuple[float, float]:
     """Return a held-out accuracy and its standard error; NaN and 0 if they were not measured."""
-    accuracy = measured[f"held_out_accuracy{when}"]
-    error = measured[f"held_out_standard_error{when}"]
+    accuracy = measured.get(f"held_out_accuracy{when}")
+    error = measured.get(f"held_out_standard_error{when}")
     return math.nan if accuracy is None else accuracy, error or 0.0
 
 
