@@ -31,6 +31,7 @@ from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.host import check_memory
+from qurl_megatron.rollout import toolkit
 from qurl_megatron.rollout.options import check_options
 
 
@@ -206,7 +207,7 @@ def _check(
     """
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
-    from qurl_megatron.device import capabilities
+    from qurl_megatron.device import capabilities, unusable_gpus
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
@@ -216,6 +217,9 @@ def _check(
     place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())
+        toolkit.environment()
+    elif num_gpus == 0 and (problem := unusable_gpus()):
+        raise ConfigError(problem)
     check_reward(config)
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:

@@ -1,9 +1,10 @@
 """The devices, backends and ranks of this process.
 
 In this process, only this module asks torch which devices there are; in a server's processes
-`sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
-tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli` and
-`launch`, this is also the only module that reads environment variables.
+`sglang_plugin` does, and `launch/slurm_task` before a job. Some files ask this module, and code
+that handles a tensor looks at that tensor instead: `tests/test_rooms.py` lists every file that
+branches on CPU or GPU. With `cli`, `launch` and `rollout/toolkit`, this is also the only module
+that reads environment variables.
 """
 
 import functools
@@ -18,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.process import bind_stores
+from qurl_megatron.process import bind_stores, installed_gpus
 
 T = TypeVar("T")
 
@@ -49,6 +50,20 @@ def device() -> torch.device:
 def num_gpus() -> int:
     """Return the number of GPUs this process sees."""
     return torch.cuda.device_count() if accelerator() == "cuda" else 0
+
+
+def unusable_gpus() -> str:
+    """Return what is wrong if the machine has GPUs and torch sees none; else an empty string.
+
+    A run would silently compute on the CPU. CUDA_VISIBLE_DEVICES may hide the GPUs on purpose.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if accelerator() == "cuda" or hidden or not (number := installed_gpus()):
+        return ""
+    return (
+        f"torch sees none of this machine's {number} GPUs: install a driver that is new enough for "
+        f"its CUDA {torch.version.cuda}, or compute on the CPU: export CUDA_VISIBLE_DEVICES=-1"
+    )
 
 
 def memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, addresses, logs, signals, ending with the parent, freed memory."""
+"""Helpers for processes: ports, addresses, logs, signals, the parent, freed memory, the driver."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,10 @@ import errno
 import importlib
 import resource
 import secrets
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -156,6 +158,14 @@ def trim_heap() -> None:
     sizes come and go, as in a server that computes on a CPU, that becomes more and more.
     """
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def installed_gpus() -> int | None:
+    """Return how many GPUs NVIDIA's driver lists; None without nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def start_ticks(pid: int) -> int | None:

@@ -21,7 +21,7 @@ ALLOWED = (
     "disable_overlap_schedule num_continuous_decode_steps "  # scheduler
     "scheduler_recv_interval sleep_on_idle "  # scheduler
     "attention_backend decode_attention_backend prefill_attention_backend "  # kernels
-    "triton_attention_num_kv_splits sampling_backend fp8_gemm_backend "  # kernels
+    "triton_attention_num_kv_splits fp8_gemm_backend "  # kernels
     "enable_fp32_lm_head enable_deterministic_inference "  # exactness
     "disable_cuda_graph disable_cuda_graph_padding cuda_graph_backend_decode "  # graphs
     "cuda_graph_backend_prefill cuda_graph_max_bs_decode cuda_graph_max_bs_prefill "  # graphs
@@ -41,6 +41,7 @@ _INSTEAD = {
     "quantization": "set quantization.format",
     "dtype": "the served weights are bfloat16 or of quantization.format",
     "enable_return_routed_experts": "set rollout.routing",
+    "sampling_backend": "it is pytorch; another compiles for minutes before the first top_p",
     "speculative_algorithm": "its log-probs are not proven to be those of the policy",
 } | {field.name: f"set the server's {field.name}" for field in dataclasses.fields(ServerConfig)}
 
