@@ -26,7 +26,7 @@ from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.launch.placement import place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -207,14 +207,14 @@ def _check(
     """
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
-    from qurl_megatron.device import capabilities, unusable_gpus
+    from qurl_megatron.device import capabilities, gpu_properties, unusable_gpus
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
     check_options(
         {"rollout.server": config.rollout.server, "evaluation.server": config.evaluation.server}
     )
-    place_servers(config, num_gpus or 0)
+    placed = place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())
         toolkit.environment()
@@ -224,6 +224,8 @@ def _check(
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
+    if num_gpus:
+        check_shared_gpus(config, placed, [gpu.total_memory for gpu in gpu_properties()])
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)

@@ -10,7 +10,9 @@ that reads environment variables.
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -182,6 +184,31 @@ def initialize_distributed() -> None:
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         store=dist.HashStore() if world_size() == 1 else None,
     )
+
+
+_creating_group = threading.Lock()  # the environment belongs to all threads
+
+
+@contextmanager
+def surviving_errors() -> Iterator[None]:
+    """Let groups over NCCL that are created in this context fail without ending the process.
+
+    By default torch's watchdog ends it when an operation of a group fails or takes too long, or
+    when aborting one takes long. A group reads these settings when it is created. Whoever uses it
+    has to limit the time, and to abort the group after a failure.
+    """
+    settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    with _creating_group:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(dict.fromkeys(settings, "0"))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:
