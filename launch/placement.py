@@ -93,9 +93,10 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
             if len(on_gpu[gpu]) > 1 and load[gpu] > 1 + 1e-9:
                 room = 1 - (1 - LARGEST_SHARE) * on_gpu[gpu].count("learner")
                 raise ConfigError(
-                    f"{spec.set_name}.server.mem_fraction_static={fraction}: GPU {gpu} is shared by "
-                    f"{' and '.join(on_gpu[gpu])}; the servers ask for {load[gpu] - 1 + room:.2f} "
-                    f"of its memory; lower their sum to {room:g}, or add GPUs"
+                    f"{spec.set_name}.server.mem_fraction_static={fraction}: GPU {gpu} is shared "
+                    f"by {' and '.join(on_gpu[gpu])}; the servers ask for "
+                    f"{load[gpu] - 1 + room:.2f} of its memory; lower their sum to {room:g}, or "
+                    "add GPUs"
                 )
     return placed
 

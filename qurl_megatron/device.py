@@ -162,6 +162,9 @@ def initialize_distributed() -> None:
         RuntimeError: there are several ranks, but the address is not set.
     """
     if accelerator() == "cuda":
+        # Megatron starts an exchange before the product that it overlaps with, and relies on one
+        # queue to keep that order. Read when CUDA begins.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
     bind_stores()
     # What SGLang sets in its servers. Where the two sides differ, NCCL's weight transfers fail.

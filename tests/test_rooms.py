@@ -191,6 +191,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/quantize",
             "sglang_plugin/formats",
             "sglang_plugin/linear",
+            "weight_sync/conversion",
             "weight_sync/direct",
         },
     }
