@@ -214,10 +214,10 @@ def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             if publisher.publish().num_servers != 1:
                 raise AssertionError("the server does not hold what was sent")
-            with failing_in_the_next_publish(publisher, running.pid, number):
-                start = time.perf_counter()
-                reached = publisher.publish().num_servers
-                times[f"{name}_s"] = time.perf_counter() - start
+            fail_in_the_next_publish(publisher, running.pid, number)
+            start = time.perf_counter()
+            reached = publisher.publish().num_servers
+            times[f"{name}_s"] = time.perf_counter() - start
             publisher.close()
             if reached or fleet.members("serving", "joining"):
                 raise AssertionError(f"a server that was {name} is not lost")
@@ -228,9 +228,8 @@ def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
     return times
 
 
-@contextmanager
-def failing_in_the_next_publish(publisher: Any, pid: int, number: int) -> Iterator[None]:
-    """Send a signal to a server's processes once it waits for weights, before any is sent."""
+def fail_in_the_next_publish(publisher: Any, pid: int, number: int) -> None:
+    """Have a server's processes get a signal once it waits for weights, before any is sent."""
     convert = publisher._converter.convert
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
@@ -241,10 +240,6 @@ def failing_in_the_next_publish(publisher: Any, pid: int, number: int) -> Iterat
         return convert(*arguments, **named)
 
     publisher._converter.convert = fail_and_convert
-    yield
-    for process in processes:
-        if number == signal.SIGSTOP and process.is_running():
-            process.send_signal(signal.SIGCONT)
 
 
 def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -262,17 +257,17 @@ def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def tiny_server(gpus: list[int] | None = None, **fields: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a tiny INT8 server and its architecture; its log stays if anything fails."""
+    """Yield a tiny INT8 server and its architecture."""
     # Here, because importing Megatron takes most of the time that the other checks have.
     from benchmarks.gpu import policy
 
     server = ServerConfig(
         mem_fraction_static=0.2, max_total_tokens=8192, max_running_requests=8, **fields
     )
-    log = record.RESULTS / "smoke_server.log"
-    with policy.run_server("tiny", "int8", server, 64, log, gpus) as running_and_architecture:
-        yield running_and_architecture
-    log.unlink()
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "server.log"
+        with policy.run_server("tiny", "int8", server, 64, log, gpus) as running_and_architecture:
+            yield running_and_architecture
 
 
 def sample(running: Any, architecture: Any) -> None:
