@@ -278,7 +278,7 @@ def fuse_gradients(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def transformer_config_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
