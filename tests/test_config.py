@@ -345,7 +345,11 @@ def test_the_planned_memory_of_the_learner_counts_on_a_gpu_that_servers_share(
     tmp_path: Path,
 ) -> None:
     """Of a 7B model on four H100s, which a fraction of 0.8 would end in its first update."""
-    sizes = {"vocab_size": 152064, "num_attention_heads": 28, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": 152064,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
     model = Qwen2Config(
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, **sizes, dtype="bfloat16"
     )

@@ -7,6 +7,7 @@ import zipfile
 from importlib.metadata import distribution, version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,10 @@ def test_a_file_of_another_kind_machine_or_version_is_refused(key: str, tmp_path
 def test_a_check_of_smoke_that_fails_is_tried_again_and_one_that_passed_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes = {"rank": [AssertionError("broken"), {}], "peer": [{"needs": "two GPUs"}] * 2}
+    outcomes: dict[str, list[Any]] = {
+        "rank": [AssertionError("broken"), {}],
+        "peer": [{"needs": "two GPUs"}] * 2,
+    }
     ran: list[str] = []
 
     def run(command: list[str], timeout: float | None, **_: object) -> SimpleNamespace:
