@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from qurl_megatron.config.schema import (
@@ -18,7 +20,14 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     WeightFormat,
 )
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import gigabytes, write_whole
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.memory import (
+    RUNTIME_BYTES,
+    bucket_memory,
+    learner_memory,
+    total_bytes,
+)
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
 from qurl_megatron.process import make_key
 
@@ -52,17 +61,17 @@ def server_specs(config: Config) -> list[ServerSpec]:
 def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
     """Return the GPUs of each server on this machine, by set name and index within the set.
 
-    Each learner rank gets one GPU, from GPU 0 on, and the servers get the next ones. If too few are
-    left for a server, it shares the first GPUs with the learner. With `num_gpus` 0 every server
-    gets an empty list.
+    Each learner rank gets one GPU, from GPU 0 on. A server gets the consecutive GPUs that are
+    loaded least: free ones, if there are enough. With `num_gpus` 0 every server gets an empty list.
 
     Raises:
-        ConfigError: the machine has too few GPUs, or the servers on a learner's GPU leave the
-            learner too little of its memory.
+        ConfigError: the machine has too few GPUs, or those who share one of them ask for too much
+            of its memory.
     """
     specs = server_specs(config)
+    world_size = config.learner.world_size
     placed: dict[str, list[list[int]]] = {spec.set_name: [] for spec in specs}
-    ranks = {"learner": config.learner.world_size}
+    ranks = {"learner": world_size}
     ranks |= {f"{spec.set_name}.server": spec.server.tensor_parallel_size for spec in specs}
     for name, num_ranks in ranks.items():
         if 0 < num_gpus < num_ranks:
@@ -70,28 +79,63 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
                 f"{name}.tensor_parallel_size: {num_ranks} ranks need a GPU each (NCCL refuses two "
                 f"on one); this machine has {num_gpus}"
             )
-    shares: dict[int, dict[str, float]] = {}  # learner GPU: memory fraction of each set on it
-    first_free = config.learner.world_size
+    on_gpu: list[list[str]] = [["learner"][: gpu < world_size] for gpu in range(num_gpus)]
+    load = [(1 - LARGEST_SHARE) * len(names) for names in on_gpu]
     for spec in specs:
-        num_ranks = spec.server.tensor_parallel_size if num_gpus else 0
-        fits = first_free + num_ranks <= num_gpus
-        first = first_free if fits else 0
-        gpus = list(range(first, first + num_ranks))
+        fraction = spec.server.mem_fraction_static
+        size = spec.server.tensor_parallel_size if num_gpus else 0
+        starts = range(num_gpus - size + 1)
+        first = min(starts, key=lambda start: max(load[start : start + size], default=0.0))
+        gpus = list(range(first, first + size))
         placed[spec.set_name].append(gpus)
-        first_free += len(gpus) if fits else 0
-        for gpu in set(gpus) & set(range(config.learner.world_size)):
-            share = shares.setdefault(gpu, {})
-            share[spec.set_name] = share.get(spec.set_name, 0.0) + spec.server.mem_fraction_static
-    for gpu, share in sorted(shares.items()):
-        if sum(share.values()) > LARGEST_SHARE:
-            spec = next(spec for spec in specs if spec.set_name in share)
-            raise ConfigError(
-                f"{spec.set_name}.server.mem_fraction_static="
-                f"{spec.server.mem_fraction_static}: the learner shares GPU {gpu} with "
-                f"{' and '.join(share)}, which ask for {sum(share.values()):.2f} of its memory; "
-                f"lower their sum to {LARGEST_SHARE}, or add GPUs"
-            )
+        for gpu in gpus:
+            on_gpu[gpu].append(spec.set_name)
+            load[gpu] += fraction
+            if len(on_gpu[gpu]) > 1 and load[gpu] > 1 + 1e-9:
+                room = 1 - (1 - LARGEST_SHARE) * on_gpu[gpu].count("learner")
+                raise ConfigError(
+                    f"{spec.set_name}.server.mem_fraction_static={fraction}: GPU {gpu} is shared "
+                    f"by {' and '.join(on_gpu[gpu])}; the servers ask for "
+                    f"{load[gpu] - 1 + room:.2f} of its memory; lower their sum to {room:g}, or "
+                    "add GPUs"
+                )
     return placed
+
+
+def check_shared_gpus(
+    config: Config, placed: dict[str, list[list[int]]], gpu_bytes: Sequence[int]
+) -> None:
+    """Check that a learner rank and the servers on its GPU fit in its memory.
+
+    Args:
+        placed: from `place_servers`.
+        gpu_bytes: the memory of each GPU of this machine.
+
+    Raises:
+        ConfigError: they do not, by the plan of the learner's memory.
+    """
+    learner = config.learner
+    architecture = Architecture.from_directory(config.model)
+    buckets = bucket_memory(architecture, config)
+    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
+    specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
+    for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
+        shares = {
+            name: specs[name, index].server.mem_fraction_static
+            for name, servers in placed.items()
+            for index, gpus in enumerate(servers)
+            if gpu in gpus
+        }
+        own = total_bytes(learner_memory(architecture, config, gpu // ranks_of_stage), buckets)
+        room = (num_bytes - own - RUNTIME_BYTES * len(shares)) / num_bytes
+        if shares and sum(shares.values()) > room:
+            name, fraction = next(iter(shares.items()))
+            raise ConfigError(
+                f"{name}.server.mem_fraction_static={fraction}: learner rank {gpu} is planned to "
+                f"take {gigabytes(own)} of the {gigabytes(num_bytes)} of GPU {gpu}, and "
+                f"{' and '.join(shares)} {gigabytes(RUNTIME_BYTES)} each beside their fractions; "
+                f"lower these to {max(math.floor(100 * room), 0) / 100} in all, or add GPUs"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

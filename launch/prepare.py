@@ -27,11 +27,12 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import write_whole
-from qurl_megatron.launch.placement import place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.host import check_host, check_workers
+from qurl_megatron.rollout import toolkit
 
 
 def prepare_new(
@@ -208,19 +209,24 @@ def _check(
     """
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
-    from qurl_megatron.device import capabilities
+    from qurl_megatron.device import capabilities, gpu_properties, unusable_gpus
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
-    place_servers(config, num_gpus or 0)
+    placed = place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())
+        toolkit.environment()
+    elif num_gpus == 0 and (problem := unusable_gpus()):
+        raise ConfigError(problem)
     if num_gpus is not None:
         check_workers(config.scoring_workers)
     check_reward(config)
     check_model(Path(config.model))
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
+    if num_gpus:
+        check_shared_gpus(config, placed, [gpu.total_memory for gpu in gpu_properties()])
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from qurl_megatron.process import installed_gpus
 
 if TYPE_CHECKING:
     from qurl_megatron.launch.placement import JobPlan
@@ -62,23 +62,26 @@ def gpu_problems(needed: int, granted: int, installed: int | None) -> list[str]:
     """Return what is wrong with a node's GPUs; `installed` is None without NVIDIA's driver."""
     if granted < needed:
         return [f"Slurm granted {granted} GPUs, {needed} are needed; ask for --gpus-per-node"]
-    if installed is not None and installed < granted:
+    if installed is None or not granted:
+        return []
+    if installed < granted:
         return [f"Slurm granted {granted} GPUs, the driver shows {installed}"]
+    if (usable := usable_gpus()) < granted:
+        return [f"Slurm granted {granted} GPUs, torch sees {usable}; the driver may be too old"]
     return []
+
+
+def usable_gpus() -> int:
+    """Return how many GPUs torch sees. A driver that is too old for its CUDA shows none."""
+    import torch  # takes seconds, so only where there are GPUs
+
+    return torch.cuda.device_count()
 
 
 def granted_gpus() -> int:
     """Return how many GPUs Slurm gave this task; where it counts none, how many it should have."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return len(visible.split(",")) if visible else int(os.environ.get("QURL_GPUS_PER_NODE", "0"))
-
-
-def installed_gpus() -> int | None:
-    """Return how many GPUs the node has; None without nvidia-smi."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def rollout(logs: Path) -> int:
@@ -94,6 +97,7 @@ def rollout(logs: Path) -> int:
     if installed_gpus() is None:
         os.environ.update(NO_THREADS)  # before what starts threads is imported
     from qurl_megatron import device
+    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch.placement import server_specs
     from qurl_megatron.launch.servers import Servers
     from qurl_megatron.rollout.preload import PreloadFailed, preload
@@ -117,7 +121,7 @@ def rollout(logs: Path) -> int:
             while not received:
                 servers.check()
                 time.sleep(POLL_S)
-        except (PreloadFailed, ServerFailed) as failure:
+        except (ConfigError, PreloadFailed, ServerFailed) as failure:
             print(f"\nqurl: {own.name}: {failure}", flush=True)
             return START_FAILED
     return 0

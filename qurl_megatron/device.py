@@ -1,15 +1,18 @@
 """The devices, backends and ranks of this process.
 
 In this process, only this module asks torch which devices there are; in a server's processes
-`sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
-tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli` and
-`launch`, this is also the only module that reads environment variables.
+`sglang_plugin` does, and `launch/slurm_task` before a job. Some files ask this module, and code
+that handles a tensor looks at that tensor instead: `tests/test_rooms.py` lists every file that
+branches on CPU or GPU. With `cli`, `launch` and `rollout/toolkit`, this is also the only module
+that reads environment variables.
 """
 
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.process import bind_stores
+from qurl_megatron.process import bind_stores, installed_gpus
 
 T = TypeVar("T")
 
@@ -49,6 +52,20 @@ def device() -> torch.device:
 def num_gpus() -> int:
     """Return the number of GPUs this process sees."""
     return torch.cuda.device_count() if accelerator() == "cuda" else 0
+
+
+def unusable_gpus() -> str:
+    """Return what is wrong if the machine has GPUs and torch sees none; else an empty string.
+
+    A run would silently compute on the CPU. CUDA_VISIBLE_DEVICES may hide the GPUs on purpose.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if accelerator() == "cuda" or hidden or not (number := installed_gpus()):
+        return ""
+    return (
+        f"torch sees none of this machine's {number} GPUs: install a driver that is new enough for "
+        f"its CUDA {torch.version.cuda}, or compute on the CPU: export CUDA_VISIBLE_DEVICES=-1"
+    )
 
 
 def memory_bytes() -> int:
@@ -145,6 +162,9 @@ def initialize_distributed() -> None:
         RuntimeError: there are several ranks, but the address is not set.
     """
     if accelerator() == "cuda":
+        # Megatron starts an exchange before the product that it overlaps with, and relies on one
+        # queue to keep that order. Read when CUDA begins.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
     bind_stores()
     # What SGLang sets in its servers. Where the two sides differ, NCCL's weight transfers fail.
@@ -167,6 +187,31 @@ def initialize_distributed() -> None:
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         store=dist.HashStore() if world_size() == 1 else None,
     )
+
+
+_creating_group = threading.Lock()  # the environment belongs to all threads
+
+
+@contextmanager
+def surviving_errors() -> Iterator[None]:
+    """Let groups over NCCL that are created in this context fail without ending the process.
+
+    By default torch's watchdog ends it when an operation of a group fails or takes too long, or
+    when aborting one takes long. A group reads these settings when it is created. Whoever uses it
+    has to limit the time, and to abort the group after a failure.
+    """
+    settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    with _creating_group:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(dict.fromkeys(settings, "0"))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, keys, addresses, logs, signals, ending with the parent, memory."""
+"""Helpers for processes: ports, keys, addresses, logs, signals, the parent, memory, the driver."""
 
 import contextlib
 import ctypes
@@ -12,6 +12,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -319,6 +320,14 @@ def trim_heap() -> None:
     sizes come and go, as in a server that computes on a CPU, that becomes more and more.
     """
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def installed_gpus() -> int | None:
+    """Return how many GPUs NVIDIA's driver lists; None without nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def start_ticks(pid: int) -> int | None:

@@ -70,6 +70,7 @@ def pretend_a_gpu() -> None:
     torch.cuda.get_device_capability = lambda *_: (HOPPER.major, HOPPER.minor)
     torch.cuda.get_device_properties = lambda *_: HOPPER  # type: ignore[assignment]
     torch.cuda.get_device_name = lambda *_: HOPPER.name
+    torch.cuda.mem_get_info = lambda *_: (HOPPER.total_memory, HOPPER.total_memory)
 
 
 if __name__ == "__main__":

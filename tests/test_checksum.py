@@ -5,7 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_megatron.quantization.checksum import Part, checksum, checksums, combine, part_key
+from qurl_megatron.quantization.checksum import (
+    Part,
+    checksum,
+    checksums,
+    combine,
+    part_key,
+    small_sums,
+)
 
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 SIZES = st.integers(1, 17)
@@ -80,3 +87,18 @@ def test_parts_add_up_and_different_copies_of_a_part_are_an_error() -> None:
     second[part_key("norm", 0, 0)] = 6
     with pytest.raises(ValueError, match="different copies of norm"):
         combine([first, second])
+
+
+def test_small_parts_of_several_shapes_and_sizes_are_summed_together() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for dtype, shapes in (
+        (torch.bfloat16, [(7,), (5, 3)]),
+        (torch.float32, [(9, 1), (4,), (2, 6)]),
+    ):
+        for number, shape in enumerate(shapes):
+            parts.append(
+                Part(torch.randn(shape, generator=generator).to(dtype), number, 3 * number)
+            )
+    expected = [checksum(v, row_offset=row, column_offset=column) for v, row, column in parts]
+    assert small_sums(parts).tolist() == expected

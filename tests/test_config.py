@@ -5,6 +5,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import re
 import typing
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen2Config
 
 from qurl_megatron.config.schema import (
     Config,
@@ -34,10 +38,11 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.placement import place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
+from qurl_megatron.planning.gpus import H100
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model
@@ -278,9 +283,79 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_servers_that_leave_no_memory_for_the_learner_on_their_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^rollout.*shares GPU 0 with rollout and evaluation"):
+    refused = (
+        r"^evaluation.*=0.4: GPU 0 is shared by learner and rollout and evaluation; the "
+        r"servers ask for 0.90 of its memory; lower their sum to 0.8, or add GPUs$"
+    )
+    with pytest.raises(ConfigError, match=refused):
         on_gpus(1, "rollout.server.mem_fraction_static=0.5")
     assert on_gpus(2, "rollout.server.mem_fraction_static=0.9")["rollout"] == [[1]]
+
+
+@given(
+    num_gpus=st.integers(1, 8),
+    ranks=st.integers(1, 8),
+    servers=st.integers(1, 16),
+    size=st.sampled_from([1, 2, 4]),
+    percent=st.integers(5, 80),
+)
+def test_servers_are_spread_evenly_and_no_gpu_is_asked_for_more_than_it_has(
+    num_gpus: int, ranks: int, servers: int, size: int, percent: int
+) -> None:
+    fraction = percent / 100
+    words = [
+        f"learner.data_parallel_size={min(ranks, num_gpus)}",
+        f"rollout.servers={servers}",
+        f"rollout.server.tensor_parallel_size={min(size, num_gpus)}",
+        f"rollout.server.mem_fraction_static={fraction}",
+        "evaluation.problems=0",
+    ]
+    try:
+        placed = on_gpus(num_gpus, *words)["rollout"]
+    except ConfigError as refused:
+        assert "lower their sum to" in str(refused)
+        return
+    load = [0.2 * (gpu < min(ranks, num_gpus)) for gpu in range(num_gpus)]
+    for gpu in itertools.chain.from_iterable(placed):
+        load[gpu] += fraction
+    assert max(load) <= 1 + 1e-9
+    if size == 1:
+        assert max(load) - min(load) <= max(fraction, 0.2) + 1e-9
+
+
+def test_eight_servers_beside_eight_ranks_get_a_gpu_each() -> None:
+    words = ["learner.data_parallel_size=8", "rollout.servers=8", "evaluation.problems=0"]
+    assert on_gpus(8, *words)["rollout"] == [[gpu] for gpu in range(8)]
+
+
+def test_the_planned_memory_of_the_learner_counts_on_a_gpu_that_servers_share(
+    tmp_path: Path,
+) -> None:
+    """Of a 7B model on four H100s, which a fraction of 0.8 would end in its first update."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 152064,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    model = Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, **sizes, dtype="bfloat16"
+    )
+    model.architectures = ["Qwen2ForCausalLM"]
+    model.save_pretrained(tmp_path)
+    words = ["learner.tensor_parallel_size=4", f"model={tmp_path}", "evaluation.problems=0"]
+    words += ["rollout.server.tensor_parallel_size=4", "learner.dtype=bfloat16"]
+
+    def check(fraction: float) -> None:
+        word = f"rollout.server.mem_fraction_static={fraction}"
+        config = with_overrides(Config(), [*words, word])
+        check_shared_gpus(config, place_servers(config, 4), [H100.memory_bytes] * 4)
+
+    with pytest.raises(ConfigError, match=r"rank 0 is planned to take \d.* GB of GPU 0") as refused:
+        check(0.8)
+    room = float(re.search(r"lower these to (\S+)", str(refused.value)).group(1))  # type: ignore
+    check(room)
+    with pytest.raises(ConfigError):
+        check(room + 0.01)
 
 
 def test_overrides_between_two_configurations_turn_one_into_the_other() -> None:

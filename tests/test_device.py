@@ -12,6 +12,9 @@ import torch
 
 from distributed import run_ranks
 from qurl_megatron import device
+from qurl_megatron.config.schema import ConfigError, ServerConfig
+from qurl_megatron.launch.prepare import prepare_new
+from qurl_megatron.rollout.server import ServerPlan
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
@@ -148,3 +151,24 @@ def test_flash_attention_is_missing_only_on_a_machine_with_a_gpu(
     assert device.lacks_flash_attention()
     (tmp_path / "flash_ops.abi3.so").touch()
     assert not device.lacks_flash_attention()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this machine")
+def test_gpus_that_torch_cannot_use_are_refused_and_hidden_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'\necho 'GPU 1: NVIDIA H100'\n")
+    smi.chmod(0o755)
+    assert device.unusable_gpus() == ""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    refused = f"^torch sees none of this machine's 2 GPUs: install a driver .* {torch.version.cuda}"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=refused):
+        prepare_new("quickstart", [], num_gpus=0)
+    plan = ServerPlan(tmp_path, ServerConfig(), "int8", 64, tmp_path / "log", seed=0)
+    with pytest.raises(ConfigError, match=refused):
+        plan.start()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert device.unusable_gpus() == ""

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sglang_loader
 from distributed import rank_context, run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
 from qurl_megatron.sglang_plugin.weights import handle
+from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.direct import attach, describe
 from sent import as_bytes
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model, quantized
@@ -119,3 +121,13 @@ def test_another_process_writes_to_the_owners_memory(device: str) -> None:
     expected = torch.arange(200, dtype=torch.bfloat16).view(20, 10)
     expected[3:5, ::2] += 1
     assert torch.equal(whole.cpu(), expected)
+
+
+def test_a_rank_writes_into_parameters_on_another_gpu() -> None:
+    """torch copies between devices; that a kernel would write there is not assumed."""
+    with FakeTensorMode():
+        held = torch.empty(256, 512, dtype=torch.int8, device="cuda:1")
+        codes = torch.empty(128, 512, dtype=torch.int8, device="cuda:0")
+        Change.whole("w", (128, 0), codes).write_to(held, 0, 0)
+        with pytest.raises(RuntimeError, match="on the same device"):
+            held + codes.new_empty(256, 512)  # so the test would see an operation on both

@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import sys
 import zipfile
 from importlib.metadata import distribution, version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import kit, record, run_all
+from benchmarks.gpu import kit, record, run_all, smoke
 from benchmarks.gpu.tests import run_tests
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearsals refuse to use a GPU")
@@ -47,6 +50,36 @@ def test_a_file_of_another_kind_machine_or_version_is_refused(key: str, tmp_path
     path.write_text(json.dumps({**json.loads(path.read_text()), key: "other"}))
     with pytest.raises(SystemExit, match=f"with another {key}"):
         open_record(tmp_path)
+
+
+def test_a_check_of_smoke_that_fails_is_tried_again_and_one_that_passed_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: dict[str, list[Any]] = {
+        "rank": [AssertionError("broken"), {}],
+        "peer": [{"needs": "two GPUs"}] * 2,
+    }
+    ran: list[str] = []
+
+    def run(command: list[str], timeout: float | None, **_: object) -> SimpleNamespace:
+        name = command[command.index("--check") + 1]
+        ran.append(name)
+        assert (timeout is None) == (name == "compile")
+        outcome = outcomes[name].pop(0) if name in outcomes else {}
+        if isinstance(outcome, Exception):
+            return SimpleNamespace(returncode=1, stdout=f"{outcome}\n")
+        return SimpleNamespace(returncode=0, stdout=f"{smoke.ANSWER}{json.dumps(outcome)}\n")
+
+    monkeypatch.setattr(smoke.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["smoke", "--rehearsal", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="^smoke: failed: rank$"):
+        smoke.main()
+    assert ran == list(smoke.CHECKS) == list(smoke.LIMITS_S)
+    kept = json.loads((tmp_path / "smoke.json").read_text())
+    assert kept["rows"].keys() == smoke.CHECKS.keys() - {"rank", "peer"}
+    smoke.main()
+    assert ran[len(smoke.CHECKS) :] == ["rank", "peer"]
+    assert not json.loads((tmp_path / "smoke.json").read_text())["complete"]
 
 
 def test_every_part_is_in_the_readme() -> None:

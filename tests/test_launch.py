@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from qurl_megatron import process
@@ -216,12 +217,19 @@ def test_the_expected_time_of_a_save_follows_from_its_size_and_the_disk(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_missing_gpus_are_counted_by_slurm_and_by_the_driver() -> None:
+def test_missing_gpus_are_counted_by_slurm_the_driver_and_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert slurm_task.gpu_problems(needed=2, granted=2, installed=None) == []
     (problem,) = slurm_task.gpu_problems(needed=2, granted=1, installed=None)
     assert "granted 1 GPUs, 2 are needed" in problem
     (problem,) = slurm_task.gpu_problems(needed=2, granted=8, installed=7)
     assert "granted 8 GPUs, the driver shows 7" in problem
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert slurm_task.gpu_problems(needed=2, granted=8, installed=8) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (problem,) = slurm_task.gpu_problems(needed=2, granted=8, installed=8)
+    assert problem == "Slurm granted 8 GPUs, torch sees 0; the driver may be too old"
 
 
 def preflight(directory: Path, plan: JobPlan, token: str) -> list[str]:

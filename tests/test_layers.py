@@ -36,7 +36,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> layers.CausalAttention:
 def pack(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, None, PackedSeqParams]:
     """Return the arguments of attention over sequences of 3, 1 and 7 tokens."""
     starts = torch.tensor(BOUNDS, dtype=torch.int32, device=device)
-    sequences = PackedSeqParams("thd", starts, starts, max_seqlen_q=8, max_seqlen_kv=8)
+    sequences = PackedSeqParams("thd", *[starts] * 2, *[starts.cpu()] * 2, 8, 8)
     query, key, value = (
         torch.randn(BOUNDS[-1], heads, HEAD_DIM, dtype=dtype, device=device)
         for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import multiprocessing
+import os
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +74,43 @@ def test_a_server_with_fewer_more_or_other_tensors_does_not_hold_what_was_sent(
     verify(control, {"a": 1})
     with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {first}$"):
         verify(control, sent)
+
+
+class NcclGroup:
+    """Stands for a process group over NCCL, which takes a GPU to create."""
+
+    aborted = False
+
+    def _get_backend(self, place: torch.device) -> "NcclGroup":
+        return self
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_server_that_hangs_or_dies_in_a_transfer_over_nccl_leaves_the_learner_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's watchdog is off for the channel's group only, and the channel limits the time."""
+    settings = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"]
+    monkeypatch.setenv(settings[0], "1")
+    monkeypatch.delenv(settings[1], raising=False)
+    group, created = NcclGroup(), []
+
+    def create(*_: Any, timeout: timedelta, **__: Any) -> tuple[NcclGroup, None]:
+        created.append(([os.environ[name] for name in settings], timeout.total_seconds()))
+        return group, None
+
+    hanging = SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_new_process_group_helper", create)
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: hanging)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    endpoint = GroupEndpoint("weights", "127.0.0.1", 0, "nccl", num_ranks=2, timeout_s=0.2)
+    store = endpoint.store(is_host=True)
+    channel = GroupChannel(dataclasses.replace(endpoint, port=store.port), sender=0)
+    bucket = Bucket.pack({"w": torch.zeros(4)})
+    assert channel.send(bucket, 1).result(timeout=TIMEOUT_S) == 0
+    assert str(channel.failure) == "a transfer took over 0.2 s"
+    assert group.aborted
+    assert created == [(["0", "0"], 0.2)]
+    assert [os.environ.get(name) for name in settings] == ["1", None]

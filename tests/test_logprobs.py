@@ -69,7 +69,7 @@ def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
             hidden,
             own_rows,
             targets,
-            MASK,
+            MASK.nonzero().view(-1),
             temperature=TEMPERATURE,
             first_row=first_row,
             group=group,

@@ -61,7 +61,7 @@ PURE = {
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
 HTTP_SPEAKERS = {"rollout"}
-ENVIRONMENT_READERS = {"device", "cli", "launch"}
+ENVIRONMENT_READERS = {"device", "cli", "launch", "rollout/toolkit"}
 
 
 def name_of(path: Path) -> str:
@@ -153,7 +153,7 @@ def test_pure_files_import_no_engine_and_no_network(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_environment_is_read_in_device_cli_and_launch_only(name: str) -> None:
+def test_environment_is_read_in_few_files_only(name: str) -> None:
     if not is_in(name, ENVIRONMENT_READERS):
         assert not names_read(NAMES[name]) & {"environ", "getenv", "putenv"}
 
@@ -176,7 +176,7 @@ def test_init_files_do_nothing_when_imported(name: str) -> None:
 
 def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
-        ("is_available", "device_count"): {"device", "sglang_plugin"},
+        ("is_available", "device_count"): {"device", "launch/slurm_task", "sglang_plugin"},
         ("accelerator",): {
             "evaluation/avg_at_k",
             "learner/cpu_runtime",
@@ -191,6 +191,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/quantize",
             "sglang_plugin/formats",
             "sglang_plugin/linear",
+            "weight_sync/conversion",
             "weight_sync/direct",
         },
     }

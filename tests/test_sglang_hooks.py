@@ -2,23 +2,13 @@
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import stub_driver
 from distributed import run_ranks
 from sglang_hooks import load_hooks
-
-# What SGLang's libraries look up in the driver. The stub's functions fail, and none is called.
-DRIVER = """
-cuCtxFromGreenCtx cuCtxPopCurrent_v2 cuCtxPushCurrent_v2 cuDevResourceGenerateDesc
-cuDevSmResourceSplitByCount cuDeviceGetCount cuDeviceGetDevResource cuDriverGetVersion
-cuGetErrorName cuGetErrorString cuGetProcAddress cuGetProcAddress_v2 cuGreenCtxCreate
-cuGreenCtxDestroy cuGreenCtxGetDevResource cuInit cuPointerGetAttribute cuStreamCreate
-""".split()
 
 
 def hooks_without_a_gpu() -> dict[str, str]:
@@ -46,24 +36,7 @@ def test_every_hook_takes_what_sglang_gives_it_without_a_gpu(applied: dict[str, 
 def test_every_hook_takes_what_sglang_gives_it_on_a_gpu(
     applied: dict[str, str], tmp_path: Path
 ) -> None:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("the stub of the driver needs a C compiler")
-    (tmp_path / "driver.c").write_text(
-        "\n".join(f"int {name}() {{ return 100; }}" for name in DRIVER)
-    )
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-o", library, tmp_path / "driver.c"], check=True)
-    places = {"HOME": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-m", "sglang_hooks"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, **places, "SGLANG_PLATFORM": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
+    found = json.loads(stub_driver.run("sglang_hooks", directory=tmp_path).splitlines()[-1])
     assert found == {"platform": "CudaSRTPlatform", "hooks": applied}
 
 

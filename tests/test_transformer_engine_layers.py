@@ -112,6 +112,8 @@ def test_every_parameter_has_a_rule_and_the_name_and_shape_that_the_rule_gives_i
 ) -> None:
     assert reports[name]["layer"] == "TELayerNormColumnParallelLinear"
     assert reports[name]["adam"].startswith("transformer_engine.")
+    assert reports[name]["fuses"]
+    assert all(reports[name]["fuses"])
     architecture = Architecture.from_directory(directory / name / "model")
     expected = {}
     rules = weight_map.rules(architecture)

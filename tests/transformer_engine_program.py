@@ -67,6 +67,12 @@ def gpu_is_claimed() -> Iterator[None]:
         yield
 
 
+def is_linear(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("megatron.core.extensions") and "Linear" in str(
+        type(module)
+    )
+
+
 def report_model(directory: Path) -> dict[str, Any]:
     """Load a checkpoint of local layers, save it again, and return what the learner holds."""
     from qurl_megatron.learner.checkpoint import Checkpoints
@@ -77,6 +83,7 @@ def report_model(directory: Path) -> dict[str, Any]:
     (chunk,) = learner.chunks
     report = {
         "layer": type(chunk.module.decoder.layers[0].self_attention.linear_qkv).__name__,
+        "fuses": [m.fuse_wgrad_accumulation for m in chunk.modules() if is_linear(m)],
         "adam": type(learner.optimizer.chained_optimizers[0].optimizer).__module__,
         "shapes": {name: tuple(p.shape) for name, p in chunk.module.named_parameters()},
         "rules": [rule.megatron_names[0] for rule, *_ in learner.shards()],

@@ -1,7 +1,7 @@
 """Servers of policies of real sizes, whose weights `benchmarks/shards.py` has on the same GPU."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,12 @@ VOCABULARY = 152064
 
 @contextmanager
 def run_server(
-    shape: str, weight_format: WeightFormat, server: ServerConfig, context_length: int, log: Path
+    shape: str,
+    weight_format: WeightFormat,
+    server: ServerConfig,
+    context_length: int,
+    log: Path,
+    gpus: Sequence[int] | None = None,
 ) -> Iterator[tuple[Server, Architecture]]:
     """Start a server of this shape from a config.json without weights; stop it at the end."""
     from transformers import Qwen2Config
@@ -41,6 +46,8 @@ def run_server(
             eos_token_id=0,
             architectures=["Qwen2ForCausalLM"],
         ).save_pretrained(directory)
-        plan = ServerPlan(Path(directory), server, weight_format, context_length, log, seed=0)
+        plan = ServerPlan(
+            Path(directory), server, weight_format, context_length, log, seed=0, gpus=gpus
+        )
         with plan.running() as running:
             yield running, Architecture.from_directory(directory)

@@ -1,32 +1,55 @@
-"""Say in three minutes what works on this GPU: `python -m benchmarks.gpu.smoke`.
+"""Say what works on this GPU: `python -m benchmarks.gpu.smoke`.
 
-Each check is a process of its own with a time limit, so that one that fails or hangs hides none:
+Each check is a process of its own. All but the first have a time limit, so that one that fails or
+hangs hides none. What says most stands first, so a machine that is taken away leaves most of it:
 
+    compile    no limit: what a server and the quantizer compile once, and how long that takes
     quantize   the kernels' codes, scales and checksums are those of the CPU, in three formats
     products   the quantized layers' products are near those of float64
     rank       a started process joins a process group on its device and reduces a tensor
     server     a tiny INT8 server starts, gets weights over gloo, verifies them and samples
+    direct     the same, written into the server's parameters
+    delta      the same, of which only what changed is sent the second time
+    peer       over NCCL to a second GPU, a server gets weights, then one dies and one hangs in a
+               publish: the learner goes on
+    demo       the quickstart trains for two steps
 
-A row holds "passed" and what was measured, or the end of the check's output. The exit code is 1 if
-a check failed.
+A check that passed is kept, with what it measured. One that failed, or had to be left out, is tried
+again by the same command. The exit code is 1 if a check failed.
 """
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.gpu import exact_interpreter, kernels, record
 from qurl_megatron import device
 from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
 
-LIMITS_S = {"quantize": 30.0, "products": 30.0, "rank": 20.0, "server": 100.0}  # 3 minutes in all
+LIMITS_S = {
+    "compile": None,
+    "quantize": 60.0,
+    "products": 90.0,
+    "rank": 60.0,
+    "server": 300.0,
+    "direct": 300.0,
+    "delta": 300.0,
+    "peer": 600.0,
+    "demo": 1200.0,
+}
 REPETITIONS = 3
+PEER_TIMEOUT_S = 20.0  # that a server has in a publish of the check `peer`
 ANSWER = "smoke: "  # begins the line on which a check prints what it measured
 
 
@@ -39,17 +62,25 @@ def main() -> None:
         return
     results = record.Record("smoke", arguments)
     options = ["--rehearsal"] if arguments.rehearsal else []
+    missed = {}
     for name, limit_s in LIMITS_S.items():
-        if name not in results.rows:
-            results.add(name, run_check([name, *options], limit_s))
-    results.finish()
-    failed = [name for name, row in results.rows.items() if not row["passed"]]
+        if name in results.rows:
+            continue
+        row = run_check([name, *options], limit_s)
+        if row["outcome"] == "passed":
+            results.add(name, row)
+        else:
+            missed[name] = row
+            print(f"smoke {name}: {row['outcome']}", *row["output"], sep="\n    ", flush=True)
+    failed = [name for name, row in missed.items() if row["outcome"] == "failed"]
     if failed:
         sys.exit(f"smoke: failed: {', '.join(failed)}")
+    if not missed:
+        results.finish()
 
 
-def run_check(words: list[str], limit_s: float) -> dict[str, Any]:
-    """Run a check in a process; return its row."""
+def run_check(words: list[str], limit_s: float | None) -> dict[str, Any]:
+    """Run a check in a process; return what came of it."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.gpu.smoke", "--check", *words]
     environment = device.child_environment({"TRITON_INTERPRET": "1"} if len(words) > 1 else {})
@@ -64,14 +95,28 @@ def run_check(words: list[str], limit_s: float) -> dict[str, Any]:
             timeout=limit_s,
         )
     except subprocess.TimeoutExpired as expired:
-        output = (expired.stdout or b"").decode(errors="replace")
-        return {"passed": False, "limit_s": limit_s, "output": output.splitlines()[-8:]}
+        output = (expired.stdout or b"").decode(errors="replace").splitlines()[-8:]
+        return {"outcome": "failed", "output": [*output, f"not done after {limit_s:g} s"]}
     lines = ran.stdout.splitlines()
     measured = [line.removeprefix(ANSWER) for line in lines if line.startswith(ANSWER)]
     time_s = round(time.perf_counter() - start, 1)
     if ran.returncode or not measured:
-        return {"passed": False, "time_s": time_s, "output": lines[-8:]}
-    return {"passed": True, "time_s": time_s, **json.loads(measured[0])}
+        return {"outcome": "failed", "output": lines[-8:]}
+    row = json.loads(measured[0])
+    if "needs" in row:
+        return {"outcome": "left out", "output": [f"it needs {row['needs']}"]}
+    return {"outcome": "passed", "time_s": time_s, **row}
+
+
+def check_compile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compile the quantizer's kernels, and what a server compiles until its first answers."""
+    start = time.perf_counter()
+    check_quantize(arguments)
+    quantizer_s = time.perf_counter() - start
+    start = time.perf_counter()
+    with tiny_server(start_timeout_s=24 * 3600.0) as (running, architecture):
+        sample(running, architecture)
+        return {"quantizer_s": quantizer_s, "server_s": time.perf_counter() - start}
 
 
 def check_quantize(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -111,31 +156,136 @@ def check_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_server(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a tiny INT8 server, publish verified weights to it over gloo, and sample."""
-    # Here, because importing Megatron takes most of the time that the other checks have.
-    from benchmarks.gpu import policy, publish, throughput
+    return check_publishes(QuantizationConfig("int8"))
+
+
+def check_direct(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Publish as `check_server` does, into the server's parameters."""
+    return check_publishes(QuantizationConfig("int8", transport="direct"))
+
+
+def check_delta(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Publish as `check_server` does, the second time only what changed."""
+    return check_publishes(QuantizationConfig("int8", publish="delta"))
+
+
+def check_publishes(quantization: QuantizationConfig) -> dict[str, Any]:
+    """Publish twice to a tiny server, with one changed weight in between, and sample."""
+    from benchmarks.gpu import publish
     from benchmarks.shards import random_learner
     from qurl_megatron.rollout.fleet import Fleet
     from qurl_megatron.weight_sync.publish import Publisher
 
     publish.initialize_single_rank()
-    server = ServerConfig(mem_fraction_static=0.2, max_total_tokens=8192, max_running_requests=8)
-    log = record.RESULTS / "smoke_server.log"
-    with policy.run_server("tiny", "int8", server, 64, log) as (running, architecture):
-        fleet = Fleet("rollout", {0: running})
+    with tiny_server() as (running, architecture):
         learner = random_learner(architecture)
-        publisher = Publisher(learner, fleet, QuantizationConfig("int8"))
-        published = publisher.publish()
+        publisher = Publisher(learner, Fleet("rollout", {0: running}), quantization)
+        sent = [publisher.publish()]
+        sample(running, architecture)
+        next(shard for rule, _, shard in learner.shards() if rule.quantized)[0].neg_()
+        sent.append(publisher.publish())
         publisher.close()
-        throughput.sample(running, 4, 16, 16, architecture.vocab_size)
-    log.unlink()
-    return {"sent_bytes": published.sent_bytes, "num_servers": published.num_servers}
+        sample(running, architecture)
+    sizes = [each.sent_bytes for each in sent]
+    if [each.num_servers for each in sent] != [1, 1]:
+        raise AssertionError("the server does not hold what was sent")
+    if quantization.publish == "delta" and sizes[1] > sizes[0] / 2:
+        raise AssertionError(f"a delta of one changed weight has {sizes[1]} of {sizes[0]} bytes")
+    return {"sent_bytes": sizes[0], "sent_again_bytes": sizes[1]}
+
+
+def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Lose a server on a second GPU in the middle of a publish, to death and to a hang."""
+    from benchmarks.gpu import publish
+    from benchmarks.shards import random_learner
+    from qurl_megatron.rollout.fleet import Fleet
+    from qurl_megatron.weight_sync.publish import Publisher
+
+    if device.num_gpus() == 1:
+        return {"needs": "two GPUs"}
+    publish.initialize_single_rank()
+    times: dict[str, Any] = {"backend": device.backend_to([1])}
+    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        with tiny_server(gpus=[1] if device.num_gpus() else None) as (running, architecture):
+            learner = random_learner(architecture)
+            fleet = Fleet("rollout", {0: running})
+            publisher = Publisher(
+                learner, fleet, QuantizationConfig("int8"), timeout_s=PEER_TIMEOUT_S
+            )
+            if publisher.publish().num_servers != 1:
+                raise AssertionError("the server does not hold what was sent")
+            fail_in_the_next_publish(publisher, running.pid, number)
+            start = time.perf_counter()
+            reached = publisher.publish().num_servers
+            times[f"{name}_s"] = time.perf_counter() - start
+            publisher.close()
+            if reached or fleet.members("serving", "joining"):
+                raise AssertionError(f"a server that was {name} is not lost")
+        ones = torch.ones(1024, device=device.device())
+        torch.distributed.all_reduce(ones)
+        if float(ones.sum()) != 1024:
+            raise AssertionError(f"the learner cannot compute after a server was {name}")
+    return times
+
+
+def fail_in_the_next_publish(publisher: Any, pid: int, number: int) -> None:
+    """Have a server's processes get a signal once it waits for weights, before any is sent."""
+    convert = publisher._converter.convert
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+    def fail_and_convert(*arguments: Any, **named: Any) -> Any:
+        time.sleep(1.0)  # until the server waits
+        for process in processes:
+            process.send_signal(number)
+        return convert(*arguments, **named)
+
+    publisher._converter.convert = fail_and_convert
+
+
+def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train the quickstart for two steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        words = [f"output_dir={directory}", "name=smoke", "steps=2", "warmup.max_steps=0"]
+        program = "from qurl_megatron.cli import main; main()"
+        command = [sys.executable, "-c", program, "train", "quickstart", *words]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if ran.returncode:
+            raise AssertionError(ran.stdout[-2000:])
+        metrics = Path(directory) / "smoke" / "metrics.jsonl"
+        return {"steps": len(metrics.read_text().splitlines())}
+
+
+@contextmanager
+def tiny_server(gpus: list[int] | None = None, **fields: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a tiny INT8 server and its architecture."""
+    # Here, because importing Megatron takes most of the time that the other checks have.
+    from benchmarks.gpu import policy
+
+    server = ServerConfig(
+        mem_fraction_static=0.2, max_total_tokens=8192, max_running_requests=8, **fields
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "server.log"
+        with policy.run_server("tiny", "int8", server, 64, log, gpus) as running_and_architecture:
+            yield running_and_architecture
+
+
+def sample(running: Any, architecture: Any) -> None:
+    from benchmarks.gpu import throughput
+
+    throughput.sample(running, 4, 16, 16, architecture.vocab_size)
 
 
 CHECKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "compile": check_compile,
     "quantize": check_quantize,
     "products": check_products,
     "rank": check_rank,
     "server": check_server,
+    "direct": check_direct,
+    "delta": check_delta,
+    "peer": check_peer,
+    "demo": check_demo,
 }
 
 

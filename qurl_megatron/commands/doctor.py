@@ -128,6 +128,20 @@ def check_weight_formats() -> Findings:
     yield "ok" if served else "!!", "; ".join([", ".join(served) or "none", *others])
 
 
+def check_kernels() -> Findings:
+    """Check that servers on a GPU find what they compile kernels with."""
+    from qurl_megatron.rollout import toolkit
+
+    if not visible_gpus():
+        yield "--", "no GPU for which servers would compile them"
+        return
+    variables = toolkit.environment()
+    yield (
+        "ok",
+        f"compiled with {variables['CUDA_HOME']}, kept in {variables['SGLANG_CACHE_DIR']}",
+    )
+
+
 def check_transformer_engine() -> Findings:
     """Check that Transformer Engine is not installed on a machine without a GPU."""
     if importlib.util.find_spec("transformer_engine") is None:
@@ -172,6 +186,7 @@ CHECKS: dict[str, Callable[[], Findings]] = {
     "packages": check_packages,
     "GPUs": check_gpus,
     "weight formats": check_weight_formats,
+    "kernels": check_kernels,
     "Transformer Engine": check_transformer_engine,
     "shared memory": check_shared_memory,
     "Slurm": check_slurm,

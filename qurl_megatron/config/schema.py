@@ -329,8 +329,8 @@ class ServerConfig:
     """Number of CPU threads of each process without a GPU. More than the machine has free slows
     everything down."""
 
-    start_timeout_s: Seconds = 600.0
-    """Maximum time to start, in seconds."""
+    start_timeout_s: Seconds = 1200.0
+    """Maximum time to start, in seconds. On GPUs a first start compiles kernels, for minutes."""
 
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.

@@ -53,7 +53,6 @@ ALLOWED: Mapping[str, type[OptionValue] | tuple[str, ...]] = {
     "decode_attention_backend": _ATTENTION,
     "prefill_attention_backend": _ATTENTION,
     "triton_attention_num_kv_splits": int,
-    "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
     "fp8_gemm_backend": tuple(
         "auto deep_gemm flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm "
         "flashinfer_cutedsl cutlass triton aiter".split()
@@ -92,6 +91,7 @@ _INSTEAD = {
     "quantization": "set quantization.format",
     "dtype": "the served weights are bfloat16 or of quantization.format",
     "enable_return_routed_experts": "set rollout.routing",
+    "sampling_backend": "it is pytorch; another compiles for minutes before the first top_p",
     "speculative_algorithm": "its log-probs are not proven to be those of the policy",
 } | {field.name: f"set the server's {field.name}" for field in dataclasses.fields(ServerConfig)}
 

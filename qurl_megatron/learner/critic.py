@@ -156,7 +156,9 @@ class ValueModel(Policy):
             # Megatron then adds up the gradients of the tensor-parallel ranks' tokens.
             self.output_layer.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
+    def score(
+        self, hidden: Tensor, rows: TrainBatch, scored: Tensor, temperature: float
+    ) -> tuple[Tensor, ...]:
         """Return values [1, tokens] float32; 0 where the loss mask is False.
 
         A value is the expected return before the token is sampled that `rows` has at its position.

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class CausalAttention(torch.nn.Module):
             query: [tokens, heads, head_dim], this context-parallel rank's tokens.
             key: [tokens, key_value_heads, head_dim].
             value: [tokens, key_value_heads, head_dim].
-            packed_seq_params: bounds of the whole sequences.
+            packed_seq_params: bounds of the whole sequences; the padded ones are on the host.
 
         Returns:
             [tokens, heads * head_dim].
@@ -92,26 +93,17 @@ class CausalAttention(torch.nn.Module):
         rank, size = group.rank(), group.size()
         if query.is_cuda and query.dtype == torch.bfloat16 and size == 1:
             return _flash_attention(query, key, value, packed_seq_params).flatten(1)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        if size > 1:
-            key, value = _gather_context(key, value, bounds, group)
+        bounds = tuple(packed_seq_params.cu_seqlens_q_padded.tolist())  # on the host
+        plan = _attention_plan(bounds, rank, size, query.device)
+        if plan.order is not None:
+            key, value = _gather_context(key, value, plan.order, group)
         if query.is_cuda:  # grouped heads would be computed with the scores of all pairs in memory
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-        queries = query.split([length // size for length in lengths])
-        keys, values = key.split(lengths), value.split(lengths)
+        queries = query.split([length // size for length in plan.lengths])
+        keys, values = key.split(plan.lengths), value.split(plan.lengths)
         context = list(queries)
-        similar: dict[int, list[int]] = {}  # sequences by the binary digits of their lengths
-        for number, length in enumerate(lengths):
-            similar.setdefault(length.bit_length(), []).append(number)
-        for numbers in similar.values():
-            mask = None
-            if size > 1:
-                own = [torch.from_numpy(zigzag(lengths[n], rank, size)) for n in numbers]
-                places = torch.arange(max(lengths[n] for n in numbers))
-                mask = pad_sequence(own, batch_first=True)[:, None, :, None] >= places
-                mask = mask.to(query.device)
+        for numbers, mask in plan.similar:
             with sdpa_kernel(_BACKENDS):
                 attended = torch.nn.functional.scaled_dot_product_attention(
                     _rows(queries, numbers),
@@ -124,6 +116,43 @@ class CausalAttention(torch.nn.Module):
             for number, row in zip(numbers, attended.transpose(1, 2), strict=True):
                 context[number] = row[: len(queries[number])]
         return torch.cat(context).flatten(1)
+
+
+@dataclass(frozen=True)
+class _AttentionPlan:
+    """What the layers of a pass share of the sequences in a pack."""
+
+    lengths: list[int]  # of the whole sequences
+    # Numbers of sequences that are computed together, and which keys a query attends to,
+    # [sequences, 1, time on this rank, time] bool; None: all before it.
+    similar: list[tuple[list[int], Tensor | None]]
+    # With context parallelism: the places among all ranks' tokens of the sequences' own.
+    order: Tensor | None
+
+
+@functools.lru_cache(maxsize=1)  # masks are large, and all layers of a pass ask for the same
+def _attention_plan(
+    bounds: tuple[int, ...], rank: int, size: int, device: torch.device
+) -> _AttentionPlan:
+    """Plan the attention of packed sequences on a context-parallel rank."""
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    similar: dict[int, list[int]] = {}  # sequences by the binary digits of their lengths
+    for number, length in enumerate(lengths):
+        similar.setdefault(length.bit_length(), []).append(number)
+    groups: list[tuple[list[int], Tensor | None]] = []
+    for numbers in similar.values():
+        mask = None
+        if size > 1:
+            own = [torch.from_numpy(zigzag(lengths[n], rank, size)) for n in numbers]
+            rows = pad_sequence(own, batch_first=True)[:, None, :, None]
+            places = torch.arange(max(lengths[n] for n in numbers))
+            mask = rows.to(device, non_blocking=True) >= places.to(device, non_blocking=True)
+        groups.append((numbers, mask))
+    order = None
+    if size > 1:
+        order = torch.cat([context_index(bounds, rank, size) for rank in range(size)]).argsort()
+        order = order.to(device, non_blocking=True)
+    return _AttentionPlan(lengths, groups, order)
 
 
 def _flash_attention(
@@ -151,18 +180,17 @@ def _rows(sequences: Sequence[Tensor], numbers: list[int]) -> Tensor:
 
 
 def _gather_context(
-    key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
+    key: Tensor, value: Tensor, order: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values of all context-parallel ranks, in the order of the sequences."""
     gathered = gather_from_sequence_parallel_region(
         torch.stack([key, value], dim=1), tensor_parallel_output_grad=True, group=group
     )
-    order = torch.cat([context_index(bounds, rank, group.size()) for rank in range(group.size())])
-    key, value = gathered[order.argsort().to(key.device)].unbind(1)
+    key, value = gathered[order].unbind(1)
     return key, value
 
 
-def context_index(bounds: list[int], rank: int, size: int) -> Tensor:
+def context_index(bounds: Sequence[int], rank: int, size: int) -> Tensor:
     """Return the positions of packed sequences that a context-parallel rank holds, in its order.
 
     `bounds` are the positions at which sequences begin, and at the end the number of all tokens.
@@ -240,6 +268,17 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
     )
+
+
+def fuse_gradients(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's products add gradients of weights to Megatron's float32 buffer.
+
+    Otherwise a gradient is written in the compute dtype and then added. Megatron's field for this
+    also asks for Apex, for its own output layer, which is not used.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def transformer_config_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from qurl_megatron.learner.model import (
     tensor_parallel_place,
     virtual_stages,
 )
-from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam
+from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam, fuse_norm
 from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -211,7 +211,6 @@ class Learner:
         def loss(micro: MicroBatch, *scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total, stats = loss_function(*scores, micro.rows, micro.rows.loss_weights)
             measured.append({"loss": total.detach(), **stats})
-            # A token count of 0 keeps Megatron from dividing the gradients by it.
             return total, torch.zeros((), dtype=torch.int, device=device.device()), {}
 
         with megatron_runtime():
@@ -348,6 +347,7 @@ class Learner:
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         fuse_adam(self.optimizer)
+        fuse_norm()
         self._optimizer_shards = OptimizerShards(self.optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -440,7 +440,7 @@ class Learner:
 
             def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
                 policy = self.chunks[-1].module  # on the last pipeline stage
-                return consume(micro, *policy.score(hidden, micro.rows, temperature))
+                return consume(micro, *policy.score(hidden, micro.rows, micro.scored, temperature))
 
             return hidden, finish
 

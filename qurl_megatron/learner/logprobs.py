@@ -26,7 +26,7 @@ def logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    mask: Tensor,
+    scored: Tensor,
     *,
     temperature: float,
     first_row: int,
@@ -39,7 +39,8 @@ def logprobs_and_entropy(
         hidden: [tokens / ranks, hidden], the tokens of this rank of `group`; rank 0 has the first.
         weight: [rows, hidden], this rank's rows of the output layer, without padding rows.
         targets: [tokens] int64, row numbers in the whole vocabulary, the same on every rank.
-        mask: [tokens] bool, the tokens to compute, the same on every rank.
+        scored: [scored tokens] int64 on the CPU, ascending: the tokens to compute, the same on
+            every rank. That they are known there saves waiting for a GPU.
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
@@ -47,30 +48,29 @@ def logprobs_and_entropy(
             every rank; the same on every rank.
 
     Returns:
-        Two float32 tensors [tokens], the same on every rank; 0 where `mask` is False. Gradients
+        Two float32 tensors [tokens], the same on every rank; 0 for other tokens. Gradients
         flow through the log-probs only, to `hidden` and `weight`.
     """
     return _LogProbs.apply(
-        hidden, weight, targets, mask, temperature, first_row, group, chunk_tokens
+        hidden, weight, targets, scored, temperature, first_row, group, chunk_tokens
     )
 
 
 def _chunks(
-    tokens: int, mask: Tensor, ranks: int, chunk_tokens: int
+    tokens: int, scored: Tensor, ranks: int, chunk_tokens: int, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a slice of every rank's `tokens`, and the positions of their masked-in tokens.
+    """Yield a slice of every rank's `tokens`, and the positions of the scored ones, on the device.
 
-    Positions count through the tokens of all ranks. Slices in which `mask` is False everywhere are
-    left out, on every rank alike.
+    Positions count through the tokens of all ranks. Slices without a scored token are left out, on
+    every rank alike.
     """
     step = max(1, chunk_tokens // ranks)
-    positions = torch.arange(tokens * ranks, device=mask.device).view(ranks, tokens)
+    number = scored % tokens // step
     for start in range(0, tokens, step):
-        chunk = slice(start, min(start + step, tokens))
-        chosen = positions[:, chunk].flatten()
-        chosen = chosen[mask[chosen]]
+        chosen = scored[number == start // step]
         if len(chosen):
-            yield chunk, chosen
+            chunk = slice(start, min(start + step, tokens))
+            yield chunk, chosen.to(device, non_blocking=True)
 
 
 def _gather(hidden: Tensor, chunk: slice, group: dist.ProcessGroup) -> Tensor:
@@ -99,7 +99,7 @@ class _LogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        mask: Tensor,
+        scored: Tensor,
         temperature: float,
         first_row: int,
         group: dist.ProcessGroup,
@@ -111,7 +111,8 @@ class _LogProbs(torch.autograd.Function):
         local = torch.where(is_local, local, 0)
 
         own = hidden.new_zeros((4, len(targets)), dtype=torch.float32)
-        for chunk, positions in _chunks(len(hidden), mask, ranks, chunk_tokens):
+        chunks = list(_chunks(len(hidden), scored, ranks, chunk_tokens, hidden.device))
+        for chunk, positions in chunks:
             states = _gather(hidden, chunk, group)[_within(chunk, positions, len(hidden))]
             logits = _logits(states, weight, temperature)
             target = logits.gather(1, local[positions, None]).squeeze(1).mul_(is_local[positions])
@@ -126,7 +127,8 @@ class _LogProbs(torch.autograd.Function):
         if ranks > 1:
             gathered = own.new_empty((4 * ranks, len(targets)))
             dist.all_gather_into_tensor(gathered, own, group=group)
-        gathered = gathered.view(ranks, *own.shape)[:, :, mask]
+        index = scored.to(hidden.device, non_blocking=True)
+        gathered = gathered.view(ranks, *own.shape)[:, :, index]
         maxima, sums, weighted_sums, target_logits = gathered.unbind(1)  # each [ranks, tokens]
         maximum = maxima.amax(0)
         difference = maxima - maximum  # <= 0
@@ -135,23 +137,23 @@ class _LogProbs(torch.autograd.Function):
         log_sum = sum_exp.log()
         mean_logit = ((weighted_sums + sums * difference) * scale).sum(0) / sum_exp  # E[logit - M]
         zeros = own.new_zeros(len(targets))
-        logprobs = zeros.masked_scatter(mask, target_logits.sum(0) - maximum - log_sum)
-        entropy = zeros.masked_scatter(mask, log_sum - mean_logit)
-        log_partition = zeros.masked_scatter(mask, maximum + log_sum)
+        logprobs = zeros.index_copy(0, index, target_logits.sum(0) - maximum - log_sum)
+        entropy = zeros.index_copy(0, index, log_sum - mean_logit)
+        log_partition = zeros.index_copy(0, index, maximum + log_sum)
 
-        ctx.save_for_backward(hidden, weight, local, is_local, mask, log_partition)
-        ctx.temperature, ctx.group, ctx.chunk_tokens = temperature, group, chunk_tokens
+        ctx.save_for_backward(hidden, weight, local, is_local, log_partition)
+        ctx.temperature, ctx.group, ctx.chunks = temperature, group, chunks
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, is_local, mask, log_partition = ctx.saved_tensors
+        hidden, weight, local, is_local, log_partition = ctx.saved_tensors
         ranks = ctx.group.size()
         scale = grad_logprobs / ctx.temperature
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk, positions in _chunks(len(hidden), mask, ranks, ctx.chunk_tokens):
+        for chunk, positions in ctx.chunks:
             within = _within(chunk, positions, len(hidden))
             gathered = _gather(hidden, chunk, ctx.group)
             states = gathered[within]

@@ -18,7 +18,11 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.layers import block_spec, transformer_config_fields
+from qurl_megatron.learner.layers import (
+    block_spec,
+    fuse_gradients,
+    transformer_config_fields,
+)
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -64,7 +68,7 @@ def build_chunks(
         sequence_parallel=learner.tensor_parallel_size > 1,
         **expert_fields(architecture, learner),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=_finalize_gradients,
         **transformer_config_fields(learner, architecture),
     )
     # There is no dropout and no random initialization, so no random state has to be forked.
@@ -73,6 +77,8 @@ def build_chunks(
         model(config, architecture, virtual_stage)
         for virtual_stage in (range(num_virtual_stages) if num_virtual_stages else [None])
     ]
+    for chunk in chunks:
+        fuse_gradients(chunk)
     for _, rule, _, parameter in parameters_of(chunks, architecture):
         # Megatron marks shards only when it initializes them. The gradient norm would count an
         # unmarked shard on one tensor-parallel rank alone.
@@ -82,6 +88,14 @@ def build_chunks(
             # where every rank has all experts, though tensor-parallel ranks give them other tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
     return chunks
+
+
+def _finalize_gradients(chunks: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Complete the gradients of a minibatch, and do not divide them by a number of tokens.
+
+    To look at the number, Megatron would wait for the GPU.
+    """
+    finalize_model_grads(chunks, None, **options)
 
 
 def parameters_of(
@@ -184,12 +198,15 @@ class Policy(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
-    def score(self, hidden: Tensor, rows: TrainBatch, temperature: float) -> tuple[Tensor, ...]:
+    def score(
+        self, hidden: Tensor, rows: TrainBatch, scored: Tensor, temperature: float
+    ) -> tuple[Tensor, ...]:
         """Return log-probs and entropies [1, tokens] float32; 0 where the loss mask is False.
 
         Args:
             hidden: [tokens / tensor-parallel ranks, 1, hidden], the last stage's output.
             rows: [1, tokens]; each position describes the token after the one in `hidden`.
+            scored: [scored tokens] int64 on the CPU, where the loss mask is True.
             temperature: divides the logits.
         """
         rule, _ = weight_map.find_megatron("output_layer.weight")
@@ -206,7 +223,7 @@ class Policy(GPTModel):
             hidden.squeeze(1),
             weight[: vocabulary.stop - vocabulary.start],
             rows.tokens.squeeze(0),
-            rows.loss_mask.squeeze(0),
+            scored,
             temperature=temperature,
             first_row=vocabulary.start,
             group=self.tp_group,

@@ -25,8 +25,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.optimizer import DistributedOptimizer, clip_grads
 from torch import Tensor
+
+SMALLEST_PINNED = 2**18  # values, 1 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,19 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         start = end
 
 
+def pinned_sizes(numel: int) -> list[int]:
+    """Return the sizes of the pieces in which a flat tensor is copied to pinned memory.
+
+    torch takes pinned memory in powers of two: 512 MiB for 283. So all pieces but a small last one
+    have a power of two values.
+    """
+    sizes = []
+    while numel > SMALLEST_PINNED:
+        sizes.append(1 << (numel.bit_length() - 1))
+        numel -= sizes[-1]
+    return [*sizes, numel]
+
+
 def fuse_adam(optimizer: Any) -> None:
     """Let torch's Adam update a parameter in one kernel, where it stands for Transformer Engine's.
 
@@ -69,6 +84,20 @@ def fuse_adam(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         if "foreach" in group:  # torch's
             group["fused"] = True
+
+
+def fuse_norm() -> None:
+    """Let torch take the norm of all gradients at once, where it stands for Transformer Engine.
+
+    Megatron's own function waits for the GPU at each gradient.
+    """
+    if getattr(clip_grads, "local_multi_tensor_l2_norm", None) is clip_grads.l2_norm_impl:
+        clip_grads.l2_norm_impl = _l2_norm
+
+
+def _l2_norm(_: int, __: Tensor, tensors: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
+    """Return the L2 norm of the first list's tensors together, [1] float32, on their device."""
+    return torch.stack(torch._foreach_norm(tensors[0])).norm().view(1), None
 
 
 class OptimizerShards:
@@ -113,17 +142,22 @@ class OptimizerShards:
         ranges = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(ranges, own, group=group)
         master = self.master(parameter)
+        transfers = []  # batched: over NCCL each single one would form a communicator of two ranks
         if group.rank() != 0:
+            whole = torch.empty(0, device=parameter.device)
             if master.numel():
-                dist.send(master, group=group, group_dst=0)
-            return torch.empty(0, device=parameter.device)
-        whole = torch.empty(parameter.numel(), device=parameter.device)
-        for rank, (start, stop) in enumerate(bounds.tolist() for bounds in ranges):
-            if rank == 0:
-                whole[start:stop] = master
-            elif start < stop:
-                dist.recv(whole[start:stop], group=group, group_src=rank)
-        return whole.view(parameter.shape)
+                transfers.append(dist.P2POp(dist.isend, master, group=group, group_peer=0))
+        else:
+            whole = torch.empty(parameter.numel(), device=parameter.device)
+            for rank, (start, stop) in enumerate(torch.stack(ranges).tolist()):
+                part = whole[start:stop]
+                if rank == 0:
+                    part.copy_(master)
+                elif start < stop:
+                    transfers.append(dist.P2POp(dist.irecv, part, group=group, group_peer=rank))
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+        return whole.view(parameter.shape) if group.rank() == 0 else whole
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -133,17 +167,21 @@ class OptimizerShards:
         float32 model stay where they are, because they are the weights of the forward pass. Enter
         this within `megatron_runtime()`.
         """
-        on_host: list[tuple[Tensor, Tensor]] = []
+        on_host: list[tuple[Tensor, list[Tensor]]] = []
         try:
             for tensor in self._own_storages():
-                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                on_host.append((tensor, host.copy_(tensor, non_blocking=True)))
+                hosts = []
+                for piece in tensor.split(pinned_sizes(tensor.numel())):
+                    host = torch.empty_like(piece, device="cpu", pin_memory=True)
+                    hosts.append(host.copy_(piece, non_blocking=True))
+                on_host.append((tensor, hosts))
                 tensor.untyped_storage().resize_(0)
             yield
         finally:
-            for tensor, host in on_host:
-                tensor.untyped_storage().resize_(host.nbytes)
-                tensor.copy_(host, non_blocking=True)
+            for tensor, hosts in on_host:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                for piece, host in zip(tensor.split([len(h) for h in hosts]), hosts, strict=True):
+                    piece.copy_(host, non_blocking=True)
 
     def _own_storages(self) -> Iterator[Tensor]:
         """Yield the moments that exist, and the masters that are not views of the weights."""

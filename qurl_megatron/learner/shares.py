@@ -28,7 +28,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.learner import packing
-from qurl_megatron.learner.layers import FP8_TOKENS, context_index
+from qurl_megatron.learner.layers import FP8_TOKENS, context_index, has_transformer_engine
 from qurl_megatron.learner.model import virtual_stages
 from qurl_megatron.model.architecture import Architecture
 
@@ -44,6 +44,7 @@ class MicroBatch:
     batch: TrainBatch  # the whole sequences, on the CPU, as global rank 0 sent them
     inputs: Tensor  # [1, tokens] int64
     rows: TrainBatch  # [1, tokens]
+    scored: Tensor  # [scored tokens] int64 on the CPU, where the loss mask of `rows` is True
     index: Tensor  # [tokens] int64, positions among the tokens of `batch`; -1 is padding
     sequences: PackedSeqParams
     # [tokens, layers, experts per token] int64, the experts that the engine chose for each input;
@@ -71,16 +72,17 @@ class Share:
         context = parallel_state.get_context_parallel_group()
         own: list[Tensor] = []
         for micro in self.micro_batches:
-            flat = torch.zeros(len(micro.batch.tokens), device=device.device())
+            # One value more, for the padding, whose index is -1.
+            flat = torch.zeros(len(micro.batch.tokens) + 1, device=device.device())
             row = getattr(micro.rows, name)
             if row is not None:
-                is_real = micro.index >= 0
-                flat[micro.index[is_real]] = row[0, is_real]
-            if context.size() > 1:  # one rank filled each position, so the sum is exact
-                dist.all_reduce(flat, group=context)
-            own.append(flat.cpu())
+                flat[micro.index] = row[0]
+            own.append(flat[:-1])
+        together = torch.cat(own)
+        if context.size() > 1:  # one rank filled each position, so the sum is exact
+            dist.all_reduce(together, group=context)
         scores = [torch.zeros(length) for length in self.lengths]
-        by_replica = _to_rank_zero(torch.cat(own))
+        by_replica = _to_rank_zero(together.cpu())
         for numbers, flat in zip(self.dealt, by_replica, strict=True):
             sequences = flat.split([self.lengths[number] for number in numbers])
             for number, sequence in zip(numbers, sequences, strict=True):
@@ -168,32 +170,43 @@ def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
     if bounds[-1] < total:
         bounds.append(total)
     context = parallel_state.get_context_parallel_group()
-    index = index[context_index(bounds, context.rank(), context.size())].to(device.device())
+    index = index[context_index(bounds, context.rank(), context.size())]
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     # Megatron caches its rotary tables by this number. If it were that of all tokens, Megatron
     # would rotate a token by its position in the micro batch.
     max_length = 1 << (longest - 1).bit_length()
     max_length *= 2 if max_length == total else 1
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device.device())
-    on_device = batch.map(lambda tensor: tensor.to(device.device()))
-    rows = replace(on_device, routed_experts=None).map(lambda tensor: _take(tensor, index))
-    routed = on_device.routed_experts
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    on_device = _to_device(cu_seqlens)
+    # Layers without Transformer Engine read the bounds on the host, for which a GPU is not waited.
+    on_host = None if has_transformer_engine() else cu_seqlens
+    rows = replace(batch, routed_experts=None).map(lambda tensor: _take(tensor, index))
+    rows = replace(rows, tokens=rows.tokens.long())
+    routed = batch.routed_experts
     if routed is not None:
-        routed = _take(routed, index, back=1, padding=-1)[0].long()
+        routed = _to_device(_take(routed, index, back=1, padding=-1)[0].long())
     return MicroBatch(
         batch=batch,
-        inputs=_take(on_device.tokens, index, back=1).long(),
-        rows=replace(rows, tokens=rows.tokens.long()),
-        index=index,
+        inputs=_to_device(_take(batch.tokens, index, back=1).long()),
+        rows=rows.map(_to_device),
+        scored=rows.loss_mask[0].nonzero().view(-1),
+        index=_to_device(index),
         sequences=PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            cu_seqlens_q_padded=on_host,
+            cu_seqlens_kv_padded=on_host,
             max_seqlen_q=max_length,
             max_seqlen_kv=max_length,
         ),
         routed_experts=routed,
     )
+
+
+def _to_device(tensor: Tensor) -> Tensor:
+    """Return a tensor of the host on this rank's device, without waiting for a GPU."""
+    return tensor.to(device.device(), non_blocking=True)
 
 
 def _to_replicas(parts: Iterable[Any]) -> Any:

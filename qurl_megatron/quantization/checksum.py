@@ -24,6 +24,7 @@ Example:
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -66,9 +67,17 @@ def checksum_tensor(parts: Sequence[Part]) -> Tensor:
     if not parts:
         return torch.zeros(0, dtype=torch.int64)
     alike: dict[tuple[object, ...], list[int]] = {}
+    small: list[int] = []
     for number, (values, row, column) in enumerate(parts):
-        alike.setdefault((values.shape, values.element_size(), row, column), []).append(number)
-    sums, order = [], []
+        # Of codes there are many, and their words have weights of their own.
+        if values.is_cuda and values.element_size() > 1 and values.numel() <= CHUNK_ELEMENTS:
+            small.append(number)
+        else:
+            alike.setdefault((values.shape, values.element_size(), row, column), []).append(number)
+    small.sort(key=lambda number: parts[number].values.element_size())
+    sums, order = [], list(small)
+    if small:
+        sums.append(small_sums([parts[number] for number in small]))
     for numbers in alike.values():
         first = parts[numbers[0]]
         size = max(1, CHUNK_ELEMENTS // max(1, first.values.numel()))
@@ -77,7 +86,41 @@ def checksum_tensor(parts: Sequence[Part]) -> Tensor:
             values = batch[0].unsqueeze(0) if len(batch) == 1 else stack(batch)
             sums.append(_weighted_sums(values, first.row, first.column))
         order += numbers
-    return torch.cat(sums)[torch.tensor(order, device=sums[0].device).argsort()]
+    if order == sorted(order):
+        return torch.cat(sums)
+    places = torch.tensor(order).argsort().to(sums[0].device, non_blocking=True)
+    return torch.cat(sums)[places]
+
+
+def small_sums(parts: Sequence[Part]) -> Tensor:
+    """Return `checksum_tensor` of parts such as scales and norms, in a few kernels of a GPU.
+
+    The elements have 2 or 4 bytes; those of one size are together.
+    """
+    places = tuple((tuple(values.shape), row, column) for values, row, column in parts)
+    weights, owners = _small_weights(places, parts[0].values.device)
+    flat = [as_integers(values).reshape(-1) for values, _, _ in parts]
+    of_size = [list(group) for _, group in itertools.groupby(flat, lambda bits: bits.dtype)]
+    bits = torch.cat([torch.cat(group).long() for group in of_size])
+    sums = torch.zeros(len(parts), dtype=torch.int64, device=bits.device)
+    return sums.index_add_(0, owners, bits * weights)
+
+
+@functools.lru_cache(maxsize=64)  # the buckets of a model hold the same places
+def _small_weights(
+    places: tuple[tuple[tuple[int, ...], int, int], ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each element of parts at these places, and the number of its part."""
+    weights, owners = [], []
+    for number, (shape, row, column) in enumerate(places):
+        rows, columns = shape if len(shape) == 2 else (*shape, 1)
+        of_rows, of_columns = (
+            _hashes(row, rows, ROWS, device),
+            _hashes(column, columns, COLUMNS, device),
+        )
+        weights.append((of_rows[:, None] * of_columns).view(-1))
+        owners.append(torch.full((rows * columns,), number, dtype=torch.int64, device=device))
+    return torch.cat(weights), torch.cat(owners)
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE, command_line
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
@@ -41,7 +41,7 @@ from qurl_megatron.process import (
     tail,
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
-from qurl_megatron.rollout import preload
+from qurl_megatron.rollout import preload, toolkit
 from qurl_megatron.rollout.asking import Answer, NoAnswer, ask
 from qurl_megatron.rollout.wire import RUN_HEADER
 
@@ -154,8 +154,11 @@ class ServerPlan:
         It dies with the calling process.
 
         Raises:
-            ConfigError: the GPUs do not serve its weight format.
+            ConfigError: the GPUs do not serve its weight format, or cannot be used, or lack what
+                kernels are compiled with.
         """
+        if problem := device.unusable_gpus():
+            raise ConfigError(problem)
         check_weight_format(self.weight_format, device.capabilities())
         host, num_ranks = self.host, self.config.tensor_parallel_size
         gpus = self.gpus
@@ -227,6 +230,11 @@ class ServerPlan:
             "log_level_http": "warning",
             "grammar_backend": "none",  # no request asks for structured output
             "skip_tokenizer_init": True,  # prompts and completions travel as token ids
+            # Logits are not rounded to bfloat16, as the learner's are not. On a CPU it is faster.
+            "enable_fp32_lm_head": True,
+            # The other would be compiled in the first request with top_p, which takes minutes.
+            # Meanwhile the server does not answer /health, and would be taken for dead.
+            "sampling_backend": "pytorch",
         }
         if config.max_total_tokens is not None:
             options["max_total_tokens"] = config.max_total_tokens
@@ -238,12 +246,14 @@ class ServerPlan:
                 override = {"quantization_config": quantization}
                 options["json_model_override_args"] = json.dumps(override)
         if device.accelerator() == "cpu":
-            # Without sleep-on-idle the scheduler polls and takes a core from the learner. On a CPU
-            # float32 logits are faster than bfloat16 ones, and more exact.
-            flags = ("disable_overlap_schedule", "sleep_on_idle", "enable_fp32_lm_head")
+            # Without sleep-on-idle the scheduler polls and takes a core from the learner.
+            flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
+        else:
+            # Every batch is decoded from a graph, and no graph is captured for larger ones.
+            options["cuda_graph_max_bs_decode"] = config.max_running_requests
         if device.lacks_flash_attention():
-            options |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+            options["attention_backend"] = "triton"
         return options
 
     def environment(self) -> dict[str, str]:
@@ -267,6 +277,7 @@ class ServerPlan:
                 bindings = "|".join(str(rank % cores) for rank in range(num_ranks))
                 variables["SGLANG_CPU_OMP_THREADS_BIND"] = bindings
         else:
+            variables |= toolkit.environment()
             # DeepGEMM (fp8-block) would compile 16384 kernels for each shape at the first start,
             # which takes 10 to 20 minutes; with this it compiles 3072.
             variables["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = "1"

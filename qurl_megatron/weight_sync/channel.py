@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.device import device, rank
+from qurl_megatron.device import device, rank, surviving_errors
 from qurl_megatron.rollout.elsewhere import post_weights
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import BucketHeader, dtype_names
@@ -142,14 +142,16 @@ class GroupChannel(Channel):
         # A connection of its own, even where this process keeps the store: one that waits for the
         # server would block others.
         self._store = endpoint.store()
-        self._group = init_custom_process_group(
-            backend=endpoint.backend,
-            store=dist.PrefixStore(self._name, self._store),  # the server's side does the same
-            timeout=timedelta(seconds=endpoint.timeout_s),
-            world_size=1 + endpoint.num_ranks,
-            rank=0,
-            group_name=self._name,
-        )
+        # Forming a group over gloo waits for the server; over NCCL the first transfer does.
+        with surviving_errors() if endpoint.backend == "nccl" else contextlib.nullcontext():
+            self._group = init_custom_process_group(
+                backend=endpoint.backend,
+                store=dist.PrefixStore(self._name, self._store),  # the server's side does the same
+                timeout=timedelta(seconds=endpoint.timeout_s),
+                world_size=1 + endpoint.num_ranks,
+                rank=0,
+                group_name=self._name,
+            )
         return 0
 
     def _send(self, bucket: Bucket, version: int) -> int:
@@ -164,17 +166,22 @@ class GroupChannel(Channel):
         return len(bucket.flat)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor to all ranks of the server, unless rank 0 gives the channel up."""
+        """Send a tensor to all ranks of the server, unless rank 0 gives the channel up.
+
+        Over NCCL nothing else limits the time, see `surviving_errors`.
+        """
         assert self._store is not None
         work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None  # this rank is in the group
-        looked = time.monotonic()
+        looked = began = time.monotonic()
         while not work.is_completed():
             time.sleep(_POLL_S)
             if time.monotonic() - looked > _STORE_POLL_S:
                 looked = time.monotonic()
                 if self._store.check([_GIVEN_UP]):
                     raise RuntimeError(self._store.get(_GIVEN_UP).decode())
+                if looked - began > self._endpoint.timeout_s:
+                    raise RuntimeError(f"a transfer took over {self._endpoint.timeout_s:g} s")
         work.wait()
 
     def _leave(self) -> None:

@@ -36,7 +36,8 @@ from qurl_megatron.quantization.quantize import QuantizedTensor
 from qurl_megatron.weight_sync.bucket import PlannedBucket
 from qurl_megatron.weight_sync.gather import Team
 
-BATCH_ELEMENTS = 2**20  # that are compared together at most: 4 MiB in float32
+BATCH_ELEMENTS = 2**22  # that are compared together at most: 16 MiB in float32
+WAITING_ELEMENTS = 2**25  # that wait on a GPU, so that more of one shape are compared together
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
@@ -202,8 +203,15 @@ class DriftMeter:
         self._waiting.append(_Sample(name, kept, codes, scale, num_rows / len(kept), previous))
         self._previous[key] = kept, codes
 
-    def add_up(self) -> None:
-        """Add up the sums of the weights measured since the last call."""
+    def add_up(self, *, may_wait: bool = True) -> None:
+        """Add up the sums of the weights measured since the last call.
+
+        On a GPU, where small batches cost their kernels' launches, it may wait for more weights.
+        """
+        waiting = [sample.kept for sample in self._waiting]
+        if may_wait and waiting and waiting[0].is_cuda:
+            if sum(kept.numel() for kept in waiting) < WAITING_ELEMENTS:
+                return
         alike: dict[tuple[object, ...], list[_Sample]] = {}
         for sample in self._waiting:
             key = sample.kept.shape, sample.scale.shape, sample.previous is None
@@ -224,7 +232,7 @@ class DriftMeter:
         A weight that was measured in parts has a name for each. A row has the fields of
         `WeightDrift`. No GPU is waited for.
         """
-        self.add_up()
+        self.add_up(may_wait=False)
         names, factors, sums = self._names, self._factors, self._sums
         self._names, self._factors, self._sums = [], [], []
         if not names:

@@ -17,8 +17,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from qurl_megatron.device import device
+from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, PlannedBucket, copy_values
+from qurl_megatron.weight_sync.bucket import Bucket, PlannedBucket
 from qurl_megatron.weight_sync.direct import ServerParameters
 
 T = TypeVar("T")
@@ -220,10 +221,12 @@ def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None
 
 
 def _assemble(planned: PlannedBucket, parts: Sequence[Bucket]) -> Bucket:
-    """Return the full bucket of which the ranks have these parts."""
+    """Return the full bucket of which the ranks have these parts: one copy of each tensor."""
     full = Bucket.empty(planned.manifest(), device())
     views = dict(full.tensors())
-    for rank, part in enumerate(parts):
-        for tensor, (name, values) in zip(planned.tensors, part.tensors(), strict=True):
-            copy_values(views[name][tensor.index_on(rank)], values)
+    by_rank = [dict(part.tensors()) for part in parts]
+    for tensor in planned.tensors:
+        held = [as_integers(each[tensor.name]) for each in by_rank]  # not all backends copy float8
+        held = [values for values in held if values.numel()]
+        torch.cat(held, tensor.partition_dim or 0, out=as_integers(views[tensor.name]))
     return full
