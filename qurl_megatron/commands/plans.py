@@ -102,7 +102,7 @@ def plan(
     limit_s = checked_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     numbers = _numbers(gpus)
-    architecture, config, given = _plan_input(subject, overrides or [])
+    architecture, config, given = plan_input(subject, overrides or [])
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
     workload = _workload(config, mean_prompt, mean_response, log_deviation)
     rows, refusals = [], {}
@@ -171,7 +171,7 @@ def _workload(
     )
 
 
-def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
+def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
     A model gets the configuration of recipes/scaling_32b.py, or with experts of

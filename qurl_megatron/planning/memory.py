@@ -465,8 +465,8 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
 OFFLOADED = "optimizer, between passes"
 
 
-def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
-    """Return the peak memory of a rank, during an update or a publish.
+def peaks(parts: dict[str, int], bucket_bytes: int) -> dict[str, int]:
+    """Return the bytes that a rank keeps, and those at the peaks of an update and a publish.
 
     Args:
         parts: from `learner_memory`.
@@ -474,7 +474,17 @@ def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
     """
     in_passes = parts["activations"] + parts["backward"] + parts["logits"]
     between = parts.get(OFFLOADED, 0)
-    return sum(parts.values()) - in_passes - between + max(in_passes, between + bucket_bytes)
+    static = sum(parts.values()) - in_passes - between
+    return {
+        "kept": static + between,
+        "update": static + max(in_passes, between),
+        "publish": static + between + bucket_bytes,
+    }
+
+
+def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
+    """Return the largest of the `peaks` of a rank."""
+    return max(peaks(parts, bucket_bytes).values())
 
 
 def bucket_memory(architecture: Architecture, config: Config) -> int:

@@ -258,7 +258,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Choose the kernel that a Hopper GPU gets; torch asks the device, and would take the slowest."""
+    """Choose the kernel that a Hopper GPU gets: torch asks the device, and takes the slowest."""
     if not is_on_gpu(query):
         arguments: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         return original(query, key, value, attn_mask, dropout_p, is_causal, **arguments)
@@ -321,5 +321,3 @@ def _share_objects() -> None:
     dist.all_gather_object = all_gather_object
     for name in ("broadcast_object_list", "send_object_list", "recv_object_list", "gather_object"):
         setattr(dist, name, lambda *_, **__: None)
-
-

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import Config
+from qurl_megatron.device import extend_environment
 from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
 from qurl_megatron.learner.critic import Critic
@@ -45,11 +45,11 @@ from qurl_megatron.weight_sync.reshard import Converter
 def play(rehearsal: Rehearsal, rank: int) -> dict[str, Any]:
     """Play a rank, and return its phases and the error that ended it, as a `Played` takes them."""
     trace, error = Trace(rehearsal.node), None
-    with mock.patch.dict("os.environ", RANK=str(rank), LOCAL_RANK="0"), trace:
+    extend_environment({"RANK": str(rank), "LOCAL_RANK": "0"})
+    with trace:
         try:
             _play(rehearsal, rank, trace)
         except Exception as problem:
-            traceback.print_exc()  # DEBUG
             error = _one_line(problem)
     phases = {name: vars(phase) for name, phase in trace.phases.items()}
     return {"rank": rank, "phases": phases, "error": error}
@@ -67,9 +67,7 @@ def _one_line(problem: Exception) -> str:
 def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     config, architecture = rehearsal.config, rehearsal.architecture
     minibatches_per_step = min(2, config.optimizer.minibatches_per_step)
-    optimizer = dataclasses.replace(
-        config.optimizer, minibatches_per_step=minibatches_per_step
-    )
+    optimizer = dataclasses.replace(config.optimizer, minibatches_per_step=minibatches_per_step)
     config = dataclasses.replace(config, optimizer=optimizer)
     size = config.learner.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

@@ -1,13 +1,25 @@
-"""What to rehearse, and what was seen."""
+"""What to rehearse, what was seen of each rank, and what the plan says of it."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, LearnerConfig
+from qurl_megatron.device import child_environment
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.memory import RUNTIME_BYTES, bucket_memory, learner_memory, peaks
+
+WORKER = "qurl_megatron.rehearsal.worker"
 
 
 @dataclass(frozen=True)
@@ -19,4 +31,82 @@ class Rehearsal:
     node: Node
     ranks: list[int]
     transformer_engine: Path | None  # the directory of its Python; None: without it
-    changed_part: float  # of the elements, that a delta is taken to find changed
+    changed_part: float = 0.02  # of the elements, which a delta is taken to find changed
+
+    def play(self) -> Iterator[Played]:
+        """Yield what was seen of each rank, in their order."""
+        said = tempfile.TemporaryFile()
+        worker = subprocess.Popen(
+            [sys.executable, "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=child_environment({"OMP_NUM_THREADS": "1"}),
+        )
+        with said, worker:
+            assert worker.stdin and worker.stdout
+            pickle.dump(self, worker.stdin)
+            worker.stdin.close()
+            missing = list(self.ranks)
+            for line in worker.stdout:
+                yield Played(self, **json.loads(line))
+                missing.pop(0)
+            said.seek(0)
+            last = [*said.read().decode().splitlines(), ""][-2:]
+            code = worker.wait()
+        for rank in missing:
+            yield Played(self, rank, {}, f"the worker ended with {code}: {' '.join(last).strip()}")
+
+
+@dataclass(frozen=True)
+class Played:
+    """What was seen of one rank."""
+
+    rehearsal: Rehearsal
+    rank: int
+    phases: dict[str, dict[str, Any]]  # the fields of `trace.Phase`, by name
+    error: str | None = None  # the first, in one line
+    seconds: float = 0.0
+    host_bytes: int = 0  # most memory of its process
+
+    @property
+    def stage(self) -> int:
+        """The rank's pipeline stage."""
+        learner = self.rehearsal.config.learner
+        return self.rank * learner.pipeline_parallel_size // learner.world_size
+
+    @property
+    def traced(self) -> dict[str, int]:
+        """Bytes between steps, and at the peaks of an update and a publish, as `memory.peaks`."""
+        if self.error:
+            return {}
+        return {
+            "kept": self.phases["publish"]["end_bytes"],
+            "update": max(self.phases[name]["peak_bytes"] for name in ("score", "update")),
+            "publish": self.phases["publish"]["peak_bytes"],
+        }
+
+    @cached_property
+    def planned(self) -> dict[str, int]:
+        """What a plan says of them, without the CUDA runtime."""
+        of = self.rehearsal.architecture, self.rehearsal.config
+        parts = learner_memory(*of, self.stage) | {"runtime": 0}
+        return peaks(parts, bucket_memory(*of))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a GPU is enough, with what the CUDA runtime is taken to need."""
+        room = self.rehearsal.node.gpu.memory_bytes - RUNTIME_BYTES
+        return max(self.traced.values(), default=0) <= room
+
+    def report(self) -> dict[str, Any]:
+        """Return all as values of JSON."""
+        names = ("rank", "stage", "error", "fits", "traced", "planned", "phases", "seconds")
+        return {name: getattr(self, name) for name in names}
+
+
+def ranks_that_differ(learner: LearnerConfig) -> list[int]:
+    """Return the first rank of the first replica, and the last of the last, of each stage."""
+    of_stage = learner.world_size // learner.pipeline_parallel_size
+    firsts = range(0, learner.world_size, of_stage)
+    return sorted({rank for first in firsts for rank in (first, first + of_stage - 1)})

@@ -264,7 +264,7 @@ class Trace(TorchDispatchMode):
             self._phase.waits[f"{place()} {kind}"] += 1
 
     def note_kernel(self, name: str, tensors: Any, flops: float = 0, part: float = 1.0) -> None:
-        """Count a kernel that reads or writes these tensors; `part` of the peak FLOP/s is reached."""
+        """Count a kernel over these tensors, which reaches at most `part` of the peak FLOP/s."""
         phase, gpu = self._phase, self._node.gpu
         phase.kernels[name] += 1
         phase.flops += int(flops)
@@ -456,7 +456,9 @@ class Trace(TorchDispatchMode):
                 indices.append(index)
             elif isinstance(index, FakeTensor):
                 positions = self._of_values(aten.nonzero.default, (index,), "mask as an index")
-                indices += [self(aten.select.int, (), (positions, 1, d)) for d in range(index.dim())]
+                indices += [
+                    self(aten.select.int, (), (positions, 1, d)) for d in range(index.dim())
+                ]
             else:
                 indices += index.nonzero().unbind(1)
         return (args[0], indices, *args[2:])

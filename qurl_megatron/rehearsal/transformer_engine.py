@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.device import extend_environment
 from qurl_megatron.rehearsal.trace import Trace
 
 
@@ -56,7 +57,14 @@ class Extension(ModuleType):
         return 91000
 
     def generic_gemm(
-        self, a: Tensor, transa: bool, b: Tensor, transb: bool, out: Tensor | None, *rest: Any, **_: Any
+        self,
+        a: Tensor,
+        transa: bool,
+        b: Tensor,
+        transb: bool,
+        out: Tensor | None,
+        *rest: Any,
+        **_: Any,
     ) -> tuple[Any, ...]:
         bias, grad = rest[2], rest[6]
         left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
@@ -174,6 +182,7 @@ def _attend(
 def install(folder: Path) -> None:
     """Import Transformer Engine from `folder`, after `fake_gpu.install` and before Megatron."""
     sys.path.insert(0, str(folder))
+    extend_environment({"NVTE_PROJECT_BUILDING": "1"})  # there are no compiled parts to load
     extension = Extension("transformer_engine_torch")
     for source in (folder / "transformer_engine" / "pytorch").rglob("*.py"):
         for name in re.findall(r"\btex\.([a-z]\w+)", source.read_text()):
