@@ -17,7 +17,7 @@ from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.device import child_environment
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import Node
-from qurl_megatron.planning.memory import RUNTIME_BYTES, bucket_memory, learner_memory, peaks
+from qurl_megatron.planning.memory import RUNTIME_BYTES, learner_memory, peaks
 
 WORKER = "qurl_megatron.rehearsal.worker"
 
@@ -90,8 +90,7 @@ class Played:
     def planned(self) -> dict[str, int]:
         """What a plan says of them, without the CUDA runtime."""
         of = self.rehearsal.architecture, self.rehearsal.config
-        parts = learner_memory(*of, self.stage) | {"runtime": 0}
-        return peaks(parts, bucket_memory(*of))
+        return peaks(learner_memory(*of, self.stage) | {"runtime": 0})
 
     @property
     def fits(self) -> bool:
