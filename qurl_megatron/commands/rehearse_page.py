@@ -13,7 +13,7 @@ from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.planning.memory import RUNTIME_BYTES
 from qurl_megatron.planning.plan import layout_overrides
 from qurl_megatron.rehearsal import transformer_engine
-from qurl_megatron.rehearsal.rehearsal import Played, Rehearsal
+from qurl_megatron.rehearsal.rehearsal import Played, Rehearsal, play
 
 UNSEEN = """Not seen: numbers, and with them whatever depends on the values of weights (a router is
 balanced, a delta has the share of changes that was stated); NCCL's order of collectives, its hangs
@@ -38,11 +38,17 @@ def find_transformer_engine(wanted: bool | None) -> Path | None:
 
 
 def play_and_print(rehearsal: Rehearsal, *, as_json: bool = False) -> int:
-    """Play the ranks of a rehearsal, print what was seen, and return the exit code."""
+    """Play the ranks of a rehearsal, print what was seen, and return the exit code.
 
-    check_layout(rehearsal.architecture, rehearsal.config.learner)
+    Raises:
+        ArchitectureError, ConfigError: it cannot be played; one line.
+    """
+    learner = rehearsal.config.learner
+    check_layout(rehearsal.architecture, learner)
+    if learner.fp8:
+        raise ConfigError(f"learner.fp8={learner.fp8}: cannot be rehearsed; leave it out")
     start, played = time.monotonic(), []
-    for each in rehearsal.play():
+    for each in play([rehearsal]):
         played.append(each)
         if as_json:
             print(json.dumps(each.report()), flush=True)
@@ -91,7 +97,7 @@ def _describe(played: Played, name: str) -> Iterator[str]:
     held = ", ".join(f"{title} {gib:.2f}" for title, gib in holders.most_common() if gib >= 0.01)
     kernels = Counter(phase["kernels"])
     most = ", ".join(f"{number:,} {title}" for title, number in kernels.most_common(5))
-    yield f"\n{name} of rank {played.rank}, traced in {played.seconds:.0f} s with all others:"
+    yield f"\n{name} of rank {played.rank}, traced in {played.cpu_s:.0f} s of CPU:"
     yield f"  peak       {phase['peak_bytes'] / GIB:.2f} GiB: {held}"
     yield f"  kernels    {kernels.total():,}: {most}"
     yield (

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,30 +33,6 @@ class Rehearsal:
     transformer_engine: Path | None  # the directory of its Python; None: without it
     changed_part: float = 0.02  # of the elements, which a delta is taken to find changed
 
-    def play(self) -> Iterator[Played]:
-        """Yield what was seen of each rank, in their order."""
-        said = tempfile.TemporaryFile()
-        worker = subprocess.Popen(
-            [sys.executable, "-m", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=child_environment({"OMP_NUM_THREADS": "1"}),
-        )
-        with said, worker:
-            assert worker.stdin and worker.stdout
-            pickle.dump(self, worker.stdin)
-            worker.stdin.close()
-            missing = list(self.ranks)
-            for line in worker.stdout:
-                yield Played(self, **json.loads(line))
-                missing.pop(0)
-            said.seek(0)
-            last = [*said.read().decode().splitlines(), ""][-2:]
-            code = worker.wait()
-        for rank in missing:
-            yield Played(self, rank, {}, f"the worker ended with {code}: {' '.join(last).strip()}")
-
 
 @dataclass(frozen=True)
 class Played:
@@ -66,7 +42,7 @@ class Played:
     rank: int
     phases: dict[str, dict[str, Any]]  # the fields of `trace.Phase`, by name
     error: str | None = None  # the first, in one line
-    seconds: float = 0.0
+    cpu_s: float = 0.0  # that it took
     host_bytes: int = 0  # most memory of its process
 
     @property
@@ -100,8 +76,36 @@ class Played:
 
     def report(self) -> dict[str, Any]:
         """Return all as values of JSON."""
-        names = ("rank", "stage", "error", "fits", "traced", "planned", "phases", "seconds")
+        names = ("rank", "stage", "error", "fits", "traced", "planned", "phases", "cpu_s")
         return {name: getattr(self, name) for name in names}
+
+
+def play(rehearsals: Sequence[Rehearsal]) -> Iterator[Played]:
+    """Yield what was seen of each rank of each rehearsal, in their order.
+
+    They are for the same kind of GPU, and all with Transformer Engine or all without.
+    """
+    missing = [(each, rank) for each in rehearsals for rank in each.ranks]
+    with tempfile.TemporaryFile() as said:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=child_environment({"OMP_NUM_THREADS": "1"}),
+        )
+        with worker:
+            assert worker.stdin and worker.stdout
+            pickle.dump(rehearsals, worker.stdin)
+            worker.stdin.close()
+            for line in worker.stdout:
+                rehearsal, _ = missing.pop(0)
+                yield Played(rehearsal, **json.loads(line))
+        said.seek(0)
+        last = [line for line in said.read().decode().splitlines() if line.strip()][-1:]
+    for rehearsal, rank in missing:
+        error = f"the worker ended with {worker.returncode}: {''.join(last)}"
+        yield Played(rehearsal, rank, {}, error)
 
 
 def ranks_that_differ(learner: LearnerConfig) -> list[int]:

@@ -1,7 +1,7 @@
 """Play ranks, each in a process of its own: `python -m qurl_megatron.rehearsal.worker`.
 
-stdin is a pickled `Rehearsal`. Each line of stdout is JSON, what `play` returns for a rank. The
-fake GPU is installed once, and every rank is a fork of that process.
+stdin is a pickled list of `Rehearsal`s. Each line of stdout is JSON, what `play` returns for a
+rank. The fake GPU is installed once, and every rank is a fork of that process.
 """
 
 import json
@@ -25,26 +25,26 @@ RANK_BYTES = 4 * GIB  # of the host's memory, for a rank of a 32B model
 
 
 def main() -> None:
-    """Play the ranks of the rehearsal on stdin."""
-    rehearsal: Rehearsal = pickle.load(sys.stdin.buffer)
+    """Play the ranks of the rehearsals on stdin."""
+    rehearsals: list[Rehearsal] = pickle.load(sys.stdin.buffer)
     warnings.simplefilter("ignore")
-    fake_gpu.install(rehearsal.node)
-    if rehearsal.transformer_engine:
-        transformer_engine.install(rehearsal.transformer_engine)
+    fake_gpu.install(rehearsals[0].node)
+    fake_gpu.check()
+    if rehearsals[0].transformer_engine:
+        transformer_engine.install(rehearsals[0].transformer_engine)
     from qurl_megatron.rehearsal import play  # Megatron, and all that imports it
 
     processes = multiprocessing.get_context("fork")
 
-    def play_and_send(sender: Connection, rank: int) -> None:
+    def play_and_send(sender: Connection, rehearsal: Rehearsal, rank: int) -> None:
         sys.stdout = sys.stderr  # of Megatron's messages
-        start = time.monotonic()
         played = play.play(rehearsal, rank)
         host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        sender.send(played | {"seconds": time.monotonic() - start, "host_bytes": host_bytes})
+        sender.send(played | {"cpu_s": time.process_time(), "host_bytes": host_bytes})
 
-    def in_own_process(rank: int) -> dict[str, Any]:
+    def in_own_process(rehearsal: Rehearsal, rank: int) -> dict[str, Any]:
         receiver, sender = processes.Pipe(duplex=False)
-        process = processes.Process(target=play_and_send, args=(sender, rank))
+        process = processes.Process(target=play_and_send, args=(sender, rehearsal, rank))
         process.start()
         sender.close()
         try:
@@ -57,8 +57,9 @@ def main() -> None:
         return played
 
     workers = max(1, min(os.cpu_count() or 1, machine_memory_bytes() // RANK_BYTES))
+    jobs = [(each, rank) for each in rehearsals for rank in each.ranks]
     with ThreadPoolExecutor(workers) as pool:
-        for played in pool.map(in_own_process, rehearsal.ranks):
+        for played in pool.map(in_own_process, *zip(*jobs, strict=True)):
             print(json.dumps(played), flush=True)
 
 
