@@ -188,7 +188,8 @@ def test_logits_and_their_gradients_are_on_the_last_stage() -> None:
     parts = memory.learner_memory(QWEN2, config, 4)
     assert parts["logits"] == 6 * 2**26 + 6 * 19008 * 5120
     # 3F / t + 2h values per token, and the gradient of the output layer, the largest weight.
-    assert parts["backward"] == 2 * 9216 * (3 * 27648 // 8 + 2 * 5120) + 2 * 19008 * 5120
+    assert parts["backward"] == 2 * 9216 * (3 * 27648 // 8 + 5120) + 2 * 19008 * 5120
+    assert parts["gathered"] == 2 * 9216 * 5120
 
 
 def test_the_converter_keeps_128_rows_of_each_weight_and_their_codes() -> None:

@@ -1,40 +1,16 @@
 """Play ranks of large learners on fake GPUs: memory beside the plan, waits, and what is refused."""
 
-import dataclasses
 import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config.text import with_overrides
-from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning.gpus import Node
-from qurl_megatron.recipes import qwen3_moe, scaling_32b
-from qurl_megatron.rehearsal.rehearsal import Played, Rehearsal, play, ranks_that_differ
-
-WHEEL = Path(__file__).parent.parent / ".venv" / "transformer-engine"  # `make .venv/ready`
-
-# Two layers at the width of a 32B model, four if there are virtual stages. Each pair of settings
-# that meet in a run meets here at least once, as far as so few layouts can.
-PLAIN = """learner.layers_in_last_pipeline_stage=none learner.data_parallel_size=1
-    learner.expert_parallel_size=1 learner.pipeline_parallel_size=1 learner.micro_batch_size=1
-    learner.tokens_per_micro_batch=none learner.virtual_pipeline_parallel_size=1"""
-LAYOUTS = {
-    "packs": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
-        learner.tokens_per_micro_batch=18432 quantization.format=int8""",
-    "context": """Qwen3-32B 2 15 learner.tensor_parallel_size=4 learner.context_parallel_size=2
-        learner.pipeline_parallel_size=2 learner.recompute=selective learner.offload_optimizer=true
-        quantization.format=fp8 quantization.publish=delta""",
-    "virtual": """Qwen2.5-32B 4 0 learner.tensor_parallel_size=2 learner.pipeline_parallel_size=2
-        learner.virtual_pipeline_parallel_size=2 learner.data_parallel_size=2
-        learner.recompute=full learner.recompute_layers=1 quantization.format=fp8-block""",
-    "experts": """Qwen3-30B-A3B 2 0 learner.tensor_parallel_size=2 learner.data_parallel_size=4
-        learner.expert_parallel_size=4 learner.expert_tensor_parallel_size=2
-        quantization.transport=direct""",
-}
+from benchmarks.rehearsal import IN_CI, rehearsal
+from qurl_megatron.recipes import scaling_32b
+from qurl_megatron.rehearsal import transformer_engine
+from qurl_megatron.rehearsal.rehearsal import Played, play, ranks_that_differ
 
 # Waits for the GPU that an update may have, by the file in which they are, and why. Shrink it.
 WAITS = {
@@ -48,30 +24,21 @@ WAITS = {
 }
 
 
-def rehearsal(layout: str) -> tuple[Rehearsal, int]:
-    """Return the rehearsal of a line of `LAYOUTS`, and the rank."""
-    model, layers, rank, *words = layout.split()
-    architecture = dataclasses.replace(KNOWN_MODELS[model], num_layers=int(layers))
-    recipe = (qwen3_moe if architecture.num_experts else scaling_32b).recipe()
-    config = with_overrides(recipe, [f"model={model}", *PLAIN.split(), *words])
-    return Rehearsal(architecture, config, Node(), [int(rank)], WHEEL)
-
-
 @pytest.fixture(scope="module")
 def played() -> dict[str, Played]:
     """Play all layouts in one process, which imports the learner once."""
-    rehearsals = [rehearsal(layout) for layout in LAYOUTS.values()]
-    return dict(zip(LAYOUTS, play(rehearsals), strict=True))
+    assert transformer_engine.find() is not None, "make .venv/ready installs requirements-te.txt"
+    return dict(zip(IN_CI, play([rehearsal(name) for name in IN_CI]), strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", IN_CI)
 def test_a_rank_builds_scores_updates_and_publishes_on_a_gpu(
     played: dict[str, Played], name: str
 ) -> None:
     assert played[name].error is None
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", IN_CI)
 def test_the_plan_is_at_most_a_tenth_above_the_traced_memory(
     played: dict[str, Played], name: str
 ) -> None:
@@ -81,7 +48,7 @@ def test_the_plan_is_at_most_a_tenth_above_the_traced_memory(
         assert 0.99 <= planned[peak] / traced[peak] <= 1.10, peak
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", IN_CI)
 def test_an_update_waits_for_the_gpu_only_where_it_may(
     played: dict[str, Played], name: str
 ) -> None:

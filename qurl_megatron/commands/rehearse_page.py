@@ -11,9 +11,9 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.planning.memory import RUNTIME_BYTES
-from qurl_megatron.planning.plan import layout_overrides
+from qurl_megatron.planning.plan import Plan, layout_overrides
 from qurl_megatron.rehearsal import transformer_engine
-from qurl_megatron.rehearsal.rehearsal import Played, Rehearsal, play
+from qurl_megatron.rehearsal.rehearsal import Played, Rehearsal, play, ranks_that_differ
 
 UNSEEN = """Not seen: numbers, and with them whatever depends on the values of weights (a router is
 balanced, a delta has the share of changes that was stated); NCCL's order of collectives, its hangs
@@ -35,6 +35,12 @@ def find_transformer_engine(wanted: bool | None) -> Path | None:
             f"{sys.prefix}/transformer-engine -r requirements-te.txt"
         )
     return found
+
+
+def rehearse_plan(plan: Plan) -> int:
+    """Play the ranks of a plan that differ; print what was seen, and return the exit code."""
+    ranks, found = ranks_that_differ(plan.config.learner), transformer_engine.find()
+    return play_and_print(Rehearsal(plan.architecture, plan.config, plan.node, ranks, found))
 
 
 def play_and_print(rehearsal: Rehearsal, *, as_json: bool = False) -> int:

@@ -47,7 +47,10 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
     logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
                  forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
                  the output layer's shard for its gradient.
-    backward     e(3F/t + 2h) per token, and the largest weight's gradient before it is accumulated.
+    gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
+                 Without Transformer Engine Megatron keeps this memory between passes.
+    backward     e(3F/t + h) per token, with t = 1 e(3F + 2h), and the largest weight's gradient
+                 before it is accumulated.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
                  between publishes; of an expert's at most 128 / experts, but 4. Unless
                  quantization.publish is full, also what the rank sent last: codes and scales, and
@@ -443,7 +446,8 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
-    backward = element * tokens * (3 * intermediate // size + 2 * hidden)
+    gathered = element * tokens * hidden if size > 1 else 0
+    backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered
     linear = sum(n * count for rule, n, count in parameters if rule.quantized)
     return {
         "weights": element * numel,
@@ -454,6 +458,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         "reference": element * numel if config.objective.kl_coefficient else 0,
         "converter": _measured_bytes(architecture, config, stage)
         + _kept_bytes(architecture, config, stage),
+        "gathered": gathered,
         "runtime": RUNTIME_BYTES,
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),

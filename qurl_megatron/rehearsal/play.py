@@ -34,6 +34,7 @@ from qurl_megatron.loop.train import score_before_updates
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import num_micro_batches
+from qurl_megatron.rehearsal import fake_gpu
 from qurl_megatron.rehearsal.rehearsal import Rehearsal
 from qurl_megatron.rehearsal.trace import Trace
 from qurl_megatron.weight_sync import delta
@@ -46,11 +47,12 @@ def play(rehearsal: Rehearsal, rank: int) -> dict[str, Any]:
     """Play a rank, and return its phases and the error that ended it, as a `Played` takes them."""
     trace, error = Trace(rehearsal.node), None
     extend_environment({"RANK": str(rank), "LOCAL_RANK": "0"})
-    with trace:
-        try:
+    try:
+        fake_gpu.check()  # not before the fork, which autograd's threads would not survive
+        with trace:
             _play(rehearsal, rank, trace)
-        except Exception as problem:
-            error = _one_line(problem)
+    except Exception as problem:
+        error = _one_line(problem)
     phases = {name: vars(phase) for name, phase in trace.phases.items()}
     return {"rank": rank, "phases": phases, "error": error}
 

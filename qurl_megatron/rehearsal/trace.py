@@ -307,10 +307,10 @@ class Trace(TorchDispatchMode):
         if first is not None and first.fake_device.type != "cuda":
             return
         flops = 0.0
-        if func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        elif "_varlen_attn" in name:
+        if "_varlen_attn" in name:  # torch's own count is that of padded sequences
             flops = self._varlen_flops(func, args)
+        elif func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         is_float32 = bool(flops) and all(t.dtype != torch.bfloat16 for t in tensors)
         self.note_kernel(name, tensors, flops, FLOAT32_PART if is_float32 else 1.0)
 
