@@ -19,7 +19,7 @@ UNSEEN = """Not seen: numbers, and with them whatever depends on the values of w
 balanced, a delta has the share of changes that was stated); NCCL's order of collectives, its hangs
 and its buffers; what a kernel refuses or needs as a workspace; fragmentation. Transformer Engine's
 kernels are stand-ins; its attention is torch's, its FP8 is not played. The publish is the learner's
-part of it: no server receives. docs/rehearsal.md says more."""
+part of it: no server receives. docs/own-model.md says more."""
 
 
 def find_transformer_engine(wanted: bool | None) -> Path | None:

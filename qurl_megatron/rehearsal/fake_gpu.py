@@ -30,9 +30,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qurl_megatron.planning.gpus import Node
-from qurl_megatron.rehearsal.trace import Trace, is_on_gpu
-
-aten = torch.ops.aten
+from qurl_megatron.rehearsal.trace import Trace
 
 
 class PatchFailed(RuntimeError):
@@ -195,8 +193,6 @@ def _patch_tensors() -> None:
     torch.tensor = functools.partial(_tensor, torch.tensor)
     torch.nn.Module.to = functools.partialmethod(_move, torch.nn.Module.to)  # type: ignore[assignment]
     torch.UntypedStorage.resize_ = functools.partialmethod(_resize, torch.UntypedStorage.resize_)  # type: ignore[assignment, method-assign]
-    attention = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = functools.partial(_attention, attention)
     FakeTensor.data_ptr = _address  # type: ignore[method-assign]
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
     FakeTensor.record_stream = lambda *_: None  # type: ignore[method-assign]
@@ -245,35 +241,6 @@ def _tolist(self: FakeTensor) -> Any:
     """Read a whole tensor with one wait, and not one for each element."""
     assert Trace.active is not None
     return Trace.active.read(self, "tolist").tolist()
-
-
-def _attention(
-    original: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Choose the kernel that a Hopper GPU gets: torch asks the device, and takes the slowest."""
-    if not is_on_gpu(query):
-        arguments: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        return original(query, key, value, attn_mask, dropout_p, is_causal, **arguments)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
-        flash = aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    bias = attn_mask
-    if bias is not None:
-        if bias.dtype == torch.bool:
-            zero = torch.zeros((), dtype=query.dtype, device=query.device)
-            bias = torch.where(bias, zero, float("-inf"))
-        bias = bias.expand(*query.shape[:3], key.shape[2])
-    efficient = aten._scaled_dot_product_efficient_attention
-    trains = torch.is_grad_enabled()
-    return efficient(query, key, value, bias, trains, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _count_triton_kernels() -> None:
