@@ -50,7 +50,7 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
     gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
                  Without Transformer Engine Megatron keeps this memory between passes.
     backward     e(3F/t + h) per token, with t = 1 e(3F + 2h), and the largest weight's gradient
-                 before it is accumulated.
+                 before it is accumulated. Either this or the logits are in memory.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
                  between publishes; of an expert's at most 128 / experts, but 4. Unless
                  quantization.publish is full, also what the rank sent last: codes and scales, and
@@ -488,9 +488,11 @@ def peaks(parts: dict[str, int]) -> dict[str, int]:
 
     `parts` are from `learner_memory`.
     """
-    in_passes = parts["activations"] + parts["backward"] + parts["logits"]
+    # The logits' gradients are gone when that of the last layer is computed.
+    in_passes = parts["activations"] + max(parts["backward"], parts["logits"])
     buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
-    static = sum(parts.values()) - in_passes - buckets - between
+    not_kept = ("activations", "backward", "logits", "buckets", OFFLOADED)
+    static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
     return {
         "kept": static + between,
         "update": static + max(in_passes, between),

@@ -30,7 +30,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qurl_megatron.planning.gpus import Node
-from qurl_megatron.rehearsal.trace import Trace
+from qurl_megatron.rehearsal.trace import Trace, is_on_gpu
 
 
 class PatchFailed(RuntimeError):
@@ -130,8 +130,8 @@ def check() -> None:
         with Trace(Node()) as trace:
             weight = torch.ones(512, 512, device="cuda", requires_grad=True)
             product = weight @ weight
-            product.sum().backward()  # type: ignore[no-untyped-call]
-            found = product.is_cuda and weight.grad is not None and weight.grad.is_cuda
+            product.sum().backward()
+            found = is_on_gpu(product) and is_on_gpu(weight.grad)
             trace.start("end")
         phase = trace.phases["build"]
         found &= phase.flops == 3 * 2 * 512**3 and phase.end_bytes == 3 * 4 * 512**2
@@ -213,12 +213,12 @@ def _move(self: torch.nn.Module, original: Any, *args: Any, **kwargs: Any) -> to
     """Move only what is not there yet: torch cannot swap fake parameters that others refer to."""
     target = args[0] if args else None
     if not isinstance(target, torch.device) or target.type != "cuda":
-        return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+        return original(self, *args, **kwargs)
     for module in self.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(target)
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_cuda:  # such as a router's
+            if parameter is not None and not is_on_gpu(parameter):  # such as a router's
                 moved = torch.nn.Parameter(parameter.detach().to(target))
                 vars(moved).update(vars(parameter))
                 module._parameters[name] = moved

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, OptimizerConfig
 from qurl_megatron.device import extend_environment
 from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
@@ -68,9 +69,13 @@ def _one_line(problem: Exception) -> str:
 
 def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     config, architecture = rehearsal.config, rehearsal.architecture
-    minibatches_per_step = min(2, config.optimizer.minibatches_per_step)
-    optimizer = dataclasses.replace(config.optimizer, minibatches_per_step=minibatches_per_step)
-    config = dataclasses.replace(config, optimizer=optimizer)
+    config = dataclasses.replace(
+        config,
+        optimizer=_few_minibatches(config.optimizer),
+        critic=dataclasses.replace(
+            config.critic, optimizer=_few_minibatches(config.critic.optimizer)
+        ),
+    )
     size = config.learner.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _replace_the_outside(architecture, trace, rehearsal.changed_part)
@@ -120,6 +125,11 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     trace.start("end")
 
 
+def _few_minibatches(optimizer: OptimizerConfig) -> OptimizerConfig:
+    number = min(2, optimizer.minibatches_per_step)
+    return dataclasses.replace(optimizer, minibatches_per_step=number)
+
+
 def _micro_batches(config: Config) -> int:
     """Return how many micro batches fill the pipeline, at most those of a minibatch."""
     learner = config.learner
@@ -135,7 +145,7 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
     if learner.tokens_per_micro_batch:
         of_micro_batch = max(1, learner.tokens_per_micro_batch // rollout.max_length)
     number = micro_batches * of_micro_batch * learner.data_parallel_size
-    number *= config.optimizer.minibatches_per_step
+    number *= math.lcm(*(of.optimizer.minibatches_per_step for of in (config, config.critic)))
     lengths = torch.full((number,), rollout.max_length)
     mask = torch.arange(rollout.max_length).repeat(number) >= rollout.max_prompt_length
     total = len(mask)

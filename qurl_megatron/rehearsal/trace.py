@@ -147,7 +147,8 @@ class Trace(TorchDispatchMode):
         self._bytes = 0  # of cuda, now
         self._holders: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, str, Any]] = {}  # bytes, purpose, weak reference
-        self._stale: set[int] = set()  # storages whose shadows are no longer their values
+        # Storages whose shadows are no longer their values, and references that forget them.
+        self._stale: dict[int, Any] = {}
         self._fusing: list[int] | None = None  # storages allocated within a fused function
         self.start("build")
 
@@ -207,6 +208,11 @@ class Trace(TorchDispatchMode):
         fake._shadow = x.detach()  # type: ignore[attr-defined]
         return fake
 
+    def _forget_values(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._stale[key] = weakref.ref(storage, lambda _: self._stale.pop(key, None))
+
     def fake_like(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor of another process, whose memory does not count here."""
         with self._fake:
@@ -230,7 +236,6 @@ class Trace(TorchDispatchMode):
         key = storage._cdata
         gone = weakref.ref(storage, lambda _: self._remove(key))
         self._storages[key] = (0, purpose(), gone)
-        self._stale.discard(key)
         if self._fusing is None:
             self._resize(key, storage.nbytes())
         else:
@@ -249,7 +254,6 @@ class Trace(TorchDispatchMode):
         if key in self._storages:
             self._resize(key, 0)
             del self._storages[key]
-            self._stale.discard(key)
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Measure a storage again."""
@@ -279,7 +283,7 @@ class Trace(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 if not is_on_gpu(tensor):
                     raise RuntimeError(f"Triton kernel {name} gets a tensor on the CPU")
-                self._stale.add(tensor.untyped_storage()._cdata)
+                self._forget_values(tensor)
         self.note_kernel(f"triton {name}", arguments)
 
     def fused(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -366,7 +370,7 @@ class Trace(TorchDispatchMode):
         elif name != "send":
             for tensor in tree_iter(written):
                 if isinstance(tensor, FakeTensor):
-                    self._stale.add(tensor.untyped_storage()._cdata)
+                    self._forget_values(tensor)
 
     # Operations
 
@@ -502,7 +506,7 @@ class Trace(TorchDispatchMode):
             if of.alias_info is not None and of.alias_info.is_write:
                 for tensor in tree_iter(arg):
                     if isinstance(tensor, FakeTensor):
-                        self._stale.add(tensor.untyped_storage()._cdata)
+                        self._forget_values(tensor)
         if func is aten.topk.default and outs[1].dim() == 2:  # a router's choice
             tokens, chosen = outs[1].shape
             experts = torch.arange(tokens * chosen) % args[0].shape[-1]

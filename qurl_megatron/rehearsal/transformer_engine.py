@@ -175,7 +175,7 @@ def _attend(
     bounds = pack.cu_seqlens_q // group.size()
     longest = pack.max_seqlen_q // group.size()
     arguments = (bounds, bounds, longest, longest, group)
-    attended: Tensor = _RingAttention.apply(query, key, value, *arguments)  # type: ignore[no-untyped-call]
+    attended: Tensor = _RingAttention.apply(query, key, value, *arguments)
     return attended.flatten(1)
 
 
