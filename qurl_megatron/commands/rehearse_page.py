@@ -74,7 +74,8 @@ def _page(rehearsal: Rehearsal, played: Sequence[Played]) -> Iterator[str]:
     yield f"{learner.world_size} {gpu.name}: {' '.join(layout_overrides(rehearsal.config))}"
     yield (
         f"Layers {layers} Transformer Engine. GiB, traced and planned; a GPU has "
-        f"{gpu.memory_bytes / GIB:.1f}, less {RUNTIME_BYTES / GIB:.0f} assumed for CUDA and NCCL."
+        f"{gpu.memory_bytes / GIB:.1f}, less {RUNTIME_BYTES / GIB:.0f} assumed for CUDA and NCCL. "
+        "Of a publish, the plan is that of a rank that sends."
     )
     yield f"\n{'rank':>6} {'stage':>5}" + "".join(
         f" {name:>22}" for name in ("kept", "update", "publish")
