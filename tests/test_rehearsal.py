@@ -1,5 +1,6 @@
 """Play ranks of large learners on fake GPUs: memory beside the plan, waits, and what is refused."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.rehearsal import IN_CI, rehearsal
+from qurl_megatron.commands import rehearse_page
+from qurl_megatron.planning.gpus import GIB, H100, Node
 from qurl_megatron.recipes import scaling_32b
 from qurl_megatron.rehearsal import transformer_engine
 from qurl_megatron.rehearsal.rehearsal import Played, play, ranks_that_differ
@@ -72,6 +75,29 @@ def test_a_publish_of_all_tensors_reads_from_the_gpu_once(
     at = waits(played[name], "publish")
     assert not [place for place in at if not place.startswith(tuple(IN_PUBLISH))]
     assert sum(n for place, n in at.items() if "conversion.py" in place) == 1
+
+
+def test_the_page_names_what_does_not_fit_and_the_first_error(
+    played: dict[str, Played], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits = played["packs"]
+    small = dataclasses.replace(H100, memory_bytes=9 * GIB)  # of which 4 are set aside
+    smaller = dataclasses.replace(fits.rehearsal, node=Node(small))
+    rows = {
+        0: [fits],
+        1: [dataclasses.replace(fits, rehearsal=smaller)],
+        2: [fits, Played(fits.rehearsal, 1, {}, "learner/model.py:1: RuntimeError: two devices")],
+    }
+    pages = []
+    for number, found in rows.items():
+        monkeypatch.setattr(rehearse_page, "play", lambda _, found=found: found)
+        assert rehearse_page.play_and_print(fits.rehearsal) == min(number, 1)
+        pages.append(capsys.readouterr().out)
+    assert "too large" not in pages[0] and "error" not in pages[0]
+    assert "too large" in pages[1]
+    assert "error: learner/model.py:1: RuntimeError: two devices" in pages[2]
+    for part in ("optimizer", "logits", "TP allgather_base", "learner/learner.py", "Not seen"):
+        assert part in pages[0]
 
 
 def test_ranks_that_differ_are_the_first_and_the_last_of_each_stage() -> None:
