@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from qurl_megatron.commands import models, plans, runs
+from qurl_megatron.commands import models, plans, rehearse, runs
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.process import ended_by, ending_signals
 
@@ -43,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "mismatch": models.mismatch,
     "uaq": models.uaq,
     "plan": plans.plan,
+    "rehearse": rehearse.rehearse,
 }
 for _name, _function in COMMANDS.items():
     app.command(_name)(exit_on_bad_input()(_function))

@@ -120,7 +120,7 @@ def test_other_gpus_and_nodes_have_their_own_memory_and_layouts(
             plan.suggest(QWEN2, config, gpus, node=node)
         return
     best = plan.suggest(QWEN2, config, gpus, node=node)
-    assert total_bytes(best.learner_bytes, best.converter_bucket_bytes) <= node.gpu.memory_bytes
+    assert total_bytes(best.learner_bytes) <= node.gpu.memory_bytes
     assert best.config.learner.tensor_parallel_size <= per_node
     assert best.config.rollout.server.tensor_parallel_size <= per_node
     assert best.config.learner.world_size % per_node == 0
@@ -231,7 +231,7 @@ def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
     config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
     half = Workload.of(config)
     suggested = plan.plan_or_suggest(QWEN2, config, 24, half, given=())
-    peak = total_bytes(suggested.learner_bytes, suggested.converter_bucket_bytes)
+    peak = total_bytes(suggested.learner_bytes)
     assert peak < H100.memory_bytes
     assert suggested.kv_tokens >= 32768
     with pytest.raises(ConfigError, match="no layout of 16 GPUs fits .* 32768 tokens; .* use more"):

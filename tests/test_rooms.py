@@ -30,6 +30,7 @@ LEVELS = [
     {"sglang_plugin"},
     {"evaluation"},
     {"loop"},
+    {"rehearsal"},
     {"recipes"},
     {"launch"},
     {"commands"},

@@ -32,11 +32,9 @@ def print_plan(plan: Plan) -> None:
         of_step += ": rollout beside the rest; a server "
         of_step += f"decodes {plan.asynchronous.running:.0f} sequences at once"
         whole = "step"
-    learner_bytes = {
-        **plan.learner_bytes,
-        "or buckets, during a publish": plan.converter_bucket_bytes,
-    }
-    most = total_bytes(plan.learner_bytes, plan.converter_bucket_bytes)
+    learner_bytes = dict(plan.learner_bytes)
+    learner_bytes["or buckets, during a publish"] = learner_bytes.pop("buckets")
+    most = total_bytes(plan.learner_bytes)
     server_bytes = plan.server_bytes
     console.print(
         _table(of_learner, gib, learner_bytes, ("at most", most), GIB),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,6 +67,10 @@ def plan(
             "several.",
         ),
     ] = None,
+    rehearse: Annotated[
+        bool,
+        typer.Option("--rehearse", help="Then play its ranks, as `qurl rehearse` does."),
+    ] = False,
     time: Annotated[
         str | None,
         typer.Option(help="Time limit of a job, such as 04:00:00: say what speaks against it."),
@@ -90,7 +95,7 @@ def plan(
 
     If something does not fit, the error names the part that is too large.
     """
-    from qurl_megatron.commands import plan_page, scaling
+    from qurl_megatron.commands import plan_page, rehearse_page, scaling
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.validate import check_weight_format
     from qurl_megatron.launch.experiment import checked_limit_s
@@ -102,7 +107,7 @@ def plan(
     limit_s = checked_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     numbers = _numbers(gpus)
-    architecture, config, given = _plan_input(subject, overrides or [])
+    architecture, config, given = plan_input(subject, overrides or [])
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
     workload = _workload(config, mean_prompt, mean_response, log_deviation)
     rows, refusals = [], {}
@@ -126,6 +131,8 @@ def plan(
     for file in output or []:
         scaling.write(rows, file)
         print(f"{file} is ready")
+    if rehearse:
+        sys.exit(max(rehearse_page.rehearse_plan(row.plan) for row in rows))
 
 
 def _numbers(gpus: str) -> list[int]:
@@ -171,7 +178,7 @@ def _workload(
     )
 
 
-def _plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
+def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
     A model gets the configuration of recipes/scaling_32b.py, or with experts of

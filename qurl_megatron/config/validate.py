@@ -87,6 +87,22 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
         )
 
 
+def check_context_parallel(learner: LearnerConfig, has_transformer_engine: bool) -> None:
+    """Check that a learner on a GPU has Transformer Engine where it divides sequences.
+
+    torch's attention would pad every sequence and copy keys and values for each query head.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if learner.context_parallel_size > 1 and not has_transformer_engine:
+        raise ConfigError(
+            f"learner.context_parallel_size={learner.context_parallel_size}: needs Transformer "
+            "Engine on a GPU, which is not installed here; install requirements-gpu.txt, or set it "
+            "to 1"
+        )
+
+
 def why_not_served(weight_format: WeightFormat, capability: tuple[int, int]) -> str:
     """Return why a GPU does not serve a format, on one line; an empty string if it does."""
     oldest, newest = CAPABILITIES[weight_format]

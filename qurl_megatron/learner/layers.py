@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.config.validate import check_fp8
+from qurl_megatron.config.validate import check_context_parallel, check_fp8
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.packing import zigzag
@@ -285,9 +285,11 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
     """Return the fields of Megatron's TransformerConfig that depend on the layers' implementation.
 
     Raises:
-        ConfigError: `learner.fp8` is set where the layers are not Transformer Engine's.
+        ConfigError: `learner` needs Transformer Engine's layers, and these are not.
     """
     check_fp8(learner, has_transformer_engine())
+    if accelerator() == "cuda":
+        check_context_parallel(learner, has_transformer_engine())
     return {
         **_FP8[learner.fp8],
         **_recompute_fields(learner, architecture),

@@ -36,8 +36,9 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                                            every expert is taken to get equally many tokens
                  plus 4e head_dim per time step for the rotary tables. This is multiplied by the
                  layers of a stage and by its micro batches in flight, at most p - stage. With v
-                 virtual stages the product is layers x p x (1 + (p - 1) / (p v)) (Korthikanti et
-                 al., arXiv:2205.05198, Section 4.2.3).
+                 virtual stages, at most 2 (p - 1 - stage) + (v - 1) p + 1 passes through layers / v
+                 layers are in flight, and at most v for each micro batch. (On the first stage that
+                 is Korthikanti et al., arXiv:2205.05198, Section 4.2.3.)
                  With recompute=selective: eF/t less; without Transformer Engine's fused norms also
                  (2eh + 8)/t less, which is not counted on. With recompute=full: eh/t in all. If
                  every layer of a stage is recomputed, one of them also has all of the above.
@@ -46,13 +47,19 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
     logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
                  forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
                  the output layer's shard for its gradient.
-    backward     e(3F/t + 2h) per token, and the largest weight's gradient before it is accumulated.
+    gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
+                 Without Transformer Engine Megatron keeps this memory between passes.
+    backward     e(3F/t + h) per token, with t = 1 e(3F + 2h), and the largest weight's gradient
+                 before it is accumulated. Either this or the logits are in memory.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
                  between publishes; of an expert's at most 128 / experts, but 4. Unless
                  quantization.publish is full, also what the rank sent last: codes and scales, and
                  the rest in BF16.
-    buckets      While publishing: two buckets and the largest tensor. They replace activations,
-                 logits and backward, which are not in memory then.
+    buckets      While publishing, on the rank that sends: a bucket, and the parts of all ranks of
+                 which it is put together; with t = 1 a bucket that is on its way, and the next one.
+                 A tensor that is larger has a bucket of its own. With transport=direct, a rank's
+                 own part of a bucket. They replace activations, logits and backward, which are not
+                 in memory then.
     runtime      `RUNTIME_BYTES`.
 
 Memory of a server GPU: the fraction rollout.server.mem_fraction_static holds weights (codes and
@@ -412,7 +419,7 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
 
 
 def learner_memory(architecture: Architecture, config: Config, stage: int) -> dict[str, int]:
-    """Return the bytes by part on one rank of a pipeline stage, without the publishing buckets."""
+    """Return the bytes by part on one rank of a pipeline stage; not all are there at once."""
     learner = config.learner
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
@@ -422,11 +429,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     tokens = micro_batch_tokens(config)
     layers = stage_layers(architecture, learner)
     longest = config.rollout.max_length  # the case in which most memory is taken
-    # Layers of the stage times the most micro batches of which it keeps activations.
-    stages, virtual = learner.pipeline_parallel_size, learner.virtual_pipeline_parallel_size
-    in_flight: float = layers[stage] * min(stages - stage, num_micro_batches(config, longest))
-    if virtual > 1:
-        in_flight = layers[stage] * stages * (1 + (stages - 1) / (stages * virtual))
+    in_flight = _layers_in_flight(config, layers[stage], stage)
     hidden = architecture.hidden_size
     whole = layer_activation_bytes(architecture, learner, tokens, longest)
     kept = layer_activation_bytes(
@@ -443,7 +446,8 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
-    backward = element * tokens * (3 * intermediate // size + 2 * hidden)
+    gathered = element * tokens * hidden if size > 1 else 0
+    backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered
     linear = sum(n * count for rule, n, count in parameters if rule.quantized)
     return {
         "weights": element * numel,
@@ -454,40 +458,73 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         "reference": element * numel if config.objective.kl_coefficient else 0,
         "converter": _measured_bytes(architecture, config, stage)
         + _kept_bytes(architecture, config, stage),
+        "gathered": gathered,
         "runtime": RUNTIME_BYTES,
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),
         "logits": logits,
         **({"fp8 codes": 2 * linear} if learner.fp8 else {}),
+        "buckets": bucket_bytes(architecture, config, stage),
     }
 
 
 OFFLOADED = "optimizer, between passes"
 
 
-def total_bytes(parts: dict[str, int], bucket_bytes: int) -> int:
-    """Return the peak memory of a rank, during an update or a publish.
+def _layers_in_flight(config: Config, layers: int, stage: int) -> int:
+    """Return of how many layers a stage keeps activations, counting each micro batch."""
+    learner = config.learner
+    stages, virtual = learner.pipeline_parallel_size, learner.virtual_pipeline_parallel_size
+    micro_batches = num_micro_batches(config, config.rollout.max_length)
+    if virtual == 1:
+        return layers * min(stages - stage, micro_batches)
+    micro_batches = -(-micro_batches // stages) * stages  # Megatron needs whole groups
+    passes = min(2 * (stages - 1 - stage) + (virtual - 1) * stages + 1, virtual * micro_batches)
+    return layers // virtual * passes
 
-    Args:
-        parts: from `learner_memory`.
-        bucket_bytes: from `bucket_memory`.
+
+def peaks(parts: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that a rank keeps, and those at the peaks of an update and a publish.
+
+    `parts` are from `learner_memory`.
     """
-    in_passes = parts["activations"] + parts["backward"] + parts["logits"]
-    between = parts.get(OFFLOADED, 0)
-    return sum(parts.values()) - in_passes - between + max(in_passes, between + bucket_bytes)
+    # The logits' gradients are gone when that of the last layer is computed.
+    in_passes = parts["activations"] + max(parts["backward"], parts["logits"])
+    buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
+    not_kept = ("activations", "backward", "logits", "buckets", OFFLOADED)
+    static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
+    return {
+        "kept": static + between,
+        "update": static + max(in_passes, between),
+        "publish": static + between + buckets,
+    }
 
 
-def bucket_memory(architecture: Architecture, config: Config) -> int:
-    """Return the bytes of two buckets and the largest tensor: the converter's peak in a publish."""
-    weight_format, keep = config.quantization.format, tuple(config.quantization.keep)
-    largest = 0
-    for rule in _rules(architecture):
-        for part in rule.tensors:
+def total_bytes(parts: dict[str, int]) -> int:
+    """Return the largest of the `peaks` of a rank."""
+    return max(peaks(parts).values())
+
+
+def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
+    """Return the bytes that the sender of a pipeline stage has in buckets, at most."""
+    learner, weight_format = config.learner, config.quantization.format
+    keep = tuple(config.quantization.keep)
+    total = largest = 0  # of the stage's tensors
+    for rule, _, count in _rank_parameters(architecture, learner, stage):
+        is_copy = stage > 0 and rule.megatron_names[0].startswith("embedding")
+        for part in () if is_copy else rule.tensors:
             is_quantized = rule.quantized and weight_format != "bf16"
-            has_codes = is_quantized and not _kept_in(part, architecture, keep)
-            largest = max(largest, num_values(part, architecture) * (1 if has_codes else 2))
-    bucket = max(config.quantization.bucket_bytes, largest)
-    return 2 * min(bucket, published_bytes(architecture, weight_format, keep)) + largest
+            in_bf16 = not is_quantized or bool(_kept_in(part, architecture, keep))
+            shape = weight_map.full_shape(part, architecture)
+            scales = 0 if in_bf16 else _num_scales(shape, weight_format)
+            size = math.prod(shape) * (2 if in_bf16 else 1) + 4 * scales
+            total, largest = total + count * size, max(largest, size)
+    limit = config.quantization.bucket_bytes
+    largest = min(total, max(limit, largest))
+    ranks = learner.tensor_parallel_size
+    if config.quantization.transport == "direct":
+        return largest // ranks
+    return 2 * largest if ranks > 1 else min(total, largest + limit)
 
 
 def with_cheapest_recomputation(
@@ -501,7 +538,6 @@ def with_cheapest_recomputation(
     """
     learner = config.learner
     layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
-    buckets = bucket_memory(architecture, config)
 
     def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
         changes: dict[str, Any] = {
@@ -514,7 +550,7 @@ def with_cheapest_recomputation(
 
     def fits(candidate: Config) -> bool:
         return all(
-            total_bytes(learner_memory(architecture, candidate, stage), buckets) <= gpu_bytes
+            total_bytes(learner_memory(architecture, candidate, stage)) <= gpu_bytes
             for stage in range(learner.pipeline_parallel_size)
         )
 

@@ -29,7 +29,6 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
-    bucket_memory,
     kv_bytes_per_token,
     kv_value_bytes,
     learner_memory,
@@ -83,7 +82,6 @@ class Plan:
     node: Node
     gpus: int  # GPUs of the learner and all servers together
     learner_bytes: dict[str, int]  # by part, on a rank of the fullest pipeline stage
-    converter_bucket_bytes: int  # while publishing, instead of activations, logits and backward
     server_bytes: dict[str, int]  # by part, on one GPU of a server
     kv_tokens: int  # capacity of a server's KV cache
     load: ServerLoad  # of each server
@@ -211,8 +209,8 @@ def _planned(
     Raises:
         DoesNotFit: it does not fit the memory of a GPU.
     """
-    rollout, buckets = config.rollout, bucket_memory(architecture, config)
-    learner_bytes = _fullest_stage(architecture, config, buckets, node)
+    rollout = config.rollout
+    learner_bytes = _fullest_stage(architecture, config, node)
     server_bytes, kv_tokens = _server_memory(architecture, config, node)
     slots = min(rollout.server.max_running_requests, int(kv_tokens / workload.mean_length))
     publish = plan_publish(architecture, config, node)
@@ -233,7 +231,6 @@ def _planned(
         node=node,
         gpus=gpus,
         learner_bytes=learner_bytes,
-        converter_bucket_bytes=buckets,
         server_bytes=server_bytes,
         kv_tokens=kv_tokens,
         load=load,
@@ -320,9 +317,7 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
         )
 
 
-def _fullest_stage(
-    architecture: Architecture, config: Config, buckets: int, node: Node
-) -> dict[str, int]:
+def _fullest_stage(architecture: Architecture, config: Config, node: Node) -> dict[str, int]:
     """Return the bytes by part on a rank of the fullest pipeline stage.
 
     Raises:
@@ -332,12 +327,12 @@ def _fullest_stage(
     learner = config.learner
     stages = range(learner.pipeline_parallel_size)
     by_stage = [learner_memory(architecture, config, stage) for stage in stages]
-    parts = max(by_stage, key=lambda parts: total_bytes(parts, buckets))
-    total, room = total_bytes(parts, buckets), node.gpu.memory_bytes
+    parts = max(by_stage, key=total_bytes)
+    total, room = total_bytes(parts), node.gpu.memory_bytes
     if total <= room:
         return parts
     sums = itertools.accumulate(parts.values())
-    excess = next((name for name, sum_ in zip(parts, sums, strict=True) if sum_ > room), "buckets")
+    excess = next(name for name, sum_ in zip(parts, sums, strict=True) if sum_ > room)
     verb = "do" if excess.endswith("s") else "does"
     sizes = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
     raise DoesNotFit(

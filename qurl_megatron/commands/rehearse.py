@@ -1,0 +1,56 @@
+"""The command that plays a learner's ranks on GPUs that do not exist."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from qurl_megatron.commands.plans import plan_input
+from qurl_megatron.commands.runs import Overrides
+
+
+def rehearse(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RECIPE",
+            help="A config.json or its directory, a known model such as Qwen2.5-32B, or a recipe.",
+        ),
+    ],
+    overrides: Overrides = None,
+    all_ranks: Annotated[
+        bool,
+        typer.Option("--all", help="Play all ranks, not only the first and last of each stage."),
+    ] = False,
+    transformer_engine: Annotated[
+        bool | None,
+        typer.Option(help="Play Transformer Engine's layers. Default: if its Python is there."),
+    ] = None,
+    changed: Annotated[
+        float, typer.Option(min=0.001, max=0.2, help="Share of elements that a delta changes.")
+    ] = 0.02,
+    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a rank a line.")] = False,
+) -> None:
+    """Play the learner's ranks at their true size without a GPU: memory, waits, collectives.
+
+    The code is that of a run, the tensors are fake. Exit code 1: a rank fails or does not fit.
+    """
+    from qurl_megatron.commands.rehearse_page import find_transformer_engine, play_and_print
+    from qurl_megatron.planning.gpus import node_of
+    from qurl_megatron.rehearsal.rehearsal import Rehearsal, ranks_that_differ
+
+    architecture, config, _ = plan_input(subject, overrides or [])
+    learner = config.learner
+    rehearsal = Rehearsal(
+        architecture,
+        config,
+        node_of(gpu, gpus_per_node),
+        list(range(learner.world_size)) if all_ranks else ranks_that_differ(learner),
+        find_transformer_engine(transformer_engine),
+        changed,
+    )
+    sys.exit(play_and_print(rehearsal, as_json=as_json))
