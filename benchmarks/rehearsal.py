@@ -27,7 +27,7 @@ PLAIN = """learner.layers_in_last_pipeline_stage=none learner.data_parallel_size
 LAYOUTS = {
     "packs": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         learner.tokens_per_micro_batch=18432 quantization.format=int8""",
-    "context": """Qwen3-32B 2 15 learner.tensor_parallel_size=4 learner.context_parallel_size=2
+    "context": """Qwen3-32B 2 8 learner.tensor_parallel_size=4 learner.context_parallel_size=2
         learner.pipeline_parallel_size=2 learner.recompute=selective learner.offload_optimizer=true
         quantization.format=fp8 quantization.publish=delta""",
     "virtual": """Qwen2.5-32B 4 0 learner.tensor_parallel_size=2 learner.pipeline_parallel_size=2
@@ -48,7 +48,7 @@ LAYOUTS = {
         learner.pipeline_parallel_size=2 learner.recompute=full""",
     "long context": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8
         learner.context_parallel_size=4 rollout.max_response_length=31744""",
-    "few experts a rank": """Qwen3-30B-A3B 4 0 learner.tensor_parallel_size=2
+    "few experts a rank": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         advantage_estimator=gae""",
