@@ -24,7 +24,6 @@ from qurl_megatron.files import gigabytes, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import (
     RUNTIME_BYTES,
-    bucket_memory,
     learner_memory,
     total_bytes,
 )
@@ -116,7 +115,6 @@ def check_shared_gpus(
     """
     learner = config.learner
     architecture = Architecture.from_directory(config.model)
-    buckets = bucket_memory(architecture, config)
     ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
     for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
@@ -126,7 +124,7 @@ def check_shared_gpus(
             for index, gpus in enumerate(servers)
             if gpu in gpus
         }
-        own = total_bytes(learner_memory(architecture, config, gpu // ranks_of_stage), buckets)
+        own = total_bytes(learner_memory(architecture, config, gpu // ranks_of_stage))
         room = (num_bytes - own - RUNTIME_BYTES * len(shares)) / num_bytes
         if shares and sum(shares.values()) > room:
             name, fraction = next(iter(shares.items()))

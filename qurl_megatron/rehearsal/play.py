@@ -229,8 +229,8 @@ def _replace_the_outside(architecture: Architecture, trace: Trace, changed_part:
         return torch.arange(step // 2, len(new), step, device=new.device)
 
     Architecture.from_directory = lambda _: architecture  # type: ignore[method-assign, assignment]
-    learner_module.Weights = lambda _, architecture: _NoWeights(trace, architecture)  # type: ignore[misc, assignment]
-    learner_module.deal = deal_as_rank_zero
+    learner_module.Weights = lambda _, architecture: _NoWeights(trace, architecture)  # type: ignore[assignment, misc, return-value]
+    learner_module.deal = deal_as_rank_zero  # type: ignore[assignment]
     shares._to_replicas = to_replicas
     Learner._total = total_of_all  # type: ignore[method-assign]
     delta._changed = changed

@@ -149,6 +149,7 @@ class Trace(TorchDispatchMode):
         self._storages: dict[int, tuple[int, str, Any]] = {}  # bytes, purpose, weak reference
         # Storages whose shadows are no longer their values, and references that forget them.
         self._stale: dict[int, Any] = {}
+        self._phase: Phase  # that runs
         self._fusing: list[int] | None = None  # storages allocated within a fused function
         self.start("build")
 
