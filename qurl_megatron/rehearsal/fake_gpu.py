@@ -78,7 +78,8 @@ def install(node: Node) -> None:
         raise PatchFailed("Megatron is imported before a rehearsal's patches")
     _allow_backward()
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing takes the place of CUDA's
-    fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment] # would allocate on the GPU that is claimed
+    # It would allocate on the GPU that is claimed.
+    fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]
     _claim_gpus(node)
     _patch_tensors()
     _count_triton_kernels()
