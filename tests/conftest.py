@@ -19,6 +19,7 @@ LONGEST_FILES = [
     "test_sglang_loader",
     "test_sglang_moe",
     "test_transformer_engine_layers",
+    "test_scale",
     "test_rehearsal",
     "test_toolkit",
     "test_experiment",
