@@ -78,7 +78,8 @@ def install(node: Node) -> None:
         raise PatchFailed("Megatron is imported before a rehearsal's patches")
     _allow_backward()
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing takes the place of CUDA's
-    fake_tensor.init_gpu_context = lambda _: None  # would allocate on the GPU that is claimed
+    # Would allocate on the GPU that is claimed.
+    fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]
     _claim_gpus(node)
     _patch_tensors()
     _count_triton_kernels()
@@ -179,13 +180,14 @@ def _claim_gpus(node: Node) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, functools.partial(lambda answer, *_, **__: answer, answer))
     torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.default_generators = (generator,) * node.gpus
+    torch.cuda.default_generators = (generator,) * node.gpus  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: _note_wait("synchronize")
     for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *_: Trace.active.peak_bytes if Trace.active else 0)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda _: 0, range_pop=lambda: 0)
+    nvtx: Any = types.SimpleNamespace(range_push=lambda _: 0, range_pop=lambda: 0)
+    torch.cuda.nvtx = nvtx
 
 
 def _patch_tensors() -> None:
@@ -193,7 +195,7 @@ def _patch_tensors() -> None:
     torch.tensor = functools.partial(_tensor, torch.tensor)
     torch.nn.Module.to = functools.partialmethod(_move, torch.nn.Module.to)  # type: ignore[assignment]
     torch.UntypedStorage.resize_ = functools.partialmethod(_resize, torch.UntypedStorage.resize_)  # type: ignore[assignment, method-assign]
-    FakeTensor.data_ptr = _address  # type: ignore[method-assign]
+    FakeTensor.data_ptr = _address  # type: ignore[assignment, method-assign]
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
     FakeTensor.record_stream = lambda *_: None  # type: ignore[method-assign]
 
@@ -285,6 +287,6 @@ def _share_objects() -> None:
     def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
         found[:] = [value] * len(found)
 
-    dist.all_gather_object = all_gather_object
+    dist.all_gather_object = all_gather_object  # type: ignore[assignment]
     for name in ("broadcast_object_list", "send_object_list", "recv_object_list", "gather_object"):
         setattr(dist, name, lambda *_, **__: None)

@@ -143,6 +143,7 @@ class Trace(TorchDispatchMode):
         self.labels: dict[str, str] = {}  # of process groups, by `group_name`
         self.phases: dict[str, Phase] = {}
         self._node = node
+        self._phase = Phase()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._bytes = 0  # of cuda, now
         self._holders: Counter[str] = Counter()
