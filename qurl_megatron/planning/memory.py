@@ -495,7 +495,8 @@ def peaks(parts: dict[str, int]) -> dict[str, int]:
     static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
     return {
         "kept": static + between,
-        "update": static + max(in_passes, between),
+        # While tokens are scored before the passes, an offloaded optimizer is still there.
+        "update": static + max(in_passes, between + parts["backward"]),
         "publish": static + between + buckets,
     }
 

@@ -78,7 +78,7 @@ def install(node: Node) -> None:
         raise PatchFailed("Megatron is imported before a rehearsal's patches")
     _allow_backward()
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing takes the place of CUDA's
-    # It would allocate on the GPU that is claimed.
+    # Would allocate on the GPU that is claimed.
     fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]
     _claim_gpus(node)
     _patch_tensors()
@@ -186,7 +186,8 @@ def _claim_gpus(node: Node) -> None:
         setattr(torch.cuda, name, lambda *_: Trace.active.peak_bytes if Trace.active else 0)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda _: 0, range_pop=lambda: 0)  # type: ignore[assignment]
+    nvtx: Any = types.SimpleNamespace(range_push=lambda _: 0, range_pop=lambda: 0)
+    torch.cuda.nvtx = nvtx
 
 
 def _patch_tensors() -> None:

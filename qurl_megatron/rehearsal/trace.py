@@ -143,13 +143,13 @@ class Trace(TorchDispatchMode):
         self.labels: dict[str, str] = {}  # of process groups, by `group_name`
         self.phases: dict[str, Phase] = {}
         self._node = node
+        self._phase = Phase()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._bytes = 0  # of cuda, now
         self._holders: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, str, Any]] = {}  # bytes, purpose, weak reference
         # Storages whose shadows are no longer their values, and references that forget them.
         self._stale: dict[int, Any] = {}
-        self._phase: Phase  # that runs
         self._fusing: list[int] | None = None  # storages allocated within a fused function
         self.start("build")
 
