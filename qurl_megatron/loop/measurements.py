@@ -32,6 +32,10 @@ from qurl_megatron.weight_sync.conversion import Conversion, WeightDrift
 from qurl_megatron.weight_sync.publish import Published, Publisher
 
 
+class AgentFailed(RuntimeError, device.SharedError):
+    """All episodes of a step have failed."""
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Measures the learner's policy on a set of BF16 servers. Collective over all learner ranks.
@@ -116,7 +120,10 @@ def measure_mismatch(
         groups = [
             RolloutGroup(prompt, group, [0.0])
             for prompt, group in zip(prompts, completions, strict=True)
+            if not group[0].has_failed
         ]
+        if not groups:
+            raise AgentFailed("every episode before the first step has failed")
         return pack(groups).only("behaviour_logprobs")
 
     def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
@@ -174,7 +181,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         loss=fmean(update.loss for update in results.updates),
         grad_norm=fmean(update.grad_norm for update in results.updates),
         learning_rate=results.updates[-1].learning_rate,
-        current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
+        current_proximal_abs_diff=first["current_proximal_abs_diff"] / max(1, first["tokens"]),
         routing_changed_fraction=first["routing_changed"] / first["routing_known"]
         if first.get("routing_known")
         else None,
