@@ -56,6 +56,7 @@ def prepare_new(
         config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
+    config.rollout.agent = absolute(config.rollout.agent)
     if config.run_dir.exists():
         raise ConfigError(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
@@ -115,6 +116,7 @@ def prepare_resume(
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
+        config.rollout.agent = absolute(config.rollout.agent)
         validate_resume(saved, config)
         data_summary = _check(config, num_gpus, asks_servers, resumes=True)
         if writes:
@@ -204,6 +206,7 @@ def _check(
 
     Return the summary of the data.
     """
+    from qurl_megatron.agents.pool import check_agent
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
     from qurl_megatron.device import capabilities
@@ -218,6 +221,7 @@ def _check(
         check_weight_format(config.quantization.format, capabilities())
     check_reward(config)
     check_model(Path(config.model))
+    check_agent(config)
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
     check_disk(config)

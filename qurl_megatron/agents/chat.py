@@ -49,7 +49,6 @@ class Chat:
         self._messages: list[Message] = []
         self._tools: list[dict[str, Any]] = []
         self._has_thought = False  # the last turn, or one before it in this sequence
-        self.finish = ""  # of the last turn
 
     async def reply(
         self, messages: list[Message], tools: list[Tool], max_tokens: int | None
@@ -76,7 +75,6 @@ class Chat:
         turn = await self._policy.generate(max_tokens=max_tokens)
         text = self._policy.decode(turn.ids).removesuffix(self._tokenizer.eos_token)
         message = parse(text)
-        self.finish = turn.finish
         self._has_thought |= _THOUGHT_END in text
         self._messages, self._tools = [*messages, message], schemas
         return message

@@ -81,6 +81,7 @@ class Policy:
         self.tokenizer = tokenizer
         """The policy's tokenizer, from transformers."""
         self.num_turns = 0
+        self.last_turn: Turn | None = None
         self.over = ""
         """Which limit has been reached, "turns" or "tokens". Empty: none."""
         self._limits = limits
@@ -167,7 +168,7 @@ class Policy:
         self._begins = False
         self._ids += turn.ids
         self._sent = len(self._ids)
-        self.num_turns += 1
+        self.num_turns, self.last_turn = self.num_turns + 1, turn
         if turn.finish == "length" and not self.room:
             self.over = "tokens"
         return turn

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qurl_megatron import device
+from qurl_megatron.agents.client import AgentFailed
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -30,10 +31,6 @@ from qurl_megatron.report.run_log import evaluation_directory
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.conversion import Conversion, WeightDrift
 from qurl_megatron.weight_sync.publish import Published, Publisher
-
-
-class AgentFailed(RuntimeError, device.SharedError):
-    """All episodes of a step have failed."""
 
 
 @dataclass(frozen=True)

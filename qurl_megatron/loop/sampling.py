@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qurl_megatron.agents.client import AgentFailed
 from qurl_megatron.algorithm.advantages import (
     grpo_advantages,
     is_zero_variance,
@@ -32,7 +33,6 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.measurements import AgentFailed
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.report.metrics import KINDS, SHOWN_TOKENS, Sample, count_rewards, shorten
 from qurl_megatron.rollout.client import RolloutClient
