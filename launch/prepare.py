@@ -221,7 +221,7 @@ def _check(
         check_weight_format(config.quantization.format, capabilities())
     check_reward(config)
     check_model(Path(config.model))
-    check_agent(config)
+    check_agent(config.rollout, config.model)
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
     check_disk(config)

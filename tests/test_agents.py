@@ -1,7 +1,6 @@
 """Agents in processes of their own: what they are given, and what each way to fail costs."""
 
 import asyncio
-import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from qurl_megatron.agents.client import AgentClient, with_own_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import Config, ConfigError, RolloutConfig
+from qurl_megatron.config.schema import AgentConfig, ConfigError
 from samplers import scores_of
 from tiny import EOS_TOKEN_ID
 
@@ -119,22 +118,22 @@ def play(directory: Path) -> Iterator[Play]:
     Runs with the same settings share a process, whose start takes seconds.
     """
     opened: dict[str, Agents] = {}
-    config = Config(model=str(directory / "model"), reward_wrong=-1.0)
 
     def play(
         *answers: str, delay_s: float = 0.0, max_turns: int = 0, **settings: Any
     ) -> tuple[list[Completion], Scripted]:
-        rollout = RolloutConfig(
+        rollout = AgentConfig(
             agent=f"{directory}/agent.py:play",
             agent_workers=1,
+            max_turns=max_turns,
             **{"agent_turn_timeout_s": 1.5, **settings},
         )
         if str(settings) not in opened:
-            opened[str(settings)] = Agents(rollout, config.model, directory)
+            opened[str(settings)] = Agents(rollout, 40, str(directory / "model"), directory)
         agents = opened[str(settings)]
         agents.wait_ready()
-        config.rollout = dataclasses.replace(rollout, max_episode_tokens=40, max_turns=max_turns)
-        client = Scripted(agents, config, None, chat_tokenizer(), [EOS_TOKEN_ID])
+        agents._config = rollout
+        client = Scripted(agents, -1.0, None, chat_tokenizer(), [EOS_TOKEN_ID])
         client.delay_s, client.contexts = delay_s, []
         prompts = [Prompt("0", "7", answer, PROMPT) for answer in answers]
         sampling = {"n": 1, "max_new_tokens": 9, "stop_token_ids": [EOS_TOKEN_ID], "top_k": -1}
@@ -231,11 +230,9 @@ def test_a_process_that_hangs_or_dies_costs_the_episode_that_did_it_only(
 
 
 def test_the_time_of_an_episode_includes_that_of_the_servers(play: Play) -> None:
-    began = time.monotonic()
-    (episode,), _ = play("well", delay_s=30.0, agent_timeout_s=1.0)
+    (episode,), _ = play("well", delay_s=3600.0, agent_timeout_s=1.0)
     assert episode_of(episode).end == "deadline"
     assert score_of(episode).failure == "took longer than agent_timeout_s 1"
-    assert time.monotonic() - began < 25
 
 
 def test_the_time_between_turns_does_not(play: Play) -> None:
@@ -273,11 +270,9 @@ def test_what_an_agent_leaves_open_the_runs_reward_scores(play: Play) -> None:
 def test_an_agent_that_cannot_be_used_is_refused_in_one_line(
     directory: Path, name: str, why: str
 ) -> None:
-    config = Config(model=str(directory / "model"))
-    config.rollout.agent = f"{directory}/agent.py:{name}"
-    config.rollout.agent_workers = 1
-    with pytest.raises(ConfigError, match=f"^rollout.agent=.*{name}: {why}$"):
-        check_agent(config)
+    config = AgentConfig(agent=f"{directory}/agent.py:{name}")
+    with pytest.raises(ConfigError, match=f"^agent=.*{name}: {why}$"):
+        check_agent(config, str(directory / "model"))
 
 
 def test_what_sampling_raises_ends_the_run_and_not_the_episode(

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from qurl_megatron.agents import policy
-from qurl_megatron.agents.policy import Limits, Request
+from qurl_megatron.agents.policy import Request
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, Turn
 from qurl_megatron.algorithm.score import ACCURACY, Score
-from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.client import RolloutClient
@@ -133,12 +132,11 @@ class _Record:
 class AgentClient(RolloutClient):
     """Samples episodes from a fleet of servers."""
 
-    def __init__(self, agents: Agents, config: Config, *parts: Any, **named: Any) -> None:
+    def __init__(self, agents: Agents, reward_wrong: float, *parts: Any, **named: Any) -> None:
         """Store the parts; the others are those of `RolloutClient`."""
         super().__init__(*parts, **named)
         self._agents = agents
-        self._rollout: RolloutConfig = config.rollout
-        self._reward_wrong = config.reward_wrong
+        self._reward_wrong = reward_wrong
 
     async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
         """Return the episodes of one prompt, which are played at the same time."""
@@ -146,16 +144,13 @@ class AgentClient(RolloutClient):
         return list(await asyncio.gather(*episodes))
 
     async def _episode(self, prompt: Prompt, sampling: dict[str, Any]) -> Completion:
-        limits = Limits(
-            self._rollout.max_turns, sampling["max_new_tokens"], self._rollout.max_length
-        )
         records: list[_Record] = []
 
         def begin() -> Callable[[Request], Any]:
             records.append(_Record(self, sampling))
             return records[-1].sample
 
-        ended = await self._agents.play(prompt, limits, begin)
+        ended = await self._agents.play(prompt, sampling["max_new_tokens"], begin)
         score = ended.score
         if ended.failure or (score is None and ended.end in ("turns", "tokens")):
             score = Score(self._reward_wrong, {ACCURACY: 0.0}, ended.failure)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -24,7 +25,7 @@ from qurl_megatron.agents.policy import Limits, Request, Turn
 from qurl_megatron.agents.worker import NOBODY, Ended, Marks, Settings
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import Question
-from qurl_megatron.config.schema import Config, ConfigError, RolloutConfig
+from qurl_megatron.config.schema import AgentConfig, ConfigError
 from qurl_megatron.process import raise_open_file_limit
 
 PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
@@ -38,20 +39,25 @@ MOST_PROCESSES = 3  # that an episode is played in, if they die of others
 class Agents(contextlib.AbstractContextManager["Agents"]):
     """Processes that play episodes. Close it to end them; they die with this process."""
 
-    def __init__(self, rollout: RolloutConfig, model: str, logs: Path | None = None) -> None:
+    def __init__(
+        self, config: AgentConfig, max_length: int, model: str, logs: Path | None = None
+    ) -> None:
         """Start the processes, which load the agent in the background.
 
         Args:
+            max_length: most tokens of a sequence.
+            model: directory of the tokenizer.
             logs: directory of what they print; None: this process's standard error.
         """
         cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER
-        count = rollout.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
+        count = config.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
+        self._config, self._max_length = config, max_length
         self._settings = Settings(
-            rollout.agent,
+            config.agent,
             model,
-            rollout.agent_episodes,
-            rollout.agent_timeout_s,
-            rollout.agent_turn_timeout_s,
+            config.agent_episodes,
+            config.agent_timeout_s,
+            config.agent_turn_timeout_s,
         )
         raise_open_file_limit()
         self._keys = itertools.count()
@@ -63,7 +69,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
     async def play(
         self,
         prompt: Prompt,
-        limits: Limits,
+        max_turn_tokens: int,
         begin: Callable[[], Callable[[Request], Awaitable[Turn]]],
     ) -> Ended:
         """Play an episode in the process that plays the fewest; `begin` begins its record.
@@ -72,6 +78,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             ConfigError: the agent cannot be loaded.
             Exception: what sampling raised.
         """
+        limits = Limits(self._config.max_turns, max_turn_tokens, self._max_length)
         question = Question(prompt.question, prompt.answer, prompt.metadata)
         for _ in range(MOST_PROCESSES):
             process = min(self._processes, key=lambda each: each.num_episodes)
@@ -160,7 +167,7 @@ class _Process:
     def wait_ready(self) -> None:
         self._ready.wait()
         if self._error:
-            raise ConfigError(f"rollout.agent={self._settings.agent}: {self._error}")
+            raise ConfigError(f"agent={self._settings.agent}: {self._error}")
 
     async def play(self, key: int, episode: tuple[Any, ...], sample: Any) -> Ended | None:
         """Play an episode; None if the process dies of another one."""
@@ -277,12 +284,13 @@ class _Process:
                 playing.deliver("end", Ended(end, None, why) if is_culprit else None)
 
 
-def check_agent(config: Config) -> None:
-    """Check that the agent of a run can be loaded, if it has one.
+def check_agent(config: AgentConfig, model: str) -> None:
+    """Check that the agent can be loaded, if there is one.
 
     Raises:
         ConfigError: it cannot; the text says why.
     """
-    if config.rollout.agent:
-        with Agents(config.rollout, config.model) as agents:
+    if config.agent:
+        only = dataclasses.replace(config, agent_workers=1)
+        with Agents(only, max_length=0, model=model) as agents:
             agents.wait_ready()

@@ -358,7 +358,35 @@ class StageConfig:
 
 
 @dataclasses.dataclass
-class RolloutConfig:
+class AgentConfig:
+    """An agent: a function of the user that plays episodes of several turns."""
+
+    agent: AgentName = ""
+    """FILE.py:NAME or MODULE:NAME of an `async def NAME(policy, problem)` that plays an episode of
+    several turns and returns its reward. Empty: a completion is a single answer."""
+
+    max_turns: CountOrZero = 0
+    """Maximum number of turns of an episode. 0: no limit."""
+
+    max_episode_tokens: CountOrZero = 0
+    """Maximum length of an episode's sequence in tokens: its prompt, and what the policy samples and
+    reads. 0: `max_prompt_length` plus `max_response_length`."""
+
+    agent_workers: CountOrZero = 0
+    """Number of processes that play episodes. 0: a quarter of the cores, from 1 to 16."""
+
+    agent_episodes: CountOrZero = 0
+    """Maximum number of episodes that a process plays at once; others wait. 0: no limit."""
+
+    agent_timeout_s: Seconds = 600.0
+    """Maximum time of an episode, in seconds, with the time that the servers take."""
+
+    agent_turn_timeout_s: Seconds = 60.0
+    """Maximum time of an agent between two turns, in seconds, such as that of a tool."""
+
+
+@dataclasses.dataclass
+class RolloutConfig(AgentConfig):
     """Sampling at each rollout step, and the servers that sample."""
 
     prompts_per_step: Count = 64
@@ -432,29 +460,6 @@ class RolloutConfig:
     servers_plain_http: bool = False
     """Allow http:// in `servers_at` for other addresses than loopback. The key, prompts and
     completions can then be read and changed on the way."""
-
-    agent: AgentName = ""
-    """FILE.py:NAME or MODULE:NAME of an `async def NAME(policy, problem)` that plays an episode of
-    several turns and returns its reward. Empty: a completion is a single answer."""
-
-    max_turns: CountOrZero = 0
-    """Agents: maximum number of turns of an episode. 0: no limit."""
-
-    max_episode_tokens: CountOrZero = 0
-    """Agents: maximum length of a sequence: its prompt, and what the policy samples and reads. 0:
-    `max_prompt_length` plus `max_response_length`."""
-
-    agent_workers: CountOrZero = 0
-    """Agents: number of processes that play episodes. 0: a quarter of the cores, from 1 to 16."""
-
-    agent_episodes: CountOrZero = 0
-    """Agents: maximum number of episodes that a process plays at once; others wait. 0: no limit."""
-
-    agent_timeout_s: Seconds = 600.0
-    """Agents: maximum time of an episode, in seconds, with the time that the servers take."""
-
-    agent_turn_timeout_s: Seconds = 60.0
-    """Agents: maximum time of an agent between two turns, in seconds, such as that of a tool."""
 
     @property
     def longest_response(self) -> int:

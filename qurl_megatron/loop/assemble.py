@@ -133,7 +133,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     if is_first:
         score = keep(Scorer(config, config.scoring_workers)).submit
         if config.rollout.agent:
-            agents = keep(Agents(config.rollout, config.model, config.run_dir / "logs"))
+            logs, length = config.run_dir / "logs", config.rollout.max_length
+            agents = keep(Agents(config.rollout, length, config.model, logs))
             score = with_own_scores(score)
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
@@ -201,7 +202,7 @@ def _client(
     architecture = learner.architecture
     records = name == "rollout" and config.rollout.routing != "ignore"
     shape = (architecture.num_layers, architecture.experts_per_token) if records else None
-    client = partial(AgentClient, agents, config) if agents else RolloutClient
+    client = partial(AgentClient, agents, config.reward_wrong) if agents else RolloutClient
     return client(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
 
 
