@@ -65,7 +65,7 @@ PURE = {
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
-HTTP_SPEAKERS = {"rollout", "agents/endpoint"}
+HTTP_SPEAKERS = {"rollout", "agents/endpoint", "agents/openenv"}
 ENVIRONMENT_READERS = {"device", "cli", "launch"}
 
 

@@ -369,7 +369,7 @@ class AgentConfig:
     """Maximum number of turns of an episode. 0: no limit."""
 
     max_episode_tokens: CountOrZero = 0
-    """Maximum length of an episode's sequence in tokens: its prompt, and what the policy samples and
+    """Maximum length of a sequence in tokens: its prompt, and what the policy samples and
     reads. 0: `max_prompt_length` plus `max_response_length`."""
 
     agent_workers: CountOrZero = 0

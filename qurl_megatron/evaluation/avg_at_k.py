@@ -282,7 +282,7 @@ def run(config: EvalConfig) -> None:
         with (
             contextlib.ExitStack() as stack,
             Scorer(reward, reward.scoring_workers) as scorer,
-            _serving(config, model_dir, console) as fleet,
+            serving(config, model_dir, console) as fleet,
         ):
             client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
             score: StartScoring = scorer.submit
@@ -315,7 +315,7 @@ def run(config: EvalConfig) -> None:
 
 
 @contextlib.contextmanager
-def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
+def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
     """Start a server of a model; yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
