@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qurl_megatron.agents.tools import Message, Tool, schema
-
-if TYPE_CHECKING:
-    from qurl_megatron.agents.policy import Policy
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _THOUGHT_END = "</think>"
@@ -43,7 +40,8 @@ class TemplateError(ValueError):
 class Chat:
     """The messages of an episode, and the tokens that each new message adds."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Any) -> None:
+        """Begin one for a `Policy`."""
         self._policy = policy
         self._tokenizer = policy.tokenizer
         self._messages: list[Message] = []

@@ -12,14 +12,11 @@ import json
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-from qurl_megatron.agents.policy import EpisodeOver
-
-if TYPE_CHECKING:
-    from qurl_megatron.agents.policy import Policy
+from qurl_megatron.agents.policy import EpisodeOver, Policy
 
 LARGEST_REQUEST_BYTES = 2**26
 

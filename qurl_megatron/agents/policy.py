@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from qurl_megatron.agents.chat import Chat
-    from qurl_megatron.agents.tools import Message, Tool
+from qurl_megatron.agents.chat import Chat
+from qurl_megatron.agents.tools import Message, Tool
 
 
 class EpisodeOver(Exception):
@@ -90,7 +89,7 @@ class Policy:
         self._ids = list(prompt_ids)
         self._sent = 0  # of `_ids`, what rank 0 has
         self._begins = True
-        self._chat: Chat | None = None
+        self._chat = Chat(self)
         self._is_sampling = False
 
     @property
@@ -191,10 +190,6 @@ class Policy:
             EpisodeOver: as `generate`.
             TypeError: a tool has no schema; the text says what is missing.
         """
-        if self._chat is None:
-            from qurl_megatron.agents.chat import Chat
-
-            self._chat = Chat(self)
         return await self._chat.reply(list(messages), list(tools), max_tokens)
 
     def _check_idle(self) -> None:
