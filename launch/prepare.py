@@ -206,6 +206,7 @@ def _check(
 
     Return the summary of the data.
     """
+    from qurl_megatron.agents.chat import TemplateError, check_template
     from qurl_megatron.agents.pool import check_agent
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
@@ -237,7 +238,14 @@ def _check(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on{why}; a step must not repeat a prompt"
         )
-    return summarize(config, prompts, tokenizer)
+    summary = summarize(config, prompts, tokenizer)
+    if config.rollout.agent:
+        try:
+            check_template(tokenizer)
+            summary += "policy.chat: can be used with this chat template\n"
+        except TemplateError as error:
+            summary += f"policy.chat: cannot be used: {error}\n"
+    return summary
 
 
 def load_recipe(name: str) -> ModuleType:

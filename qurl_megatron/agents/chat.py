@@ -13,6 +13,7 @@ This file runs in the agents' processes, so it imports no torch.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -52,6 +53,7 @@ class Chat:
         self, messages: list[Message], tools: list[Tool], max_tokens: int | None
     ) -> Message:
         """Return the policy's message after `messages`, which are the whole conversation."""
+        check_template(self._tokenizer)
         schemas = [schema(tool) for tool in tools]
         known = len(self._messages)
         new = messages[known:]
@@ -154,8 +156,9 @@ def drops_thoughts(tokenizer: Any, new: list[Message]) -> bool:
     return _THOUGHT not in render(tokenizer, [*_THOUGHTFUL, *new], [])
 
 
+@functools.cache
 def check_template(tokenizer: Any) -> None:
-    """Check that messages can be appended to a conversation with this tokenizer.
+    """Check, once, that messages can be appended to a conversation with this tokenizer.
 
     Raises:
         TemplateError: they cannot; the text says for which messages.
