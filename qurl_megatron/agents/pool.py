@@ -32,7 +32,7 @@ PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(i
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
 WATCH_S = 1.0
-GRACE_S = 5.0  # beyond a time limit, for a process to end an episode by itself
+GRACE_S = 10.0  # beyond a time limit, for a process to end an episode by itself
 MOST_PROCESSES = 3  # that an episode is played in, if they die of others
 
 
@@ -148,6 +148,7 @@ class _Process:
         self._log_file = log_file
         # The longest that the loop may stand still.
         self._patience_s = min(settings.turn_timeout_s, settings.timeout_s) + GRACE_S
+        self.num_episodes = 0  # that are played here, or wait for the process to start
         self._playing: dict[int, _Playing] = {}
         self._lock = threading.RLock()
         self._closed = False
@@ -159,11 +160,6 @@ class _Process:
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
 
-    @property
-    def num_episodes(self) -> int:
-        """Number of episodes that are played here."""
-        return len(self._playing)
-
     def wait_ready(self) -> None:
         self._ready.wait()
         if self._error:
@@ -171,21 +167,35 @@ class _Process:
 
     async def play(self, key: int, episode: tuple[Any, ...], sample: Any) -> Ended | None:
         """Play an episode; None if the process dies of another one."""
-        if not self._ready.is_set():
-            await asyncio.to_thread(self._ready.wait)
-        self.wait_ready()
         playing = _Playing(lambda turn: self._send(("turn", key, turn)), sample)
-        with self._lock:
-            self._playing[key] = playing
-            self._send(("play", key, *episode))
+        self.num_episodes += 1
         try:
+            while not self._begin(key, playing, episode):
+                await asyncio.to_thread(self._ready.wait)
             return await playing.ended
         except BaseException:
             self._send(("cancel", key))
             raise
         finally:
+            self.num_episodes -= 1
             playing.close()
             self._playing.pop(key, None)
+
+    def _begin(self, key: int, playing: _Playing, episode: tuple[Any, ...]) -> bool:
+        """Send an episode to the process; return False if there is none at present.
+
+        Raises:
+            ConfigError: there will be none.
+        """
+        with self._lock:
+            if self._closed:
+                raise asyncio.CancelledError
+            if not self._ready.is_set():
+                return False
+            self.wait_ready()
+            self._playing[key] = playing
+            self._send(("play", key, *episode))
+            return True
 
     def close(self) -> None:
         with self._lock:
@@ -212,7 +222,7 @@ class _Process:
                 self._process.kill()
                 code = self._process.wait()
                 if not self._ready.is_set():
-                    self._error = f"the process ended with code {code} while it loaded the agent"
+                    self._error = f"its process ended with code {code} while it loaded the agent"
                     break
                 self._lose(marks.running, f"its process ended with code {code}")
         self._ready.set()
@@ -246,9 +256,7 @@ class _Process:
         self._error = connection.recv()
         with self._lock:
             self._connection = connection
-            for playing in self._playing.values():  # begun while no process was there
-                playing.deliver("end", None)
-        self._ready.set()
+            self._ready.set()
         return marks
 
     def _read(self, marks: Marks) -> None:
@@ -279,6 +287,7 @@ class _Process:
         """End the episode that a process died of; have the others played again."""
         with self._lock:
             self._connection = None
+            self._ready.clear()
             for key, playing in list(self._playing.items()):
                 is_culprit = key == culprit or (culprit == NOBODY and len(self._playing) == 1)
                 playing.deliver("end", Ended(end, None, why) if is_culprit else None)
