@@ -47,12 +47,14 @@ class Recording(AgentClient):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.answers: list[tuple[list[int], dict[str, Any]]] = []
+        self.answers: list[tuple[list[int], Completion]] = []
 
-    async def _post(self, body: dict[str, Any], server: Server) -> list[dict[str, Any]]:
-        answers = await super()._post(body, server)
-        self.answers += [(body["input_ids"], answer) for answer in answers]
-        return answers
+    async def complete(
+        self, token_ids: list[int], sampling: dict[str, Any], prefer: Server | None = None
+    ) -> tuple[list[Completion], Server]:
+        completions, server = await super().complete(token_ids, sampling, prefer)
+        self.answers += [(list(token_ids), each) for each in completions]
+        return completions, server
 
 
 @dataclass(frozen=True)
@@ -167,15 +169,15 @@ def spans(completion: Completion) -> Iterator[tuple[list[int], list[int], list[f
         start = max(end, start + 1)
 
 
-def turns_of(answers: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
+def turns_of(answers: list[tuple[list[int], Completion]]) -> list[Any]:
     """Return what `spans` would, joining turns without an observation between them."""
     found: list[list[Any]] = []
     waiting = [
         [
-            list(context),
-            list(answer["output_ids"]),
-            [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]],
-            list(answer["meta_info"]["token_versions"]),
+            context,
+            list(answer.token_ids),
+            list(answer.behaviour_logprobs),
+            list(answer.token_versions),
         ]
         for context, answer in answers
     ]
@@ -186,7 +188,7 @@ def turns_of(answers: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
                 kept += new
         else:
             found.append([context, *sampled])
-    return sorted(map(tuple, found))
+    return sorted(found)
 
 
 def mismatch(deployment: Deployment, groups: list[RolloutGroup], later: bool = False) -> float:
@@ -235,7 +237,7 @@ def assert_exact(client: Recording, completions: list[Completion], directory: Pa
     No token that a server sampled is missing, and none is there twice.
     """
     sequences = [each for completion in completions for each in completion.sequences()]
-    recorded = sorted(tuple(map(list, span)) for each in sequences for span in spans(each))
+    recorded = sorted(list(span) for each in sequences for span in spans(each))
     assert recorded == turns_of(client.answers)
     for number, completion in enumerate(completions):
         assert completion.episode is not None and completion.episode.end == "answered"
