@@ -37,7 +37,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 torch.set_num_threads(1)
-CONTEXT_LENGTH = 768
+CONTEXT_LENGTH = 3072
 EPISODES = 48
 SETTINGS: Any = {"completions_per_prompt": 1, "temperature": 1.0, "max_response_length": 24}
 
@@ -70,7 +70,7 @@ class Deployment:
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     directory = tmp_path_factory.mktemp("agents")
     model = build_tiny_model(
-        directory / "model", vocab_size=VOCABULARY, max_position_embeddings=1024
+        directory / "model", vocab_size=VOCABULARY, max_position_embeddings=4096
     )
     chat_tokenizer(DROPS_THOUGHTS, model)
     config = AgentConfig(agent=f"{talker.__file__}:talk", agent_workers=1)
@@ -83,7 +83,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             plans = [
                 ServerPlan(
                     model,
-                    ServerConfig(mem_fraction_static=0.2, max_total_tokens=16384),
+                    ServerConfig(mem_fraction_static=0.2, max_total_tokens=65536),
                     weight_format,
                     context_length=CONTEXT_LENGTH,
                     log_file=directory / f"{name}_{index}.log",
