@@ -14,6 +14,7 @@ from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, RolloutGr
 from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import ObjectiveConfig, RolloutConfig
+from qurl_megatron.evaluation.episodes import describe
 from qurl_megatron.loop.sampling import _penalize_length, _summarize, make_samples
 
 PROMPT = Prompt("0", "question", "answer", [90, 91, 92])
@@ -179,3 +180,42 @@ def test_a_sample_shows_which_tokens_were_read() -> None:
     assert sample.ratios == [2.718, 2.718, None, None, 2.718]
     assert sample.tokens == [str(token) for token in completion.token_ids]
     assert sample.end == "answered"
+
+
+def test_an_episode_is_described_token_by_token() -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(f"<{token}>" for token in ids)
+
+    first = Completion([7], [-0.5], "", False, [1], episode=Episode([5], [True]))
+    turns = [Turn(1, 1, 0), Turn(2, 2, 1), Turn(1, 4, 3), Turn(1, 7, 6)]
+    score = Score(0.5, {"guesses": 3.0}, "")
+    episode = Episode([5, 6], [True, True, True, False, False, True], "answered", score, turns)
+    last = Completion(
+        [8, 9, 8, 30, 31, 9],
+        [-1.0, -2.0, -3.0, -4.0],
+        "",
+        False,
+        [1] * 4,
+        episode=dataclasses.replace(episode, branches=[first]),
+    )
+    assert list(describe(3, PROMPT, last, Tokenizer())) == [
+        "episode 3: answered after 4 turns, reward 0.5, guesses 3",
+        "  question: 'question'",
+        "  prompt    1 tokens: '<5>'",
+        "  sampled   1 tokens: '<7>'",
+        "            0 of 1 tokens before it were cached; log-probs:",
+        "            '<7>' -0.500",
+        "  branch 1: another history",
+        "  prompt    2 tokens: '<5><6>'",
+        "  sampled   2 tokens: '<8><9>'",
+        "            1 of 2 tokens before it were cached; log-probs:",
+        "            '<8>' -1.000  '<9>' -2.000",
+        "  sampled   1 tokens: '<8>'",
+        "            3 of 4 tokens before it were cached; log-probs:",
+        "            '<8>' -3.000",
+        "  observed  2 tokens: '<30><31>'",
+        "  sampled   1 tokens: '<9>'",
+        "            6 of 7 tokens before it were cached; log-probs:",
+        "            '<9>' -4.000",
+    ]

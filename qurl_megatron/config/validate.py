@@ -317,6 +317,12 @@ def _validate_fields(config: Config) -> None:
             f"rollout.{idle}={getattr(rollout, idle)}: there is no agent; give rollout.agent, or "
             "leave it out"
         )
+    if rollout.agent and rollout.max_prompt_length >= rollout.max_length:
+        raise ConfigError(
+            f"rollout.max_episode_tokens={rollout.max_episode_tokens}: a prompt of "
+            f"rollout.max_prompt_length={rollout.max_prompt_length} leaves no room for a turn; set "
+            "it higher"
+        )
     if rollout.agent and warmup.max_steps:
         raise ConfigError(
             f"warmup.max_steps={warmup.max_steps}: the warm-up trains on answers, and the episodes "
