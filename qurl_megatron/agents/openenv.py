@@ -39,10 +39,12 @@ class Environment(contextlib.AbstractAsyncContextManager["Environment"]):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def __aenter__(self) -> Environment:
-        session = await self._stack.enter_async_context(aiohttp.ClientSession())
-        self._socket = await self._stack.enter_async_context(
-            session.ws_connect(self._url, max_msg_size=LARGEST_MESSAGE_BYTES)
-        )
+        async with contextlib.AsyncExitStack() as stack:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            self._socket = await stack.enter_async_context(
+                session.ws_connect(self._url, max_msg_size=LARGEST_MESSAGE_BYTES)
+            )
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
