@@ -53,7 +53,7 @@ def recipe() -> Config:
             server=server,
             agent=f"{__name__}:guess",
             max_turns=TURNS,
-            max_episode_tokens=2 * TURNS,
+            max_episode_tokens=16,
         ),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
     )
