@@ -10,19 +10,29 @@ from typing import Any
 import pytest
 
 from conversations import chat_tokenizer
-from qurl_megatron.agents.client import AgentClient, with_own_scores
+from qurl_megatron.agents.client import AgentClient, AgentFailed, with_own_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import AgentConfig, ConfigError
-from samplers import scores_of
+from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
+from samplers import sampler_of, scores_of
 from tiny import EOS_TOKEN_ID
 
 AGENT = """
-import asyncio, os, time
+import asyncio, itertools, os, time
+
+NUMBERS = itertools.count()
 
 async def play(policy, problem):
-    return await {"three": three, "branched": branched}.get(problem.answer, each)(policy, problem)
+    agents = {"three": three, "branched": branched, "mixed": mixed}
+    return await agents.get(problem.answer, each)(policy, problem)
+
+async def mixed(policy, problem):
+    number = next(NUMBERS) % 4
+    await policy.generate(max_tokens=2)
+    policy.observe([9])
+    await policy.generate(max_tokens=1)
+    return [1.0, 0.5, 0.0, None][number] if number < 3 else int("nothing")
 
 async def three(policy, problem):
     for number in range(3):
@@ -284,3 +294,32 @@ def test_what_sampling_raises_ends_the_run_and_not_the_episode(
     monkeypatch.setattr(Scripted, "complete", refuse)
     with pytest.raises(ConnectionError):
         play("three")
+
+
+@pytest.mark.parametrize("answer", ["mixed", "raises"])
+def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
+    play: Play, answer: str
+) -> None:
+    _, client = play("three")
+    config = Config()
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
+    prompts = [Prompt("0", "7", answer, PROMPT)]
+
+    def never(prompt: Prompt, completions: Any) -> Any:
+        raise AssertionError("an agent gives its own rewards")
+
+    with sampler_of(config, client, with_own_scores(never), prompts, chat_tokenizer()) as sampler:
+        if answer == "raises":
+            with pytest.raises(AgentFailed, match="no episode of step 1 .*; LookupError: no such"):
+                sampler.sample(step=1, version=4)
+            return
+        batch, summary = sampler.sample(step=1, version=4)
+    assert len(batch) == 3 and batch.loss_mask.sum() == 3 * 3
+    assert batch.advantages is not None and batch.token_lags is not None
+    by_sequence = batch.advantages.split(batch.lengths.tolist())
+    assert sorted(round(float(each[-1]), 3) for each in by_sequence) == [-1, 0, 1]  # of three
+    assert not batch.token_lags.any()
+    assert summary["reward_mean"] == 0.5 and summary["episodes_failed"] == 1
+    assert summary["episode_failure"].startswith("ValueError: invalid literal for int()")
+    assert summary["episode_ends"]["answered"] == 3 and summary["episode_ends"]["error"] == 1
+    assert summary["turns_mean"] == 2 and summary["observed_length_mean"] == 1
