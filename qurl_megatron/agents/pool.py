@@ -60,6 +60,8 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             config.agent_turn_timeout_s,
         )
         raise_open_file_limit()
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
         self._keys = itertools.count()
         self._processes = [
             _Process(self._settings, logs / f"agents_{number}.log" if logs else None)
@@ -217,18 +219,21 @@ class _Process:
                 if self._error:
                     break
                 self._read(marks)
-            except (EOFError, OSError):
-                assert self._process is not None
-                self._process.kill()
-                code = self._process.wait()
+            except (EOFError, OSError) as error:
+                why = f"its process ended with code {self._end()}" if self._process else str(error)
                 if not self._ready.is_set():
-                    self._error = f"its process ended with code {code} while it loaded the agent"
+                    self._error = f"{why} while it loaded the agent"
                     break
-                self._lose(marks.running, f"its process ended with code {code}")
+                self._lose(marks.running, why)
         self._ready.set()
-        if self._process:
-            self._process.kill()
-            self._process.wait()
+        self._end()
+
+    def _end(self) -> int | None:
+        """End the process if there is one; return its exit code."""
+        if self._process is None:
+            return None
+        self._process.kill()
+        return self._process.wait()
 
     def _start(self) -> Marks:
         """Start a process, which loads the agent."""
@@ -261,7 +266,7 @@ class _Process:
 
     def _read(self, marks: Marks) -> None:
         """Deliver messages until the process dies, or is killed because its loop stands still."""
-        assert self._connection is not None and self._process is not None
+        assert self._connection is not None
         ticks, changed_at = marks.ticks, time.monotonic()
         while True:
             if self._connection.poll(WATCH_S):
@@ -272,8 +277,7 @@ class _Process:
             if marks.ticks != ticks:
                 ticks, changed_at = marks.ticks, now
             elif now - changed_at > self._patience_s:
-                self._process.kill()
-                self._process.wait()
+                self._end()
                 limit_s = self._settings.turn_timeout_s
                 self._lose(
                     marks.running,

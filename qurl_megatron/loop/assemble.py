@@ -202,8 +202,10 @@ def _client(
     architecture = learner.architecture
     records = name == "rollout" and config.rollout.routing != "ignore"
     shape = (architecture.num_layers, architecture.experts_per_token) if records else None
-    client = partial(AgentClient, agents, config.reward_wrong) if agents else RolloutClient
-    return client(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
+    make: Callable[..., RolloutClient] = RolloutClient
+    if agents:
+        make = partial(AgentClient, agents, config.reward_wrong)
+    return make(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
 
 
 def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:
