@@ -46,28 +46,3 @@ async def talk(policy: Any, problem: Any) -> float:
     path = Path(problem.metadata["directory"]) / f"{problem.question}.json"
     path.write_text(json.dumps(seen))
     return float(len(problem.question) % 2)
-
-
-async def openai_chat(policy: Any, problem: Any) -> dict[str, float]:
-    """Play three turns with OpenAI's client: plain, streamed, and with a changed history."""
-    from openai import AsyncOpenAI
-
-    async with AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
-        messages: list[Any] = [{"role": "user", "content": problem.question}]
-        answer = await client.chat.completions.create(
-            model="policy", messages=messages, max_tokens=12
-        )
-        usage = answer.usage
-        assert usage is not None and usage.completion_tokens <= 12
-        assert usage.total_tokens == len(policy.ids)
-        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-        messages.append({"role": "user", "content": "more"})
-        text = ""
-        stream = await client.chat.completions.create(
-            model="policy", messages=messages, max_tokens=12, stream=True
-        )
-        async for chunk in stream:
-            text += chunk.choices[0].delta.content or ""
-        messages = [messages[0], {"role": "user", "content": text}]
-        await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
-    return {"reward": 1.0, "turns": policy.num_turns}
